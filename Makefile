@@ -1,0 +1,34 @@
+# Everything runs in .venv, made here when it is missing and refreshed when what it is made of changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	$(VENV)/bin/dualinfer demo
+
+# The CPU suite. One thread a worker: two workers share two cores, and the models are tiny.
+test: $(INSTALLED)
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	$(VENV)/bin/python -m pytest -n 2 -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyright
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/ruff check --fix
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[torch,jax,dev]'
+	touch $@

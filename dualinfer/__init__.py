@@ -1,0 +1,39 @@
+"""dualinfer: a Hugging Face model as a fast inference engine, on PyTorch or on JAX."""
+
+from .api import init_inference
+from .config import InferenceConfig
+from .engine import InferenceEngine
+from .errors import (
+    ArgumentError,
+    BackendNotAvailableError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ClosedError,
+    ConfigError,
+    DualinferError,
+    LengthError,
+    ModelError,
+    UnsupportedError,
+)
+from .outputs import Outputs
+from .report import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BackendNotAvailableError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "ConfigError",
+    "DualinferError",
+    "InferenceConfig",
+    "InferenceEngine",
+    "LengthError",
+    "ModelError",
+    "Outputs",
+    "Report",
+    "UnsupportedError",
+    "init_inference",
+]

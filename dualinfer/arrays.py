@@ -1,0 +1,113 @@
+"""The caller's arrays: which framework they are of, to NumPy, and back to that framework."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+Kind = Literal["torch", "jax", "numpy", "list"]
+
+
+def kind_of(value: Any) -> Kind | None:
+    """The framework of `value`, told without importing it; None if it is no array or sequence."""
+    if isinstance(value, np.ndarray | np.generic):
+        return "numpy"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return "torch"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.Array):
+        return "jax"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return "list"
+    return None
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """`value` as a NumPy array, without a copy where it lies in host memory; bfloat16 included."""
+    if kind_of(value) == "torch":
+        import torch
+
+        host = value.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            return host.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return host.numpy()
+    return np.asarray(value)
+
+
+def same_tensor(one: Any, other: Any) -> bool:
+    """True if two tensors hold the same values; tells shared memory apart without reading it."""
+    if kind_of(one) == kind_of(other) == "torch" and one.data_ptr() == other.data_ptr():
+        return one.shape == other.shape
+    a, b = to_numpy(one), to_numpy(other)
+    return a.shape == b.shape and a.dtype == b.dtype and bool(np.array_equal(a, b))
+
+
+def to_kind(array: Any, kind: Kind, like: Any = None) -> Any:
+    """`array` (torch, JAX or NumPy) in the caller's framework.
+
+    Between torch and JAX the memory is handed over through DLPack where both can address it, and
+    copied through the host where they cannot. `list` gives `array` as it is. Integers become the
+    framework's usual ones: int64 for torch and NumPy, int32 for JAX. `like`, a torch tensor, names
+    the device that integer results go to.
+    """
+    if kind == "list" or array is None:
+        return array
+    own = kind_of(array)
+    if kind == "numpy":
+        result = to_numpy(array)
+        if result.dtype.kind == "i":
+            return result.astype(np.int64)
+        return result if result.flags.writeable else result.copy()  # JAX lends its memory
+    if kind == "torch":
+        import torch
+
+        if own == "jax":
+            tensor = _jax_to_torch(array)
+        elif own == "numpy":
+            tensor = _numpy_to_torch(array)
+        else:
+            tensor = array
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            tensor = tensor.to(torch.int64)
+            return tensor if like is None else tensor.to(like.device)
+        return tensor
+    import jax.numpy as jnp
+
+    if own == "torch":
+        return _torch_to_jax(array)
+    result = jnp.asarray(array)
+    return result.astype(jnp.int32) if result.dtype.kind == "i" else result
+
+
+def _numpy_to_torch(array: np.ndarray) -> Any:
+    import torch
+
+    array = np.ascontiguousarray(array)
+    if not array.flags.writeable:  # torch warns about memory that it must not write
+        array = array.copy()
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _jax_to_torch(array: Any) -> Any:
+    import torch
+
+    platform = next(iter(array.devices())).platform
+    if len(array.devices()) == 1 and (platform == "cpu" or torch.cuda.is_available()):
+        return torch.from_dlpack(array)
+    return _numpy_to_torch(np.asarray(array))
+
+
+def _torch_to_jax(tensor: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.local_devices()[0]
+    platform = "cpu" if tensor.device.type == "cpu" else "gpu"
+    if device.platform == platform:
+        return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+    return jnp.asarray(to_numpy(tensor))

@@ -1,0 +1,37 @@
+"""Choosing a backend: imports it, or says what to install."""
+
+import importlib
+import importlib.util
+
+from ..errors import BackendNotAvailableError
+from ..spec import ModelSpec
+from ..weights import LoadPlan, TensorSource
+from .base import Runner
+
+BACKENDS = ("torch", "jax")
+_NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
+
+
+def check_backend(name: str) -> None:
+    """Raise BackendNotAvailableError, with what to install, if a backend cannot be imported."""
+    missing = [m for m in _NEEDS[name] if importlib.util.find_spec(m) is None]
+    if missing:
+        other = next(b for b in BACKENDS if b != name)
+        raise BackendNotAvailableError(
+            f"backend={name!r} needs {' and '.join(missing)}, which is not installed. Install "
+            f"`dualinfer[{name}]`, or use backend={other!r}."
+        )
+
+
+def default_dtype(name: str) -> str:
+    """The dtype of an unset `dtype`: the contract's float16 on a GPU, float32 on a CPU."""
+    check_backend(name)
+    return importlib.import_module(f".{name}", __name__).default_dtype()
+
+
+def create_runner(
+    name: str, spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str
+) -> Runner:
+    """A runner of the backend with the weights loaded on its device."""
+    check_backend(name)
+    return importlib.import_module(f".{name}", __name__).create_runner(spec, plan, source, dtype)

@@ -1,0 +1,186 @@
+"""The runner contract: what the neutral engine and loop know of a backend, and nothing more."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..spec import ModelSpec
+
+NO_TOKEN = -1
+MAX_STEPS = 32  # of one `decode` call
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """Whole sequences for one forward pass without a cache, checked and in host memory.
+
+    `ids` int32 [B, T]; `mask` bool [B, T], True where a token is real, None for everywhere;
+    `positions` and `token_types` int32 [B, T]; `segments` int32 [B, T] numbers the packed
+    sequences of a row, which do not see each other.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    mask: np.ndarray | None = None
+    token_types: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    output_hidden_states: bool = False
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence's tokens are chosen; HF's names and meanings.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. Noise is drawn only with
+    `do_sample`; its key is (seed, return_index, position), its counter the vocabulary id.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    return_index: int = 0
+
+
+@dataclass(frozen=True)
+class SamplingFeatures:
+    """Which parts of sampling any live sequence needs; a compiled step holds only these."""
+
+    noise: bool = False
+    filters: bool = False
+    penalty: bool = False
+    hold_eos: bool = False
+
+    @classmethod
+    def of(cls, requests: Sequence["Request"]) -> "SamplingFeatures":
+        """The union of what `requests` need."""
+        drawn = [r.sampling for r in requests if r.sampling.do_sample]
+        return cls(
+            noise=bool(drawn),
+            filters=any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in drawn),
+            penalty=any(r.sampling.repetition_penalty != 1 for r in requests),
+            hold_eos=any(r.min_new_tokens > 0 and r.eos_ids for r in requests),
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue: `tokens` int32 [T] without padding, T at least 1."""
+
+    tokens: np.ndarray
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values are kept; the last new token is never fed back."""
+        return len(self.tokens) + self.max_new_tokens - 1
+
+
+def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:
+    """The requests' sampling parameters as columns for device arrays.
+
+    Keys are those of both backends' slot state; seeds split into 32-bit halves, int64 because
+    torch has no arithmetic on uint32; `eos` [N, eos_width] is filled up with NO_TOKEN.
+    """
+    s = [r.sampling for r in requests]
+    eos = np.full((len(requests), eos_width), NO_TOKEN, np.int32)
+    for i, r in enumerate(requests):
+        eos[i, : len(r.eos_ids)] = r.eos_ids
+    return {
+        "noise": np.array([x.do_sample for x in s], bool),
+        "temperature": np.array([x.temperature if x.do_sample else 1.0 for x in s], np.float32),
+        "top_k": np.array([x.top_k if x.do_sample else 0 for x in s], np.int32),
+        "top_p": np.array([x.top_p if x.do_sample else 1.0 for x in s], np.float32),
+        "min_p": np.array([x.min_p if x.do_sample else 0.0 for x in s], np.float32),
+        "penalty": np.array([x.repetition_penalty for x in s], np.float32),
+        "seed_low": np.array([x.seed & 0xFFFFFFFF for x in s], np.int64),
+        "seed_high": np.array([x.seed >> 32 & 0xFFFFFFFF for x in s], np.int64),
+        "return_index": np.array([x.return_index for x in s], np.int64),
+        "minimum": np.array([r.min_new_tokens for r in requests], np.int32),
+        "remaining": np.array([r.max_new_tokens for r in requests], np.int32),
+        "eos": eos,
+    }
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One layer's cache. `full` keeps every token: [slot, kv_heads, tokens, dim] twice."""
+
+    kind: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def elements(self, slots: int, tokens: int) -> int:
+        """Number of cached scalars."""
+        return slots * tokens * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
+    """The cache of each layer of a causal model. Windowed layers mask a full cache."""
+    return tuple(
+        CacheSpec("full", a.kv_heads, a.head_dim, a.head_dim)
+        for a in (layer.attention for layer in spec.layers)
+    )
+
+
+def bucket(count: int, smallest: int = 1) -> int:
+    """The next power of two, at least `smallest`: a padded size that few executables serve."""
+    return max(smallest, 1 << (max(count, 1) - 1).bit_length())
+
+
+class PendingTokens(Protocol):
+    """Tokens that the device may still be computing."""
+
+    def fetch(self) -> np.ndarray:
+        """int32 [steps, columns], waiting if need be; NO_TOKEN where a sequence had ended."""
+        ...
+
+
+class Runner(Protocol):
+    """One model on one backend. NumPy integers in; arrays of the backend or token ids out."""
+
+    spec: ModelSpec
+
+    def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
+        """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
+
+        `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
+        embedding, each layer's output, the last one after the final norm.
+        """
+        ...
+
+    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
+        """Fill the cache of `slots` and sample the first token of each; one column a request."""
+        ...
+
+    def decode(self, steps: int) -> PendingTokens:
+        """Up to `steps` (at most MAX_STEPS) tokens for every live slot; a column a slot. No wait.
+
+        Stops early when every sequence has ended, as far as it can tell without waiting.
+        """
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """End these slots; their cache may be reused."""
+        ...
+
+    def draw_seeds(self, count: int) -> list[int]:
+        """Fresh seeds below 2**63 from the backend's customary source of randomness."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """Facts for `engine.report()`: device, ops, parameters, parameter_bytes, cache_bytes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything on the device."""
+        ...

@@ -1,0 +1,26 @@
+"""The JAX backend: `create_runner` loads a model onto a JAX device."""
+
+import jax
+import jax.numpy as jnp
+
+from ...spec import ModelSpec
+from ...weights import LoadPlan, TensorSource
+from .params import load_model
+from .runner import JaxRunner
+
+
+def default_device() -> jax.Device:
+    """JAX's default device, else the first one of this process."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def default_dtype() -> str:
+    """float16 where there is a GPU, as in the contract; float32 on a CPU."""
+    return "float32" if default_device().platform == "cpu" else "float16"
+
+
+def create_runner(spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str) -> JaxRunner:
+    """A runner on the default device with the plan's weights in `dtype`."""
+    device, jax_dtype = default_device(), jnp.dtype(dtype)
+    return JaxRunner(spec, load_model(spec, plan, source, jax_dtype, device), jax_dtype, device)

@@ -1,0 +1,42 @@
+"""The JAX KV cache: one pair of arrays a layer, a row a slot, donated to every step."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..base import CacheSpec
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values, [N, K, S, D] each."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+Cache = list[LayerCache]
+
+
+def make_cache(
+    specs: Sequence[CacheSpec], slots: int, tokens: int, dtype: Any, device: jax.Device
+) -> Cache:
+    """Zeroed buffers: a masked value still takes part in the product as 0 * value."""
+    return [
+        LayerCache(
+            jnp.zeros((slots, s.kv_heads, tokens, s.key_dim), dtype, device=device),
+            jnp.zeros((slots, s.kv_heads, tokens, s.value_dim), dtype, device=device),
+        )
+        for s in specs
+    ]
+
+
+def grow(cache: Cache, slots: int, tokens: int) -> Cache:
+    """The same contents in buffers of at least `slots` by `tokens`."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        more = (max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0)
+        return jnp.pad(x, [(0, n) for n in more])
+
+    return [LayerCache(pad(c.k), pad(c.v)) for c in cache]

@@ -1,0 +1,169 @@
+"""The ops of the JAX decoder, in plain XLA; a kernel takes the place of one by its signature.
+
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...spec import Activation
+from ...weights import Weight
+from .cache import LayerCache
+
+IMPLEMENTATIONS = {
+    "matmul": "XLA dot",
+    "embed": "XLA gather",
+    "rms_norm": "XLA",
+    "layer_norm": "XLA",
+    "rotary": "XLA",
+    "activation": "XLA",
+    "attention": "XLA, dense softmax",
+    "decode_attention": "XLA, dense softmax",
+    "sampling": "XLA, threefry2x32",
+}
+
+
+def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
+    """jnp.einsum in which float32 means float32: no TF32 on a GPU."""
+    exact = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
+    return jnp.einsum(equation, *operands, precision=exact, **kwargs)
+
+
+def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Array:
+    """x [..., in] times weight [out, in], plus bias [out]; summed in float32."""
+    y = einsum("...i,oi->...o", x, weight.data, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.data.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def embed(ids: jax.Array, weight: Weight) -> jax.Array:
+    """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""
+    return jnp.take(weight.data, ids, axis=0, mode="clip")
+
+
+def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight.data.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: Weight, bias: Weight, eps: float) -> jax.Array:
+    """(x - mean) / std * weight + bias over the last axis, in float32."""
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight.data.astype(jnp.float32) + bias.data.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the halves of x [B, T, heads, D] by cos and sin, float32 [B, T, D/2]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(halves, axis=-1).astype(x.dtype)
+
+
+def activation(x: jax.Array, kind: Activation) -> jax.Array:
+    """An activation by our name of it, in float32."""
+    y = x.astype(jnp.float32)
+    if kind == "silu":
+        y = jax.nn.silu(y)
+    elif kind == "gelu":
+        y = jax.nn.gelu(y, approximate=False)
+    elif kind == "gelu_tanh":
+        y = jax.nn.gelu(y, approximate=True)
+    elif kind == "quick_gelu":
+        y = y * jax.nn.sigmoid(1.702 * y)
+    elif kind == "relu":
+        y = jax.nn.relu(y)
+    else:
+        y = jnp.tanh(y)
+    return y.astype(x.dtype)
+
+
+def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
+    """activation(gate) * up for x [..., 2F] that holds gate, then up."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return activation(gate, kind) * up
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
+
+    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query always
+    sees itself, so that a padded one stays finite.
+    """
+    batch, tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
+    scores = einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    visible = visible_keys(tokens, causal, window, mask, segments)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    out = einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+    return out.reshape(batch, tokens, heads, dim)
+
+
+def visible_keys(
+    tokens: int,
+    causal: bool,
+    window: int | None,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis)."""
+    at = jnp.arange(tokens)
+    visible = jnp.ones((1, tokens, tokens), bool)
+    if causal:
+        visible &= at[None, :] <= at[:, None]
+    if window is not None:
+        visible &= at[None, :] > at[:, None] - window
+    if mask is not None:
+        visible = visible & mask[:, None, :]
+    if segments is not None:
+        visible = visible & (segments[:, :, None] == segments[:, None, :])
+    return visible | jnp.eye(tokens, dtype=bool)
+
+
+def append(cache: LayerCache, k: jax.Array, v: jax.Array, lengths: jax.Array) -> LayerCache:
+    """The cache with k and v [N, K, D] of one new token a slot at position `lengths` [N]."""
+    slots = jnp.arange(k.shape[0])
+    at = jnp.minimum(lengths, cache.k.shape[2] - 1)
+    return LayerCache(cache.k.at[slots, :, at].set(k), cache.v.at[slots, :, at].set(v))
+
+
+def decode_attention(
+    q: jax.Array,
+    cache: LayerCache,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
+
+    The query is the last of them.
+    """
+    slots, heads, dim = q.shape
+    kv_heads = cache.k.shape[1]
+    at = jnp.arange(cache.k.shape[2])[None]
+    visible = at < lengths[:, None]
+    if window is not None:
+        visible &= at >= lengths[:, None] - window
+    grouped = q.reshape(slots, kv_heads, heads // kv_heads, dim)
+    scores = einsum("nkgd,nksd->nkgs", grouped, cache.k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return einsum("nkgs,nksd->nkgd", weights.astype(cache.v.dtype), cache.v).reshape(q.shape)

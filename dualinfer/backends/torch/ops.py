@@ -1,0 +1,164 @@
+"""The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
+
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ...spec import Activation
+from ...weights import Weight
+from .cache import LayerCache
+
+IMPLEMENTATIONS = {
+    "matmul": "torch.nn.functional.linear",
+    "embed": "torch.nn.functional.embedding",
+    "rms_norm": "plain torch",
+    "layer_norm": "torch.nn.functional.layer_norm",
+    "rotary": "plain torch",
+    "activation": "torch.nn.functional",
+    "attention": "torch.nn.functional.scaled_dot_product_attention",
+    "decode_attention": "torch.nn.functional.scaled_dot_product_attention",
+    "sampling": "plain torch, threefry2x32",
+}
+
+
+def matmul(x: torch.Tensor, weight: Weight, bias: Weight | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in], plus bias [out]."""
+    return F.linear(x, weight.data, None if bias is None else bias.data)
+
+
+def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of weight [V, E] for ids [...]: [..., E]."""
+    return F.embedding(ids, weight.data)
+
+
+def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis, in float32."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * weight.data.float()).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: Weight, bias: Weight, eps: float) -> torch.Tensor:
+    """(x - mean) / std * weight + bias over the last axis."""
+    return F.layer_norm(x, x.shape[-1:], weight.data, bias.data, eps)
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the halves of x [B, T, heads, D] by cos and sin, float32 [B, T, D/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """An activation by our name of it."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind == "relu":
+        return F.relu(x)
+    return torch.tanh(x)
+
+
+def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """activation(gate) * up for x [..., 2F] that holds gate, then up."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, kind) * up
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
+
+    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query always
+    sees itself, so that a padded one stays finite.
+    """
+    visible = None
+    windowed = window is not None and window < q.shape[1]
+    if mask is not None or segments is not None or windowed:
+        visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visible,
+        is_causal=causal and visible is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def visible_keys(
+    tokens: int,
+    device: torch.device,
+    causal: bool,
+    window: int | None,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """bool [B or 1, 1, T, T]: whether a query (second last axis) sees a key (last axis)."""
+    at = torch.arange(tokens, device=device)
+    visible = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device)
+    if causal:
+        visible = visible & (at[None, :] <= at[:, None])
+    if window is not None:
+        visible = visible & (at[None, :] > at[:, None] - window)
+    if mask is not None:
+        visible = visible & mask[:, None, :]
+    if segments is not None:
+        visible = visible & (segments[:, :, None] == segments[:, None, :])
+    return (visible | torch.eye(tokens, dtype=torch.bool, device=device))[:, None]
+
+
+def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Write k and v [N, K, D] of one new token a slot at position `lengths` [N], in place."""
+    at = lengths.clamp(max=cache.k.shape[2] - 1)
+    slots = torch.arange(k.shape[0], device=k.device)
+    cache.k[slots, :, at] = k
+    cache.v[slots, :, at] = v
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
+
+    The query is the last of them.
+    """
+    slots, heads, dim = q.shape
+    kv_heads = cache.k.shape[1]
+    at = torch.arange(cache.k.shape[2], device=q.device)
+    visible = at[None] < lengths[:, None]
+    if window is not None:
+        visible = visible & (at[None] >= lengths[:, None] - window)
+    # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
+    out = F.scaled_dot_product_attention(
+        q.view(slots, kv_heads, heads // kv_heads, dim),
+        cache.k,
+        cache.v,
+        attn_mask=visible[:, None, None, :],
+        scale=scale,
+    )
+    return out.reshape(slots, heads, dim)

@@ -1,0 +1,275 @@
+"""The torch runner: forward passes, prefill into the cache, and decode steps over static buffers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...spec import ModelSpec
+from ..base import (
+    NO_TOKEN,
+    ForwardInputs,
+    Request,
+    SamplingFeatures,
+    bucket,
+    cache_specs,
+    sampling_rows,
+)
+from . import decoder, ops
+from .cache import KVCache
+from .params import Params
+from .sampler import SlotState, sample
+
+_SMALLEST_CACHE = 64
+
+
+class PendingTokens:
+    """Tokens on their way to the host; on CUDA the copy runs beside later steps."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self._copied = None
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._tokens = tokens
+
+    def fetch(self) -> np.ndarray:
+        """int32 [steps, columns]."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tokens.numpy().astype(np.int32)
+
+
+@contextmanager
+def exact_float32(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """No TF32 or bfloat16 inside, where float32 was asked for; the caller's setting stands after."""
+    if dtype != torch.float32:
+        yield
+        return
+    matmul = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+class TorchRunner:
+    """One model on one torch device."""
+
+    def __init__(
+        self, spec: ModelSpec, params: Params, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self.params = params
+        self.dtype, self.device = dtype, device
+        self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
+        self._state: SlotState | None = None
+        self._live: dict[int, Request] = {}
+
+    def _put(self, array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(self.device)
+
+    @torch.no_grad()
+    def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
+        """Outputs of whole sequences; see `base.Runner`."""
+        mask, segments = self._put(inputs.mask), self._put(inputs.segments)
+
+        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            a = self.spec.layers[i].attention
+            return ops.attention(
+                q,
+                k,
+                v,
+                scale=a.scale,
+                causal=a.causal,
+                window=a.window,
+                mask=mask,
+                segments=segments,
+            )
+
+        with exact_float32(self.dtype, self.device):
+            states = decoder.hidden_states(
+                self.spec,
+                self.params,
+                self._put(inputs.ids),
+                self._put(inputs.positions),
+                self._put(inputs.token_types),
+                attend,
+                keep=inputs.output_hidden_states,
+            )
+            outputs: dict[str, Any] = {}
+            if self.spec.head:
+                outputs["logits"] = decoder.logits(self.spec, self.params, states[-1])
+            else:
+                outputs["last_hidden_state"] = states[-1]
+            if self.spec.pooler:
+                outputs["pooler_output"] = decoder.pooled(self.params, states[-1])
+        if inputs.output_hidden_states:
+            outputs["hidden_states"] = tuple(states)
+        return outputs
+
+    @torch.no_grad()
+    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
+        """Fill the cache of `slots` and sample the first token of each request."""
+        self._reserve(requests, slots)
+        state = self._state
+        assert state is not None
+        self._live.update(zip(slots, requests, strict=True))
+        features = SamplingFeatures.of(requests)
+        rows = torch.tensor(slots, device=self.device)
+        lengths = np.array([len(r.tokens) for r in requests])
+        # Right padding: a causal query sees no later key, so that padding needs no mask.
+        ids = np.zeros((len(requests), lengths.max()), np.int64)
+        for i, r in enumerate(requests):
+            ids[i, : len(r.tokens)] = r.tokens
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+
+        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            a = self.spec.layers[i].attention
+            self._cache.write(i, rows, k, v)
+            return ops.attention(q, k, v, scale=a.scale, causal=True, window=a.window)
+
+        zeros = np.zeros(len(requests), np.int64)
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        state.write(rows, {"length": lengths, "new": zeros, **columns})
+        if features.penalty:
+            self._mark_seen(requests, slots)
+        with exact_float32(self.dtype, self.device):
+            x = decoder.hidden_states(
+                self.spec, self.params, self._put(ids), self._put(positions.copy()), None, attend
+            )[-1]
+            last = x[torch.arange(len(requests), device=self.device), self._put(lengths - 1)]
+            scores = decoder.logits(self.spec, self.params, last).float()
+        part = SlotState(
+            **{n: None if t is None else t[rows] for n, t in vars(state).items()}
+        )
+        part.active = torch.ones_like(part.active)
+        token = sample(scores, part, part.length, features)
+        part.last = token
+        _count(part, token)
+        for name in ("active", "last", "new", "remaining"):
+            getattr(state, name)[rows] = getattr(part, name)
+        if state.seen is not None:
+            state.seen[rows, token] = True
+        return PendingTokens(token[None])
+
+    @torch.no_grad()
+    def decode(self, steps: int) -> PendingTokens:
+        """Up to `steps` tokens for every live slot."""
+        assert self._state is not None and self._live
+        slots = bucket(max(self._live) + 1)
+        tokens = bucket(max(r.cache_tokens for r in self._live.values()), _SMALLEST_CACHE)
+        state, cache = self._state.view(slots), self._cache.view(slots, tokens)
+        features = SamplingFeatures.of(list(self._live.values()))
+        out = torch.full((steps, slots), NO_TOKEN, dtype=torch.int64, device=self.device)
+        with exact_float32(self.dtype, self.device):
+            for step in range(steps):
+                if self.device.type == "cpu" and not state.active.any():
+                    break  # on a GPU the question would wait for the device
+                self._step(state, cache, features, out[step])
+        return PendingTokens(out)
+
+    def _step(
+        self, state: SlotState, cache: list, features: SamplingFeatures, out: torch.Tensor
+    ) -> None:
+        """One token for each active slot, all in place: ready for capture."""
+
+        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            a = self.spec.layers[i].attention
+            ops.append(cache[i], k[:, 0], v[:, 0], state.length)
+            y = ops.decode_attention(
+                q[:, 0], cache[i], state.length + 1, scale=a.scale, window=a.window
+            )
+            return y[:, None]
+
+        ids, positions = state.last[:, None], state.length[:, None]
+        if self.spec.learned_positions:  # ended slots stay where they are, free ones at 0
+            positions = positions.clamp(max=self.spec.learned_positions - 1)
+        x = decoder.hidden_states(self.spec, self.params, ids, positions, None, attend)[-1]
+        scores = decoder.logits(self.spec, self.params, x[:, 0]).float()
+        token = sample(scores, state, state.length + 1, features)
+        out.copy_(torch.where(state.active, token, NO_TOKEN))
+        state.last.copy_(torch.where(state.active, token, state.last))
+        state.length.add_(state.active)
+        if state.seen is not None:
+            state.seen.scatter_(1, state.last[:, None], True)
+        _count(state, token)
+
+    def _reserve(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Grow cache and state to what `requests` and the live slots need."""
+        count = bucket(max((*slots, *self._live)) + 1)
+        tokens = max(r.cache_tokens for r in (*requests, *self._live.values()))
+        if not self._live and self._cache.smaller_than(count, tokens):
+            self._cache.clear()  # nothing to keep: free the old buffers before taking new ones
+        self._cache.grow(count, bucket(tokens, _SMALLEST_CACHE))
+        eos_width = max(1, *(len(r.eos_ids) for r in requests))
+        old = self._state
+        if old is None or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
+            if old is not None:
+                count = max(count, old.active.shape[0])
+                eos_width = max(eos_width, old.eos.shape[1])
+            self._state = SlotState.make(count, eos_width, self.device)
+            if old is not None:
+                self._state.copy_from(old)
+
+    def _mark_seen(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Note the prompts' tokens for the repetition penalty."""
+        state = self._state
+        assert state is not None
+        if state.seen is None:
+            shape = (state.active.shape[0], self.spec.vocab)
+            state.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        for slot, request in zip(slots, requests, strict=True):
+            state.seen[slot] = False
+            state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True
+
+    def release(self, slots: Sequence[int]) -> None:
+        """End these slots."""
+        for slot in slots:
+            self._live.pop(slot, None)
+        if self._state is not None and slots:
+            self._state.active[torch.tensor(slots, device=self.device)] = False
+        if not self._live and self._state is not None:
+            self._state.seen = None  # [N, V] is worth freeing
+
+    def draw_seeds(self, count: int) -> list[int]:
+        """Seeds from torch's global generator, so that `torch.manual_seed` governs them."""
+        return torch.randint(0, 2**63 - 1, (count,)).tolist()
+
+    def report(self) -> Mapping[str, Any]:
+        """Facts for `engine.report()`."""
+        weights = self.params.weights()
+        return {
+            "device": str(self.device),
+            "device_name": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else "CPU",
+            "ops": dict(ops.IMPLEMENTATIONS),
+            "parameters": sum(w.data.numel() for w in weights),
+            "parameter_bytes": sum(w.data.nbytes for w in weights),
+            "cache_bytes": self._cache.bytes,
+        }
+
+    def close(self) -> None:
+        """Let go of parameters, cache and state."""
+        self._cache.clear()
+        self._state = None
+        self._live.clear()
+        self.params = Params({}, [], {})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _count(state: SlotState, token: torch.Tensor) -> None:
+    """Book a sampled token, in place; a slot ends at its EOS or its last allowed token."""
+    state.new.add_(state.active)
+    state.remaining.sub_(state.active.to(state.remaining.dtype))
+    is_eos = (token[:, None] == state.eos).any(-1)
+    state.active.logical_and_(~is_eos & (state.remaining > 0))

@@ -1,0 +1,184 @@
+"""InferenceConfig: the fields of the contract that this version honours, their aliases and merging."""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from .errors import ConfigError
+
+DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bfloat": "bfloat16",
+    "bf16": "bfloat16",
+}
+_DEEPSPEED_ONLY = frozenset(
+    """triton_autotune zero triangular_masking tm moe keep_module_on_host quant checkpoint base_dir
+    set_empty_params save_mp_checkpoint_path checkpoint_config ckpt_config training_mp_size
+    replace_method injection_policy injection_dict injection_policy_tuple config args
+    min_out_tokens min_tokens transposed_mode mp_size mpu ep_size ep_group expert_group ep_mp_group
+    expert_mp_group moe_experts moe_type""".split()
+)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
+    )
+
+
+class TensorParallelConfig(_Model):
+    """Tensor parallelism. This version runs on one device."""
+
+    tp_size: int = Field(1, ge=1)
+    """Number of devices that share the model; 1 for now."""
+
+    @field_validator("tp_size")
+    @classmethod
+    def _one_device(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"tensor_parallel.tp_size={value}, but this version runs on one device. Use 1."
+            )
+        return value
+
+
+class InferenceConfig(_Model):
+    """How a model is turned into an engine; frozen once built. Unset fields serve the user."""
+
+    backend: Literal["torch", "jax"] = "torch"
+    """The framework that runs the model."""
+
+    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
+    """Run dualinfer's own decoder in place of a live module's forward.
+
+    On a CPU, plain ops stand behind the kernels' signatures. A checkpoint's folder and the JAX
+    backend always run dualinfer's decoder.
+    """
+
+    dtype: str | None = None
+    """float32, float16 or bfloat16, in any spelling or as a torch, NumPy or JAX dtype.
+
+    Unset: float16 on a GPU, as in the contract, and float32 on a CPU.
+    """
+
+    tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), alias="tp")
+    """Tensor parallelism; `tp_size` 1 for now."""
+
+    max_out_tokens: int | None = Field(None, ge=1, alias="max_tokens")
+    """Hard limit for generate on prompt plus new tokens. Unset: the model's own limit."""
+
+    return_tuple: bool = True
+    """True: forward returns a named tuple as HF does. False: the bare first array."""
+
+    enable_cuda_graph: bool | None = None
+    """None or False; graphs are not in this version."""
+
+    use_triton: bool | None = None
+    """None or False; Triton kernels are not in this version."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, value: Any) -> str | None:
+        return None if value is None else dtype_name(value)
+
+    @field_validator("enable_cuda_graph", "use_triton")
+    @classmethod
+    def _not_yet(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("true is not supported in this version; leave it unset or false")
+        return value
+
+
+def dtype_name(value: Any) -> str:
+    """`float32`, `float16` or `bfloat16` for any spelling or framework's dtype object."""
+    name = value if isinstance(value, str) else str(getattr(value, "dtype", value))
+    if isinstance(value, type):  # numpy.float16, jax.numpy.bfloat16
+        name = getattr(value, "__name__", name)
+    key = name.strip().lower().removeprefix("torch.").removeprefix("jnp.").removeprefix("np.")
+    if key not in DTYPES:
+        raise ValueError(f"dtype={value!r} is not supported; use float32, float16 or bfloat16")
+    return DTYPES[key]
+
+
+def make_config(
+    config: InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+) -> InferenceConfig:
+    """One InferenceConfig from `config` (object, dict or path of a JSON file) and keyword arguments.
+
+    The same field may be given twice with the same meaning. Raises ConfigError for a conflict, an
+    unknown key or a bad value; the caller's dict stays as it is.
+    """
+    first = config if isinstance(config, InferenceConfig) else _validated(_as_dict(config))
+    second = _validated(dict(overrides))
+    return _merged(first, second, "")
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; expected a dict, an InferenceConfig or the path "
+            "of a JSON file."
+        )
+    path = Path(config)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config={str(config)!r} cannot be read as a file: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
+    return value
+
+
+def _validated(values: dict[str, Any]) -> InferenceConfig:
+    try:
+        return InferenceConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e, values) for e in error.errors())) from error
+
+
+def _explain(error: Any, values: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
+    if key in _DEEPSPEED_ONLY:
+        return f"{key}: a field of DeepSpeed's config that this version does not honour; remove it"
+    model = TensorParallelConfig if len(error["loc"]) > 1 else InferenceConfig
+    names = [*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)]
+    if key in names:  # pydantic reports the name when its alias is there as well
+        return f"{key}: given twice, by its name and its alias; give one"
+    near = difflib.get_close_matches(str(error["loc"][-1]), names, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _merged(first: Any, second: Any, prefix: str) -> Any:
+    values = {name: getattr(first, name) for name in first.model_fields_set}
+    for name in second.model_fields_set:
+        new = getattr(second, name)
+        if name in values and isinstance(new, _Model):
+            new = _merged(values[name], new, f"{prefix}{name}.")
+        elif name in values and values[name] != new:
+            raise ConfigError(
+                f"{prefix}{name} is {values[name]!r} in config and {new!r} as a keyword argument; "
+                "give one of them."
+            )
+        values[name] = new
+    return type(first).model_construct(_fields_set=set(values), **values)

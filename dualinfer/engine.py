@@ -1,0 +1,371 @@
+"""InferenceEngine: forward, generate, stream, report; the same on every backend."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import kind_of, to_kind
+from .backends.base import ForwardInputs, Request, Runner, Sampling
+from .config import InferenceConfig
+from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
+from .generation import Generation, Loop, StopStrings
+from .options import GenerationOptions, make_options
+from .outputs import Outputs
+from .prompts import Prompts, check_ids, check_mask, make_prompts
+from .report import Report
+
+_STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+
+
+class InferenceEngine:
+    """A model ready to run. Made by `init_inference`; usable as a context manager.
+
+    `config` is the InferenceConfig, `model_config` the HF config as a dict, `generation_config` the
+    model's own generation defaults.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: InferenceConfig,
+        model_config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        source: str,
+        notes: Sequence[str],
+    ) -> None:
+        self.config = config
+        self.model_config = dict(model_config)
+        self.generation_config = dict(generation_config)
+        self._runner: Runner | None = runner
+        self._loop = Loop(runner)
+        self._spec = runner.spec
+        self._source, self._notes = source, tuple(notes)
+
+    @property
+    def runner(self) -> Runner:
+        """The backend's runner; ClosedError after `close()`."""
+        if self._runner is None:
+            raise ClosedError("This engine was closed. Make a new one with init_inference().")
+        return self._runner
+
+    @property
+    def model(self) -> Any:
+        """On JAX, the model as an nnx module to inspect."""
+        model = getattr(self.runner, "model", None)
+        if model is None:
+            raise UnsupportedError(
+                f"engine.model is for backend='jax'; this one is {self.config.backend!r}."
+            )
+        return model
+
+    @property
+    def max_tokens(self) -> int:
+        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit."""
+        return self.config.max_out_tokens or self._spec.max_positions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        *,
+        position_ids: Any = None,
+        token_type_ids: Any = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        return_tuple: bool | None = None,
+        use_cache: bool | None = None,
+        **unsupported: Any,
+    ) -> Any:
+        """HF's forward over whole sequences: logits, or last_hidden_state and pooler_output.
+
+        `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
+        counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
+        come back in the same framework, in the engine's dtype, on its device. Returns Outputs; with
+        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
+        ArgumentError and LengthError before anything runs.
+        """
+        _refuse_arguments("forward", unsupported)
+        if use_cache:
+            raise ArgumentError(
+                "forward does not support use_cache=True: it returns no past_key_values. The cache "
+                "belongs to generate()."
+            )
+        inputs = self._forward_inputs(
+            input_ids, attention_mask, position_ids, token_type_ids, output_hidden_states
+        )
+        kind = kind_of(input_ids) or "list"
+        results = self.runner.forward(inputs)
+        fields = {
+            name: tuple(to_kind(v, kind) for v in value)
+            if isinstance(value, tuple)
+            else to_kind(value, kind)
+            for name, value in results.items()
+        }
+        outputs = Outputs(fields)
+        if not (self.config.return_tuple if return_tuple is None else return_tuple):
+            return outputs[0]
+        if return_dict is None:
+            return_dict = self.model_config.get("return_dict", True)
+        return outputs if return_dict is not False else outputs.to_tuple()
+
+    def _forward_inputs(
+        self, ids: Any, mask: Any, positions: Any, types: Any, keep: bool | None
+    ) -> ForwardInputs:
+        spec = self._spec
+        if ids is None:
+            raise ArgumentError("input_ids is missing.")
+        tokens = check_ids(ids, "input_ids", spec.vocab)
+        if spec.learned_positions and tokens.shape[1] > spec.learned_positions:
+            raise LengthError(
+                f"input_ids has {tokens.shape[1]} tokens, but the model has "
+                f"{spec.learned_positions} positions."
+            )
+        visible = check_mask(mask, tokens.shape)
+        segments = None
+        if positions is None:
+            at = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
+        else:
+            limit = spec.learned_positions or 2**31 - 1
+            at = check_ids(positions, "position_ids", limit, "positions")
+            at = _broadcast(at, "position_ids", tokens.shape)
+            if spec.causal and visible is None:
+                segments = _packed_segments(at)
+        if visible is not None and visible.all():
+            visible = None
+        if types is not None:
+            if not spec.token_types:
+                raise ArgumentError(f"The {spec.family} family has no token_type_ids.")
+            types = check_ids(types, "token_type_ids", spec.token_types, "token types")
+            types = _broadcast(types, "token_type_ids", tokens.shape)
+        elif spec.token_types and not spec.token_types_from_vocab:
+            types = np.zeros_like(tokens)
+        if keep is None:
+            keep = bool(self.model_config.get("output_hidden_states", False))
+        return ForwardInputs(tokens, at, visible, types, segments, keep)
+
+    def generate(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
+
+        `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
+        a list of lists of any lengths; rows of the result are left-padded, and filled up with the
+        pad id after their end. Other arguments have HF's names and meanings, with the model's own
+        generation_config as defaults; `streamer` follows HF's protocol, `tokenizer` is needed for
+        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
+        each. Raises before anything runs; an argument that is not supported is refused by name.
+        """
+        prompts, requests, options, stop = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        )
+        pad = _pad_id(options)
+        block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
+        if streamer is not None:
+            streamer.put(self._streamed(block))
+            chunk = _STREAM_CHUNK
+        else:
+            chunk = _STOP_CHUNK if stop else _WHOLE_CHUNK
+        columns = []
+        for tokens in Generation(self._loop, requests, chunk, stop):
+            column = np.array([pad if t is None else t for t in tokens], np.int64)
+            columns.append(column)
+            if streamer is not None:
+                streamer.put(self._streamed(column))
+        if streamer is not None:
+            streamer.end()
+        return self._result(np.column_stack((block, *columns)), prompts)
+
+    def stream(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """An iterator of new tokens, as they are made; the arguments of `generate`.
+
+        One sequence gives ints; several give lists with an int for each, None once it has ended.
+        Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
+        `close()` on the iterator, frees what it holds.
+        """
+        _, requests, _, stop = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        )
+        return self._stream(requests, stop)
+
+    def _stream(self, requests: Sequence[Request], stop: StopStrings | None) -> Iterator[Any]:
+        for tokens in Generation(self._loop, requests, _STREAM_CHUNK, stop):
+            yield tokens[0] if len(tokens) == 1 else tokens
+
+    def _prepare(
+        self, ids: Any, config: Any, mask: Any, tokenizer: Any, seed: Any, kwargs: dict[str, Any]
+    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+        """Everything that generate and stream check and derive before anything runs."""
+        runner, spec = self.runner, self._spec
+        if not spec.can_generate:
+            raise UnsupportedError(
+                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary head."
+            )
+        if "inputs" in kwargs:  # HF's name of its first argument
+            if ids is not None:
+                raise ArgumentError("Both inputs and input_ids were given; they are the same.")
+            ids = kwargs.pop("inputs")
+        options = make_options(self.generation_config, config, kwargs, spec.vocab)
+        pad = _pad_id(options)
+        if options.stop_strings and tokenizer is None:
+            raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
+        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+        count = options.num_return_sequences
+        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
+            raise ArgumentError(
+                "stop_strings may end some rows before others, but the model names neither a "
+                "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
+            )
+        width = prompts.block.shape[1]
+        new_tokens = options.new_tokens(width, self.max_tokens)
+        self._check_length(prompts, new_tokens)
+        seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
+        requests = [
+            Request(
+                tokens=row,
+                max_new_tokens=new_tokens,
+                min_new_tokens=options.least_tokens(width),
+                eos_ids=options.eos_token_ids,
+                sampling=Sampling(
+                    options.do_sample,
+                    options.temperature,
+                    options.top_k,
+                    options.top_p,
+                    options.min_p,
+                    options.repetition_penalty,
+                    row_seed,
+                    index,
+                ),
+            )
+            for row, row_seed in zip(prompts.rows, seeds, strict=True)
+            for index in range(count)
+        ]
+        stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
+        assert runner is self._runner
+        return prompts, requests, options, stop
+
+    def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
+        longest = max(len(row) for row in prompts.rows)
+        positions = self._spec.learned_positions
+        limit, name = self.max_tokens, "max_out_tokens"
+        if self.config.max_out_tokens is None:
+            name = "the model's max_position_embeddings"
+        elif positions and positions < limit:
+            limit, name = positions, "the number of the model's positions"
+        if longest + new_tokens > limit:
+            way = "" if positions and limit == positions else " or a larger max_out_tokens"
+            raise LengthError(
+                f"A prompt of {longest} tokens and {new_tokens} new ones make "
+                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a shorter "
+                f"prompt{way}."
+            )
+
+    def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
+        if seed is None:
+            return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
+        seeds = [seed] * prompts if hasattr(seed, "__index__") else list(seed)
+        if len(seeds) != prompts:
+            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
+        for value in seeds:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ArgumentError(f"seed={value!r}; expected an int.")
+            if not 0 <= value.__index__() < 2**64:
+                raise ArgumentError(f"seed={value!r}; expected an int from 0 to 2**64 - 1.")
+        return [value.__index__() for value in seeds]
+
+    def _streamed(self, tokens: np.ndarray) -> Any:
+        """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
+        return to_kind(tokens, "torch" if self.config.backend == "torch" else "numpy")
+
+    def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
+        kind = self.config.backend if prompts.kind == "list" else prompts.kind
+        return to_kind(ids, kind, like=prompts.like)
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        return Report(
+            mode="fused",
+            backend=self.config.backend,
+            family=self._spec.family,
+            architecture=self._spec.architecture,
+            layers=len(self._spec.layers),
+            dtype=self.config.dtype or "",
+            source=self._source,
+            max_tokens=self.max_tokens,
+            notes=self._notes,
+            **self.runner.report(),
+        )
+
+    def close(self) -> None:
+        """Free what the engine holds on the device; it cannot be used afterwards."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> "InferenceEngine":
+        """The engine itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Family, backend and dtype."""
+        state = "closed" if self._runner is None else f"{self.config.dtype}"
+        return f"InferenceEngine({self._spec.architecture}, {self.config.backend}, {state})"
+
+
+def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    asked = {name: value for name, value in arguments.items() if value not in (None, False)}
+    if asked:
+        raise ArgumentError(
+            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
+            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
+            "return_tuple."
+        )
+
+
+def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
+    if array.shape not in (shape, (1, shape[1])):
+        raise ArgumentError(f"{name} has shape {array.shape}; expected {shape}.")
+    return np.broadcast_to(array, shape).copy()
+
+
+def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
+    """Numbers of the packed sequences in each row, None if there is one: HF starts a new one
+
+    wherever a position is not its predecessor plus one (`masking_utils.py`).
+    """
+    starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
+    segments = starts.cumsum(axis=1).astype(np.int32)
+    return segments if segments.any() else None
+
+
+def _pad_id(options: GenerationOptions) -> int | None:
+    """The id that fills up: the pad id, else the first EOS, as in HF."""
+    if options.pad_token_id is not None:
+        return options.pad_token_id
+    return options.eos_token_ids[0] if options.eos_token_ids else None

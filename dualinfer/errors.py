@@ -1,0 +1,44 @@
+"""The exceptions of dualinfer; each is also the builtin that callers of DeepSpeed or HF would catch."""
+
+
+class DualinferError(Exception):
+    """Base of every error that dualinfer raises on purpose."""
+
+
+class ConfigError(DualinferError, ValueError):
+    """An InferenceConfig field is unknown, malformed, in conflict, or cannot be honoured."""
+
+
+class ArgumentError(DualinferError, ValueError):
+    """An argument of forward or generate has a wrong shape, dtype or value, or is not supported."""
+
+
+class UnsupportedError(DualinferError, NotImplementedError):
+    """A request that dualinfer knows and does not serve, with the reason and the way on."""
+
+
+class LengthError(DualinferError, RuntimeError, ValueError):
+    """A prompt, or a prompt and its new tokens, do not fit the limit.
+
+    A RuntimeError as in DeepSpeed's guard and a ValueError as in HF's.
+    """
+
+
+class ModelError(DualinferError, ValueError):
+    """The model is of no supported family, or its config holds a field that the family ignores."""
+
+
+class CheckpointError(DualinferError, ValueError):
+    """A checkpoint is damaged, or its weights are missing, left over or misshaped."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint's folder, or a file that it needs, does not exist."""
+
+
+class BackendNotAvailableError(DualinferError, ImportError):
+    """The chosen backend's framework is not installed."""
+
+
+class ClosedError(DualinferError, RuntimeError):
+    """The engine was closed; nothing of it is left on the device."""

@@ -1,0 +1,55 @@
+"""Families: from a HF config to a ModelSpec and a weight table; one file per kind of architecture."""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from ..errors import ModelError
+from ..spec import ModelSpec
+from ..weights import WeightTable
+from . import bert, gpt2, llama
+from .fields import ConfigFields
+
+_FAMILIES: dict[str, ModuleType] = {
+    **dict.fromkeys(llama.CLASSES, llama),
+    "gpt2": gpt2,
+    "bert": bert,
+}
+
+
+def supported() -> dict[str, tuple[str, ...]]:
+    """Each served `model_type` with the HF class names served for it."""
+    return {name: module.architectures(name) for name, module in _FAMILIES.items()}
+
+
+def check_model_type(model_type: Any) -> str:
+    """`model_type` if it is served; ModelError names those that are."""
+    if model_type not in _FAMILIES:
+        raise ModelError(
+            f"model_type={model_type!r} is not supported in fused mode. "
+            f"Supported: {', '.join(sorted(_FAMILIES))}."
+        )
+    return model_type
+
+
+def describe_model(
+    config: Mapping[str, Any], class_names: Sequence[str] | None = None
+) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a HF config, given as the dict that HF's `to_dict` makes.
+
+    `class_names` are the HF classes that the weights belong to, the most derived first; None means
+    the family's default. Raises ModelError that names an unsupported class or config field.
+    """
+    model_type = check_model_type(config.get("model_type"))
+    family = _FAMILIES[model_type]
+    served = family.architectures(model_type)
+    known = [name for name in class_names or served if name in served]
+    if not known:
+        raise ModelError(
+            f"{class_names[0] if class_names else None} is not supported in fused mode; of the "
+            f"{model_type} family it serves {' and '.join(served)}."
+        )
+    fields = ConfigFields(model_type, config)
+    described = family.describe(fields, known[0])
+    fields.finish()
+    return described

@@ -1,0 +1,157 @@
+"""The Llama kind: Llama 1 to 3, Mistral, Qwen2, Qwen3. HF sources: models/{llama,mistral,qwen2,qwen3}."""
+
+from ..errors import ModelError
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+from .fields import ConfigFields
+from .rope import make_rope
+
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def architectures(model_type: str) -> tuple[str, ...]:
+    """HF class names served, the default first."""
+    name = CLASSES[model_type]
+    return f"{name}ForCausalLM", f"{name}Model"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a model of the Llama kind."""
+    kind = fields.family
+    embed, ffn = fields.size("hidden_size"), fields.size("intermediate_size")
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    head_dim = fields.size("head_dim", embed // heads)
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads={heads} is no multiple of {kv_heads} KV heads.")
+    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    max_positions = fields.size("max_position_embeddings")
+    norm = Norm("rms", fields.take("rms_norm_eps"))
+    mlp = Mlp(ffn, fields.activation("hidden_act"), gated=True)
+    rope = make_rope(fields.take("rope_parameters"), head_dim, max_positions)
+    attention = [
+        Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=window,
+            rope=rope,
+            qk_norm=norm if kind == "qwen3" else None,
+        )
+        for window in _windows(fields, layers)
+    ]
+    tied = bool(fields.take("tie_word_embeddings", False))
+    has_head = architecture.endswith("ForCausalLM")
+    qkv_bias, out_bias, mlp_bias = _biases(fields)
+    fields.ignore("attention_dropout")
+    spec = ModelSpec(
+        family=kind,
+        architecture=architecture,
+        vocab=vocab,
+        embed=embed,
+        layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
+        max_positions=max_positions,
+        final_norm=norm,
+        head=Head("causal", tied) if has_head else None,
+    )
+    q, k, v = attention[0].qkv_sizes
+    head = row("head.weight", "vocab embed", ("lm_head.weight", "vocab embed"))
+    rows = [
+        row("embed.weight", "vocab embed", ("model.embed_tokens.weight", "vocab embed")),
+        row("final_norm.weight", "embed", ("model.norm.weight", "embed")),
+    ]
+    for i in range(layers):
+        rows += _layer_rows(i, qkv_bias, out_bias, mlp_bias, kind == "qwen3")
+    if has_head and not tied:
+        rows.append(head)
+    table = WeightTable(
+        rows=tuple(rows),
+        sizes={
+            "vocab": vocab,
+            "embed": embed,
+            "q": q,
+            "k": k,
+            "v": v,
+            "gate": ffn,
+            "up": ffn,
+            "head_dim": head_dim,
+        },
+        base="model.",
+        unused=(r"rotary_emb\.inv_freq$",) + (() if has_head else (r"^lm_head\.weight$",)),
+        tied=((head, "model.embed_tokens.weight"),) if has_head and tied else (),
+    )
+    return spec, table
+
+
+def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
+    """The sliding window of each layer, None where it sees all of the past."""
+    if fields.family == "llama":
+        return [None] * layers
+    window = fields.take("sliding_window")
+    if fields.family == "mistral":
+        return [window] * layers
+    fields.ignore("use_sliding_window", "max_window_layers")  # HF folds both into layer_types
+    kinds = fields.take("layer_types")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != layers:
+        raise ModelError(
+            f"config.json has layer_types={kinds}; the {fields.family} family honours one of "
+            f"full_attention and sliding_attention for each of {layers} layers."
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _biases(fields: ConfigFields) -> tuple[bool, bool, bool]:
+    """Whether the q/k/v, output and MLP projections have biases."""
+    if fields.family == "qwen2":
+        return True, False, False
+    if fields.family == "mistral":
+        return False, False, False
+    bias = bool(fields.take("attention_bias", False))
+    return bias, bias, fields.family == "llama" and bool(fields.take("mlp_bias", False))
+
+
+def _layer_rows(i: int, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> list[Row]:
+    ours, hf = f"layers.{i}.", f"model.layers.{i}."
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    projections = ("q", "k", "v")
+    rows = [
+        row(ours + "attn_norm.weight", "embed", (hf + "input_layernorm.weight", "embed")),
+        row(ours + "mlp_norm.weight", "embed", (hf + "post_attention_layernorm.weight", "embed")),
+        row(
+            ours + "qkv.weight",
+            "q+k+v embed",
+            *((f"{attn}{p}_proj.weight", f"{p} embed") for p in projections),
+        ),
+        row(ours + "out.weight", "embed q", (attn + "o_proj.weight", "embed q")),
+        row(
+            ours + "up.weight",
+            "gate+up embed",
+            (mlp + "gate_proj.weight", "gate embed"),
+            (mlp + "up_proj.weight", "up embed"),
+        ),
+        row(ours + "down.weight", "embed up", (mlp + "down_proj.weight", "embed up")),
+    ]
+    if qkv_bias:
+        rows.append(
+            row(ours + "qkv.bias", "q+k+v", *((f"{attn}{p}_proj.bias", p) for p in projections))
+        )
+    if out_bias:
+        rows.append(row(ours + "out.bias", "embed", (attn + "o_proj.bias", "embed")))
+    if mlp_bias:
+        rows += [
+            row(
+                ours + "up.bias",
+                "gate+up",
+                (mlp + "gate_proj.bias", "gate"),
+                (mlp + "up_proj.bias", "up"),
+            ),
+            row(ours + "down.bias", "embed", (mlp + "down_proj.bias", "embed")),
+        ]
+    if qk_norm:
+        rows += [
+            row(f"{ours}{p}_norm.weight", "head_dim", (f"{attn}{p}_norm.weight", "head_dim"))
+            for p in ("q", "k")
+        ]
+    return rows

@@ -1,0 +1,126 @@
+"""Rotary frequencies from HF's rope_parameters: default, linear, llama3 and yarn.
+
+Formulas: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code; yarn
+from arXiv:2309.00071. Computed in float32, in HF's order of operations.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError
+from ..spec import Rope
+
+_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_REASONS = {
+    "dynamic": "its frequencies change with the longest sequence, so cached keys would go stale",
+}
+
+
+def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+    """The rotary embedding of one head.
+
+    Raises ModelError that names a rope_type or a parameter that is not honoured.
+    """
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in _KEYS:
+        reason = f" ({_REASONS[kind]})" if kind in _REASONS else ""
+        raise ModelError(
+            f"config.json has rope_type={kind!r}, which dualinfer does not honour{reason}; ignoring "
+            f"it would give wrong text. Honoured: {', '.join(_KEYS)}."
+        )
+    given = {k for k, v in parameters.items() if v is not None}
+    unknown = given - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
+    unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        unknown.add("partial_rotary_factor")
+    if unknown:
+        raise ModelError(
+            f"config.json has rope_parameters {', '.join(sorted(unknown))} with rope_type={kind!r}, "
+            "which dualinfer does not honour; ignoring them could give wrong text."
+        )
+    if head_dim % 2:
+        raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
+    theta = float(parameters["rope_theta"])
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    periods = np.float32(theta) ** exponents
+    inv_freq, scaling = np.float32(1.0) / periods, 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / np.float32(parameters["factor"])
+    elif kind == "llama3":
+        inv_freq = _llama3(inv_freq, parameters, max_positions)
+    elif kind == "yarn":
+        inv_freq, scaling = _yarn(periods, theta, parameters, head_dim, max_positions)
+    return Rope(kind, tuple(float(f) for f in inv_freq.astype(np.float32)), float(scaling))
+
+
+def _llama3(inv_freq: np.ndarray, parameters: Mapping[str, Any], max_positions: int) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = np.float32(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    original = parameters.get("original_max_position_embeddings") or max_positions
+    wavelength = np.float32(2 * math.pi) / inv_freq
+    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    stretched = np.where(wavelength > original / low, inv_freq / factor, inv_freq)
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return np.where(between, blended, stretched)
+
+
+def _yarn(
+    periods: np.ndarray,
+    theta: float,
+    parameters: Mapping[str, Any],
+    dim: int,
+    max_positions: int,
+) -> tuple[np.ndarray, float]:
+    """Frequencies between interpolation and extrapolation, and the factor on cos and sin."""
+    original = parameters.get("original_max_position_embeddings") or max_positions
+    factor = parameters.get("factor") or max_positions / original
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    scaling = parameters.get("attention_factor")
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if scaling is None:
+        scaling = magnitude(factor)
+        if mscale and mscale_all:
+            scaling = magnitude(factor, mscale) / magnitude(factor, mscale_all)
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(parameters.get("beta_fast") or 32)
+    high = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    keep = 1 - np.clip(ramp, 0, 1)
+    interpolated = np.float32(1.0) / (np.float32(factor) * periods)
+    return interpolated * (1 - keep) + (np.float32(1.0) / periods) * keep, float(scaling)

@@ -1,0 +1,217 @@
+"""GenerationOptions: HF's generation arguments, resolved, and refused where not supported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ArgumentError, UnsupportedError
+
+# HF's own defaults for what neither the caller nor the model sets.
+_DEFAULTS: dict[str, Any] = {
+    "max_length": None,
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "stop_strings": None,
+    "num_return_sequences": 1,
+}
+_DEFAULT_NEW_TOKENS = 20
+
+# Arguments that cannot change the tokens, or only together with one that is refused.
+_INERT = frozenset(
+    """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
+    assistant_lookbehind bos_token_id cache_config cache_implementation compile_config
+    decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
+    num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size renormalize_logits
+    return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache
+    use_model_defaults""".split()
+)
+# Values, beside None, False and empty ones, at which an unsupported argument does nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "diversity_penalty": (0.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0.0,),
+    "typical_p": (1.0,),
+}
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """One generate call's options, HF's names and meanings.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 are off. Of `max_new_tokens` and `max_length`, the number of
+    columns of the result, the first wins where both are set.
+    """
+
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int
+    min_length: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    stop_strings: tuple[str, ...]
+    num_return_sequences: int
+
+    def new_tokens(self, width: int, limit: int) -> int:
+        """Most new tokens after a prompt block of `width` columns; `limit` caps HF's default 20."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is None:
+            return max(1, min(_DEFAULT_NEW_TOKENS, limit - width))
+        if self.max_length <= width:
+            raise ArgumentError(
+                f"The prompt has {width} tokens and max_length={self.max_length} counts it, so "
+                "nothing could be generated. Raise max_length, or set max_new_tokens."
+            )
+        return self.max_length - width
+
+    def least_tokens(self, width: int) -> int:
+        """New tokens before which no EOS is chosen."""
+        return max(self.min_new_tokens, self.min_length - width)
+
+
+def make_options(
+    model_defaults: Mapping[str, Any], generation_config: Any, kwargs: Mapping[str, Any], vocab: int
+) -> GenerationOptions:
+    """Options from keyword arguments, then the call's `generation_config`, then the model's own.
+
+    Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
+    unknown, not supported, or out of range.
+    """
+    values = {**_DEFAULTS, **{k: v for k, v in model_defaults.items() if v is not None}}
+    values |= {k: v for k, v in _config_dict(generation_config).items() if v is not None}
+    values |= kwargs
+    _refuse(values)
+    greedy = not values["do_sample"]
+    return GenerationOptions(
+        max_new_tokens=_integer(values, "max_new_tokens", 1, None),
+        max_length=_integer(values, "max_length", 1, None),
+        min_new_tokens=_integer(values, "min_new_tokens", 0, 0),
+        min_length=_integer(values, "min_length", 0, 0),
+        do_sample=_boolean(values, "do_sample"),
+        # HF ignores what shapes sampling when it does not sample, whatever its value.
+        temperature=1.0 if greedy else _number(values, "temperature", 1.0, low=0.0, open_low=True),
+        top_k=0 if greedy else _integer(values, "top_k", 0, 0),
+        top_p=1.0 if greedy else _number(values, "top_p", 1.0, low=0.0, high=1.0),
+        min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
+        repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
+        eos_token_ids=_eos(values["eos_token_id"], vocab),
+        pad_token_id=_integer(values, "pad_token_id", 0, None),
+        stop_strings=_strings(values["stop_strings"]),
+        num_return_sequences=_integer(values, "num_return_sequences", 1, 1),
+    )
+
+
+def _config_dict(generation_config: Any) -> dict[str, Any]:
+    if generation_config is None:
+        return {}
+    if isinstance(generation_config, Mapping):
+        return dict(generation_config)
+    if hasattr(generation_config, "to_dict"):
+        return generation_config.to_dict()
+    raise ArgumentError(
+        f"generation_config is a {type(generation_config).__name__}; expected HF's GenerationConfig "
+        "or a dict."
+    )
+
+
+def _refuse(values: Mapping[str, Any]) -> None:
+    beams = values.get("num_beams")
+    if beams not in (None, 1):
+        raise UnsupportedError(
+            f"num_beams={beams}: beam search is not supported in fused mode. Set num_beams=1; if the "
+            "model's own generation_config asks for beams, pass num_beams=1 to generate."
+        )
+    if values.get("cache_implementation") == "quantized":
+        raise ArgumentError("cache_implementation='quantized' changes results and is not supported.")
+    for name, value in values.items():
+        if name in _DEFAULTS or name in _INERT or value is None or value is False:
+            continue
+        empty = isinstance(value, list | tuple | dict) and not value
+        if empty or value in _NEUTRAL.get(name, ()):
+            continue
+        raise ArgumentError(
+            f"generate() does not support {name}={value!r}. Supported: "
+            f"{', '.join(sorted([*_DEFAULTS, 'seed', 'streamer', 'tokenizer']))}."
+        )
+
+
+def _boolean(values: Mapping[str, Any], name: str) -> bool:
+    value = values[name]
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r}; expected True or False.")
+    return value
+
+
+def _integer(values: Mapping[str, Any], name: str, low: int, unset: Any) -> Any:
+    value = values[name]
+    if value is None:
+        return unset
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        value = value.__index__()
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ArgumentError(f"{name}={value!r}; expected an int of at least {low}.")
+    return value
+
+
+def _number(
+    values: Mapping[str, Any],
+    name: str,
+    unset: float,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,
+) -> float:
+    value = values[name]
+    if value is None:
+        return unset
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    inside = low < number < high if open_low else low <= number <= high
+    if not inside:
+        bound = f"above {low}" if open_low else f"from {low} to {high}"
+        raise ArgumentError(f"{name}={value!r}; expected a number {bound}.")
+    return number
+
+
+def _eos(value: Any, vocab: int) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    ids = [ids] if isinstance(ids, int) else list(ids)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ArgumentError(f"eos_token_id={value!r}; expected an int or a list of ints.")
+    # HF lets a config name an id that no token has; such an EOS never comes.
+    return tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(s, str) and s for s in strings):
+        raise ArgumentError(f"stop_strings={value!r}; expected non-empty strings.")
+    return strings

@@ -1,0 +1,137 @@
+"""The caller's token ids, checked and brought into host memory: for forward and for generate."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import Kind, kind_of, to_numpy
+from .errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts without padding, and the block of columns that the result begins with.
+
+    `block` int64 [B, width] holds each prompt at its right end. `kind` and `like` say which
+    framework and device the result goes back to.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    block: np.ndarray
+    kind: Kind
+    like: Any
+
+
+def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
+    """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
+    if kind_of(ids) is None:
+        raise ArgumentError(
+            f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
+            "or a list."
+        )
+    try:
+        array = to_numpy(ids)
+    except ValueError as error:
+        raise ArgumentError(f"{name}: rows differ in length; pad them and give a mask.") from error
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2:
+        raise ArgumentError(f"{name} has shape {array.shape}; expected [batch, tokens].")
+    if array.size == 0:
+        raise ArgumentError(f"{name} has shape {array.shape}: there is no token in it.")
+    outside = (array < 0) | (array >= vocab)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise ArgumentError(
+            f"{name}[{row}, {column}] is {array[row, column]}, outside the {what} of {vocab} "
+            f"(0 to {vocab - 1})."
+        )
+    return array.astype(np.int32)
+
+
+def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
+    """An attention mask of `shape` as bool; None where it is None."""
+    if mask is None:
+        return None
+    if kind_of(mask) is None:
+        raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
+    try:
+        array = to_numpy(mask)
+    except ValueError as error:
+        raise ArgumentError("attention_mask: rows differ in length.") from error
+    if array.ndim == 1 and shape[0] == 1:
+        array = array[None]
+    if array.shape != shape:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}; expected {shape}, that of input_ids."
+        )
+    values = array.astype(np.float32)
+    if not np.isin(values, (0.0, 1.0)).all():
+        raise ArgumentError("attention_mask holds other values than 0 and 1.")
+    return values != 0
+
+
+def make_prompts(
+    ids: Any, mask: Any, vocab: int, pad_id: int | None, eos_ids: tuple[int, ...]
+) -> Prompts:
+    """Prompts from [B, T] ids with a mask, or from a list of lists of any lengths.
+
+    Without a mask, ids equal to a `pad_id` that is no EOS are padding, as in HF. Raises
+    ArgumentError for an empty prompt.
+    """
+    if ids is None:
+        raise ArgumentError("input_ids is missing; generate needs a prompt.")
+    kind = kind_of(ids) or "list"
+    like = ids if kind == "torch" else None
+    if kind == "list" and len(ids) and kind_of(ids[0]) is not None:
+        return _make_ragged(ids, mask, vocab, pad_id, eos_ids)
+    array = check_ids(ids, "input_ids", vocab)
+    visible = _visible(array, mask, pad_id, eos_ids)
+    rows, block = [], np.empty(array.shape, np.int64)
+    for i, (row, keep) in enumerate(zip(array, visible, strict=True)):
+        if not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+        rows.append(row[keep])
+        block[i] = np.concatenate((row[~keep], row[keep]))
+    return Prompts(tuple(rows), block, kind, like)
+
+
+def _visible(
+    array: np.ndarray, mask: Any, pad_id: int | None, eos_ids: tuple[int, ...]
+) -> np.ndarray:
+    """Which tokens are real, from the mask or from the pad id."""
+    visible = check_mask(mask, array.shape)
+    if visible is not None:
+        return visible
+    if pad_id is not None and pad_id not in eos_ids:
+        return array != pad_id
+    return np.ones(array.shape, bool)
+
+
+def _make_ragged(
+    ids: Any, mask: Any, vocab: int, pad_id: int | None, eos_ids: tuple[int, ...]
+) -> Prompts:
+    if mask is not None and (kind_of(mask) is None or len(mask) != len(ids)):
+        raise ArgumentError(f"attention_mask must have one row for each of {len(ids)} prompts.")
+    rows = []
+    for i, row in enumerate(ids):
+        if len(row) == 0:
+            raise ArgumentError(f"Prompt {i} is empty.")
+        tokens = check_ids(row, f"input_ids[{i}]", vocab)
+        keep = _visible(tokens, None if mask is None else mask[i], pad_id, eos_ids)
+        if not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+        rows.append(tokens[keep])
+    width = max(len(row) for row in rows)
+    if pad_id is None and any(len(row) < width for row in rows):
+        raise ArgumentError(
+            "The prompts differ in length and the result is left-padded, but the model names "
+            "neither a pad_token_id nor an eos_token_id. Pass pad_token_id."
+        )
+    block = np.full((len(rows), width), -1 if pad_id is None else pad_id, np.int64)
+    for i, row in enumerate(rows):
+        block[i, width - len(row) :] = row
+    return Prompts(tuple(rows), block, "list", None)

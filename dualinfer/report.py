@@ -1,0 +1,45 @@
+"""What an engine is made of, for people and tests: nothing falls back silently."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs.
+
+    `ops` names the implementation of each op; bytes are those on the device now; `notes` say what
+    was decided for the user.
+    """
+
+    mode: str
+    backend: str
+    family: str
+    architecture: str
+    layers: int
+    dtype: str
+    device: str
+    device_name: str
+    ops: dict[str, str]
+    parameters: int
+    parameter_bytes: int
+    cache_bytes: int
+    source: str
+    max_tokens: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A short text for a terminal."""
+        lines = [
+            f"{self.architecture} ({self.family}, {self.layers} layers) from {self.source}",
+            f"  {self.mode} on {self.backend}, {self.device} ({self.device_name}), {self.dtype}",
+            f"  {self.parameters:,} parameters in {self.parameter_bytes / 2**20:,.1f} MiB, "
+            f"cache {self.cache_bytes / 2**20:,.1f} MiB, at most {self.max_tokens:,} tokens",
+            *(f"  {op}: {by}" for op, by in self.ops.items()),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)

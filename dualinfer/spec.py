@@ -1,0 +1,117 @@
+"""One model architecture as frozen data: what both decoders read, and nothing else.
+
+A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
+everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
+G = H/K, D head_dim, F ffn, V vocab.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "tanh"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (`rms`) or LayerNorm with bias (`layer`)."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding in HF's half-split form.
+
+    `inv_freq` holds D/2 angular frequencies (radians per position, float32 values); cos and sin
+    are multiplied by `scaling` (yarn's attention factor, else 1).
+    """
+
+    kind: str
+    inv_freq: tuple[float, ...]
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention of one layer; `window` counts the visible tokens, the query's own included."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    rope: Rope | None = None
+    qk_norm: Norm | None = None
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of the query, key and value blocks in the fused projection, in that order."""
+        kv = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv, kv
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
+
+    ffn: int
+    activation: Activation
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: norms before each sub-layer (`pre`) or after each residual sum (`post`)."""
+
+    attention: Attention
+    mlp: Mlp
+    norm: Norm
+    placement: Literal["pre", "post"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
+
+    `tied` reads the input embedding as the projection, so that no weight of its own exists.
+    """
+
+    kind: Literal["causal", "masked"]
+    tied: bool
+    activation: Activation | None = None
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole architecture. `learned_positions` and `token_types` are table lengths, 0 if none."""
+
+    family: str
+    architecture: str
+    vocab: int
+    embed: int
+    layers: tuple[Layer, ...]
+    max_positions: int
+    learned_positions: int = 0
+    token_types: int = 0
+    token_types_from_vocab: bool = False
+    embed_norm: Norm | None = None
+    final_norm: Norm | None = None
+    head: Head | None = None
+    pooler: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """True if every layer attends to the past only, so that a cache makes sense."""
+        return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def can_generate(self) -> bool:
+        """True for a causal model with a vocabulary head."""
+        return self.causal and self.head is not None and self.head.kind == "causal"
+
+    def __repr__(self) -> str:
+        """A short form: nested layers would fill pages."""
+        return f"ModelSpec({self.architecture}, L={len(self.layers)}, E={self.embed}, V={self.vocab})"

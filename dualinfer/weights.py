@@ -1,0 +1,188 @@
+"""The weight table: which HF tensors make which of our weights, by axis names instead of layouts."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .arrays import same_tensor
+from .errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter leaf, used only through `ops.matmul`, `ops.embed` and the norms.
+
+    `data` is the backend's array; `scale` and `zero` belong to quantization schemes; `axes` names
+    the logical axes of `data` in order, so that a sharding plan can find its axis.
+    """
+
+    data: Any
+    axes: tuple[str, ...]
+    scheme: str = "dense"
+    scale: Any = None
+    zero: Any = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One HF tensor, by its name in the model with a head, and its axes as HF stores them.
+
+    An axis is a name, or several joined by `+` where the tensor holds blocks one after another
+    (GPT-2's `q+k+v`).
+    """
+
+    name: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our weights: its axes, and the HF tensors joined along its fused axis, in order."""
+
+    name: str
+    axes: tuple[str, ...]
+    sources: tuple[Source, ...]
+
+    def permutation(self, source: Source) -> tuple[int, ...]:
+        """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""
+        order = []
+        for axis in self.axes:
+            parts = axis.split("+")
+            order.append(
+                next(i for i, own in enumerate(source.axes) if set(own.split("+")) <= set(parts))
+            )
+        return tuple(order)
+
+    @property
+    def join_axis(self) -> int:
+        """Index of the axis along which several sources are joined."""
+        return next((i for i, axis in enumerate(self.axes) if "+" in axis), 0)
+
+
+def row(name: str, axes: str, *sources: tuple[str, str]) -> Row:
+    """A Row from strings: axes separated by blanks, sources as (HF name, HF axes)."""
+    return Row(name, tuple(axes.split()), tuple(Source(n, tuple(a.split())) for n, a in sources))
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """All rows of a model, and how the names of older or headless checkpoints differ.
+
+    `base` is HF's prefix of the headless model; files saved without a head lack it. `renames` are
+    (ours, theirs) pieces of names that older files use. `unused` are patterns of tensors that
+    belong to the family and change no result here. `tied` are rows that HF ties to another tensor,
+    with that tensor's name: a file may hold both, and where they differ HF unties them.
+    """
+
+    rows: tuple[Row, ...]
+    sizes: Mapping[str, int]
+    base: str = ""
+    renames: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    tied: tuple[tuple[Row, str], ...] = ()
+
+    def size(self, axis: str) -> int:
+        """Extent of an axis; of a joined axis, the sum of its parts."""
+        return sum(self.sizes[part] for part in axis.split("+"))
+
+    def candidates(self, name: str) -> list[str]:
+        """The names under which a checkpoint may hold the HF tensor `name`."""
+        names = [name]
+        if self.base:
+            bare = name[len(self.base) :] if name.startswith(self.base) else None
+            names.append(bare if bare is not None else self.base + name)
+        for ours, theirs in self.renames:
+            names += [n.replace(ours, theirs) for n in names if ours in n]
+        return names
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint or a module; nothing is read before `read`."""
+
+    description: str
+
+    def names(self) -> Iterable[str]:
+        """Names as stored."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the stored dtype, such as `bfloat16`."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """The tensor, as a NumPy array (ml_dtypes for bfloat16) or a torch tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Rows with their sources' stored names; checked, so that loading cannot fail on a name."""
+
+    rows: tuple[tuple[Row, tuple[str, ...]], ...]
+    unused: tuple[str, ...]
+
+
+def _listing(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
+    """Match every row to stored tensors.
+
+    Raises CheckpointError that names each weight that is missing, left over or misshaped.
+    """
+    stored = set(source.names())
+    missing: list[str] = []
+    misshaped: list[str] = []
+    used: set[str] = set()
+    matched: dict[str, tuple[Row, tuple[str, ...]]] = {}
+
+    def find(name: str) -> str | None:
+        return next((c for c in table.candidates(name) if c in stored), None)
+
+    def match(r: Row) -> None:
+        found = []
+        for part in r.sources:
+            name = find(part.name)
+            if name is None:  # HF may have kept the other name of two tied tensors
+                twins = (t.sources[0].name for t, mirrored in table.tied if mirrored == part.name)
+                name = next((n for n in map(find, twins) if n), None)
+            if name is None:
+                missing.append(part.name)
+                continue
+            expected = tuple(table.size(axis) for axis in part.axes)
+            if tuple(source.shape(name)) != expected:
+                misshaped.append(f"{name} is {tuple(source.shape(name))}, expected {expected}")
+            used.add(name)
+            found.append(name)
+        matched[r.name] = (r, tuple(found))
+
+    for r in table.rows:
+        match(r)
+    for r, mirrored in table.tied:
+        own, other = find(r.sources[0].name), find(mirrored)
+        if own is None or own in used:
+            continue
+        if other is not None and same_tensor(source.read(own), source.read(other)):
+            used.add(own)
+        else:
+            match(r)
+    left_over = sorted(stored - used)
+    unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
+    extra = sorted(set(left_over) - set(unused))
+    problems = [
+        f"{what} {len(names)}: {_listing(names)}"
+        for what, names in (("missing", missing), ("misshaped", misshaped), ("left over", extra))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
+        )
+    return LoadPlan(tuple(matched.values()), tuple(unused))

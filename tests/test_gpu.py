@@ -1,0 +1,146 @@
+"""What must hold on a GPU; run there with `pytest -m gpu`."""
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX share the card
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+BACKENDS = ["torch", "jax"]
+
+
+def relative_rms(value, reference) -> float:
+    difference = np.asarray(value, np.float64) - np.asarray(reference, np.float64)
+    return float(np.sqrt((difference**2).mean() / (np.asarray(reference, np.float64) ** 2).mean()))
+
+
+def make_model(family: str):
+    """A random model, wide enough that TF32 or a bfloat16 sum would show."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if family == "llama":
+        config = hf.LlamaConfig(
+            vocab_size=4001,
+            hidden_size=960,
+            intermediate_size=2000,
+            num_hidden_layers=4,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            head_dim=80,
+            max_position_embeddings=1024,
+        )
+        return hf.LlamaForCausalLM(config).eval()
+    if family == "gpt2":
+        config = hf.GPT2Config(vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=1024)
+        return hf.GPT2LMHeadModel(config).eval()
+    config = hf.BertConfig(
+        vocab_size=4001, hidden_size=768, num_hidden_layers=4, num_attention_heads=12
+    )
+    return hf.BertForMaskedLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "bert"])
+def model(request):
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Left-padded ids and mask on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 4000, (3, 150), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_is_float32_even_where_tf32_is_on(model, batch, backend):
+    import dualinfer
+
+    ids, mask = batch
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        options = dict(backend=backend, dtype="fp32", replace_with_kernel_inject=True)
+        with dualinfer.init_inference(model, **options) as engine:
+            logits = engine(ids, attention_mask=mask).logits
+            if engine.runner.spec.can_generate:
+                mine = engine.generate(
+                    ids, attention_mask=mask, max_new_tokens=40, do_sample=False, pad_token_id=0
+                )
+                hf = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=40, do_sample=False, pad_token_id=0
+                )
+                assert torch.equal(mine.cpu(), hf)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert logits.is_cuda
+    error = relative_rms(logits.cpu()[mask.bool()], expected)
+    assert error < 1e-5, error
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_hf(model, batch, dtype):
+    import dualinfer
+
+    ids, mask = batch
+    torch_dtype = getattr(torch, dtype)
+    low = type(model)(model.config).eval().to("cuda", torch_dtype)
+    low.load_state_dict({k: v.to(torch_dtype) for k, v in model.state_dict().items()})
+    exact = type(model)(model.config).eval()
+    exact.load_state_dict({k: v.float() for k, v in low.state_dict().items()})
+    keep = mask.bool()
+    with torch.no_grad():
+        expected = exact(ids, attention_mask=mask).logits[keep]
+        hf = low(ids.cuda(), attention_mask=mask.cuda()).logits.float().cpu()[keep]
+    bound = 1.1 * relative_rms(hf, expected)
+    for backend in BACKENDS:
+        options = dict(backend=backend, dtype=dtype, replace_with_kernel_inject=True)
+        with dualinfer.init_inference(low, **options) as engine:
+            logits = engine(ids.cuda(), attention_mask=mask.cuda()).logits
+            assert logits.is_cuda and logits.dtype == torch_dtype
+        error = relative_rms(logits.float().cpu()[keep], expected)
+        print(f"{type(model).__name__} {dtype} {backend}: {error:.5f}, bound {bound:.5f}")
+        assert error < bound, (backend, error, bound)
+
+
+def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
+    import dualinfer
+
+    folder = dualinfer.embedded_model()
+    prompts = [[5, 6, 7, 8], [100, 200, 300, 400, 500, 600, 700], [42]]
+    options = dict(max_new_tokens=60, do_sample=True, temperature=0.8, top_p=0.95, seed=7)
+    texts = []
+    for backend in BACKENDS:
+        with dualinfer.init_inference(folder, backend=backend, dtype="fp32") as engine:
+            whole = np.asarray(engine.generate(prompts, **options).tolist())
+            alone = [np.asarray(engine.generate([p], **options).tolist())[0] for p in prompts]
+        for row, one, prompt in zip(whole, alone, prompts, strict=True):
+            width = whole.shape[1] - 7 + len(prompt)
+            assert row[-width:].tolist()[: len(one)] == one.tolist()
+        texts.append(whole)
+    assert np.array_equal(*texts)
+
+
+def test_close_frees_the_card():
+    import dualinfer
+
+    model = make_model("llama")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = dualinfer.init_inference(model, dtype="bf16", replace_with_kernel_inject=True)
+    engine.generate([[1, 2, 3]], max_new_tokens=5)
+    assert torch.cuda.memory_allocated() > before
+    engine.close()
+    assert torch.cuda.memory_allocated() == before
