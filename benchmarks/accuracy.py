@@ -66,7 +66,7 @@ def read_bandwidth() -> float | None:
 
     if not torch.cuda.is_available():
         return None
-    x = torch.ones(2**31, dtype=torch.bfloat16, device="cuda").view(torch.int32)
+    x = torch.rand(2**30, device="cuda")
     times = []
     for _ in range(8):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

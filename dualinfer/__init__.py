@@ -2,6 +2,7 @@
 
 from .api import init_inference
 from .config import InferenceConfig
+from .embedded import path as embedded_model
 from .engine import InferenceEngine
 from .errors import (
     ArgumentError,
@@ -35,5 +36,6 @@ __all__ = [
     "Outputs",
     "Report",
     "UnsupportedError",
+    "embedded_model",
     "init_inference",
 ]

@@ -36,7 +36,7 @@ class SafetensorsSource:
                 raise CheckpointNotFoundError(f"{path} is named by the checkpoint, but is not there.")
             try:
                 handle = safe_open(path, framework="np")
-                for name in handle.keys():
+                for name in handle.keys():  # noqa: SIM118 (it has no __iter__)
                     self._handles[name] = handle
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
@@ -54,7 +54,7 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> str:
         """NumPy's name of the stored dtype; safetensors' own where NumPy has none (fp8)."""
-        stored = self._handles[name].get_slice(name).get_dtype()
+        stored = str(self._handles[name].get_slice(name).get_dtype())
         return _SAFETENSORS_DTYPES.get(stored, stored)
 
     def read(self, name: str) -> Any:

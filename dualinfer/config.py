@@ -40,7 +40,7 @@ class _Model(BaseModel):
 class TensorParallelConfig(_Model):
     """Tensor parallelism. This version runs on one device."""
 
-    tp_size: int = Field(1, ge=1)
+    tp_size: int = Field(default=1, ge=1)
     """Number of devices that share the model; 1 for now."""
 
     @field_validator("tp_size")

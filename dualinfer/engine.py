@@ -11,7 +11,7 @@ from .config import InferenceConfig
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
 from .generation import Generation, Loop, StopStrings
 from .options import GenerationOptions, make_options
-from .outputs import Outputs
+from .outputs import FIELDS, Outputs
 from .prompts import Prompts, check_ids, check_mask, make_prompts
 from .report import Report
 
@@ -85,7 +85,9 @@ class InferenceEngine:
 
         `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
         counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
-        come back in the same framework, in the engine's dtype, on its device. Returns Outputs; with
+        come back in the same framework, in the engine's dtype, on its device. As in HF,
+        `position_ids` that start anew separate packed sequences only without a mask and without a
+        cache: with `use_cache=False` here or in the model's config. Returns Outputs; with
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
@@ -95,16 +97,24 @@ class InferenceEngine:
                 "forward does not support use_cache=True: it returns no past_key_values. The cache "
                 "belongs to generate()."
             )
+        if use_cache is None:
+            use_cache = self.model_config.get("use_cache", True)
         inputs = self._forward_inputs(
-            input_ids, attention_mask, position_ids, token_type_ids, output_hidden_states
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            output_hidden_states,
+            may_pack=not use_cache,
         )
         kind = kind_of(input_ids) or "list"
         results = self.runner.forward(inputs)
         fields = {
-            name: tuple(to_kind(v, kind) for v in value)
-            if isinstance(value, tuple)
-            else to_kind(value, kind)
-            for name, value in results.items()
+            name: tuple(to_kind(v, kind) for v in results[name])
+            if isinstance(results[name], tuple)
+            else to_kind(results[name], kind)
+            for name in FIELDS  # a jitted function returns its dict sorted
+            if name in results
         }
         outputs = Outputs(fields)
         if not (self.config.return_tuple if return_tuple is None else return_tuple):
@@ -114,7 +124,7 @@ class InferenceEngine:
         return outputs if return_dict is not False else outputs.to_tuple()
 
     def _forward_inputs(
-        self, ids: Any, mask: Any, positions: Any, types: Any, keep: bool | None
+        self, ids: Any, mask: Any, positions: Any, types: Any, keep: bool | None, may_pack: bool
     ) -> ForwardInputs:
         spec = self._spec
         if ids is None:
@@ -133,7 +143,7 @@ class InferenceEngine:
             limit = spec.learned_positions or 2**31 - 1
             at = check_ids(positions, "position_ids", limit, "positions")
             at = _broadcast(at, "position_ids", tokens.shape)
-            if spec.causal and visible is None:
+            if spec.causal and visible is None and may_pack:
                 segments = _packed_segments(at)
         if visible is not None and visible.all():
             visible = None
@@ -355,9 +365,9 @@ def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarr
 
 
 def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
-    """Numbers of the packed sequences in each row, None if there is one: HF starts a new one
+    """Numbers of the packed sequences in each row, None if there is one.
 
-    wherever a position is not its predecessor plus one (`masking_utils.py`).
+    HF starts a new one wherever a position is not its predecessor plus one (`masking_utils.py`).
     """
     starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
     segments = starts.cumsum(axis=1).astype(np.int32)

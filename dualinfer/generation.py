@@ -49,9 +49,8 @@ class Live:
         """Book a token; True if the sequence has ended by it without the device knowing."""
         self.tokens.append(token)
         request = self.request
-        if token in request.eos_ids and len(self.tokens) > request.min_new_tokens:
-            self.ended = True
-        elif len(self.tokens) >= request.max_new_tokens:
+        is_eos = token in request.eos_ids and len(self.tokens) > request.min_new_tokens
+        if is_eos or len(self.tokens) >= request.max_new_tokens:
             self.ended = True
         elif self.stop and self.stop.completed([*request.tokens.tolist(), *self.tokens]):
             self.ended = True

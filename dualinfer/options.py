@@ -104,6 +104,11 @@ def make_options(
     values |= kwargs
     _refuse(values)
     greedy = not values["do_sample"]
+    if greedy and (values["num_return_sequences"] or 1) != 1:
+        raise ArgumentError(
+            f"num_return_sequences={values['num_return_sequences']} with do_sample=False would return "
+            "the same text several times. Set do_sample=True, or num_return_sequences=1."
+        )
     return GenerationOptions(
         max_new_tokens=_integer(values, "max_new_tokens", 1, None),
         max_length=_integer(values, "max_length", 1, None),

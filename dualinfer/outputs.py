@@ -3,6 +3,8 @@
 from collections.abc import ItemsView, KeysView, Mapping
 from typing import Any
 
+FIELDS = ("logits", "last_hidden_state", "pooler_output", "hidden_states")  # in HF's order
+
 
 class Outputs(tuple):
     """Forward's results in HF's order, by position, attribute or key.
@@ -25,7 +27,7 @@ class Outputs(tuple):
             raise AttributeError(name)
         if name in self._fields:
             return self._fields[name]
-        if name in ("logits", "last_hidden_state", "pooler_output", "hidden_states", "loss"):
+        if name in (*FIELDS, "loss"):
             return None
         raise AttributeError(f"Outputs has no field {name!r}; it holds {', '.join(self._fields)}.")
 

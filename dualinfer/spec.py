@@ -100,7 +100,6 @@ class ModelSpec:
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
-    pooler: bool = False
 
     @property
     def causal(self) -> bool:

@@ -72,7 +72,8 @@ class WeightTable:
     `base` is HF's prefix of the headless model; files saved without a head lack it. `renames` are
     (ours, theirs) pieces of names that older files use. `unused` are patterns of tensors that
     belong to the family and change no result here. `tied` are rows that HF ties to another tensor,
-    with that tensor's name: a file may hold both, and where they differ HF unties them.
+    with that tensor's name: a file may hold both, and where they differ HF unties them. `optional`
+    is a part, by the start of our names, that a checkpoint may lack as a whole.
     """
 
     rows: tuple[Row, ...]
@@ -81,6 +82,7 @@ class WeightTable:
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     tied: tuple[tuple[Row, str], ...] = ()
+    optional: str | None = None
 
     def size(self, axis: str) -> int:
         """Extent of an axis; of a joined axis, the sum of its parts."""
@@ -163,8 +165,11 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             found.append(name)
         matched[r.name] = (r, tuple(found))
 
+    optional = [r for r in table.rows if table.optional and r.name.startswith(table.optional)]
+    absent = not any(find(part.name) for r in optional for part in r.sources)
     for r in table.rows:
-        match(r)
+        if not (absent and r in optional):
+            match(r)
     for r, mirrored in table.tied:
         own, other = find(r.sources[0].name), find(mirrored)
         if own is None or own in used:

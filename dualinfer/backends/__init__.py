@@ -12,15 +12,27 @@ BACKENDS = ("torch", "jax")
 _NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 
+def requirements(name: str) -> tuple[str, ...]:
+    """The packages that a backend imports."""
+    return _NEEDS[name]
+
+
 def check_backend(name: str) -> None:
     """Raise BackendNotAvailableError, with what to install, if a backend cannot be imported."""
-    missing = [m for m in _NEEDS[name] if importlib.util.find_spec(m) is None]
+    missing = [m for m in _NEEDS[name] if not _is_installed(m)]
     if missing:
         other = next(b for b in BACKENDS if b != name)
         raise BackendNotAvailableError(
             f"backend={name!r} needs {' and '.join(missing)}, which is not installed. Install "
             f"`dualinfer[{name}]`, or use backend={other!r}."
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a finder may refuse it, a stub may have no spec
+        return False
 
 
 def default_dtype(name: str) -> str:

@@ -43,7 +43,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         token_types=types,
         embed_norm=norm,
         head=Head("masked", tied, activation, norm) if masked else None,
-        pooler=not masked,
     )
     embeddings = "bert.embeddings."
     rows = [
@@ -122,5 +121,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         + ((r"^(bert\.)?pooler\.",) if masked else (r"^cls\.predictions\.",))
         + ((r"^cls\.predictions\.bias$",) if masked and not tied else ()),
         tied=tied_rows,
+        # HF builds BertModel(add_pooling_layer=False) too, and saves no pooler then.
+        optional="pooler.",
     )
     return spec, table

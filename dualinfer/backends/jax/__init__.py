@@ -11,7 +11,7 @@ from .runner import JaxRunner
 
 def default_device() -> jax.Device:
     """JAX's default device, else the first one of this process."""
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 

@@ -32,7 +32,9 @@ def hidden_states(
     With `keep`, all L+1 in HF's order: the embedding, each layer's output, the last one normed.
     """
     x = _embed(spec, params.outer, ids, positions, token_types)
-    ropes = {rope: _cos_sin(rope, positions) for rope in {s.attention.rope for s in spec.layers} if rope}
+    ropes: dict[Rope | None, CosSin] = {
+        rope: _cos_sin(rope, positions) for rope in {s.attention.rope for s in spec.layers} if rope
+    }
     kept = [x] if keep else []
     for i, layer in enumerate(spec.layers):
         with jax.named_scope(f"layer.{i}"):
@@ -48,6 +50,7 @@ def logits(spec: ModelSpec, params: Params, x: jax.Array) -> jax.Array:
     """Scores [..., V] of hidden states [..., E]."""
     w = params.outer
     if spec.head is not None and spec.head.kind == "masked":
+        assert spec.head.norm and spec.head.activation
         x = ops.matmul(x, w["head.dense.weight"], w["head.dense.bias"])
         x = _norm(spec.head.norm, w, "head.norm", ops.activation(x, spec.head.activation))
     scores = ops.matmul(x, w.get("head.weight", w["embed.weight"]), w.get("head.bias"))

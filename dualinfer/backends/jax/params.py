@@ -45,6 +45,8 @@ class Part(nnx.Module):
 class Layer(Part):
     """One decoder layer. `qkv` is fused; `q`, `k` and `v` are slices of it made on access."""
 
+    qkv: Any
+
     def __init__(self, sizes: tuple[int, int, int]):
         self.sizes = sizes
 
@@ -94,8 +96,9 @@ def split_model(model: Model) -> Params:
     """The model's parameters as a plain pytree of Weight leaves over the same buffers."""
     _, state = nnx.split(model)
     params = Params({}, tuple({} for _ in model.layers))
-    for path, param in nnx.to_flat_state(state):
+    for keys, param in nnx.to_flat_state(state):
         weight = Weight(param[...], param.axes)
+        path = [str(key) for key in keys]
         if path[0] == "layers":
             params.layers[int(path[1])][".".join(path[2:])] = weight
         else:

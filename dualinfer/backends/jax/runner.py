@@ -126,7 +126,7 @@ class JaxRunner:
             outputs["logits"] = decoder.logits(self.spec, params, states[-1])
         else:
             outputs["last_hidden_state"] = states[-1]
-        if self.spec.pooler:
+        if "pooler.weight" in params.outer:
             outputs["pooler_output"] = decoder.pooled(params, states[-1])
         if keep:
             outputs["hidden_states"] = tuple(states)
@@ -320,7 +320,7 @@ class JaxRunner:
         self._live.clear()
         self.params = Params({}, ())
         for run in (self._run_forward, self._run_prefill, self._run_decode):
-            run.clear_cache()
+            run.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _count(state: SlotState, token: jax.Array) -> SlotState:

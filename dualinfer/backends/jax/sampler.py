@@ -4,7 +4,7 @@ Meaning and order of the filters: transformers `generation/logits_process.py`. T
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +45,16 @@ class SlotState(NamedTuple):
         """All slots free, in host memory; `seen` only where a penalty needs it."""
         integers = ("last", "length", "new", "remaining", "minimum", "top_k")
         floats = ("temperature", "top_p", "min_p", "penalty")
-        return cls(
-            active=np.zeros(slots, bool),
-            noise=np.zeros(slots, bool),
-            eos=np.full((slots, eos_width), NO_TOKEN, np.int32),
-            seen=np.zeros((slots, vocab), bool) if penalty else None,
+        columns: dict[str, Any] = {
+            "active": np.zeros(slots, bool),
+            "noise": np.zeros(slots, bool),
+            "eos": np.full((slots, eos_width), NO_TOKEN, np.int32),
+            "seen": np.zeros((slots, vocab), bool) if penalty else None,
             **{name: np.zeros(slots, np.int32) for name in integers},
             **{name: np.zeros(slots, np.uint32) for name in WORDS},
             **{name: np.ones(slots, np.float32) for name in floats},
-        )
+        }
+        return cls(**columns)
 
 
 def sample(
@@ -61,6 +62,7 @@ def sample(
 ) -> jax.Array:
     """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own."""
     if features.penalty:
+        assert state.seen is not None
         penalty = state.penalty[:, None]
         punished = jnp.where(logits < 0, logits * penalty, logits / penalty)
         logits = jnp.where(state.seen, punished, logits)

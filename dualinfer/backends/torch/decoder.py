@@ -31,7 +31,9 @@ def hidden_states(
     With `keep`, all L+1 in HF's order: the embedding, each layer's output, the last one normed.
     """
     x = _embed(spec, params.outer, ids, positions, token_types)
-    ropes = {rope: _cos_sin(rope, f, positions) for rope, f in params.frequencies.items()}
+    ropes: dict[Rope | None, CosSin] = {
+        rope: _cos_sin(rope, f, positions) for rope, f in params.frequencies.items()
+    }
     kept = [x] if keep else []
     for i, layer in enumerate(spec.layers):
         with record_function(f"layer.{i}"):
@@ -47,6 +49,7 @@ def logits(spec: ModelSpec, params: Params, x: torch.Tensor) -> torch.Tensor:
     """Scores [..., V] of hidden states [..., E]."""
     w = params.outer
     if spec.head is not None and spec.head.kind == "masked":
+        assert spec.head.norm and spec.head.activation
         x = ops.matmul(x, w["head.dense.weight"], w["head.dense.bias"])
         x = _norm(spec.head.norm, w, "head.norm", ops.activation(x, spec.head.activation))
     scores = ops.matmul(x, w.get("head.weight", w["embed.weight"]), w.get("head.bias"))

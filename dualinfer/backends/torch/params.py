@@ -32,8 +32,10 @@ def load_params(
     A tensor of a live module is shared where layout, dtype and device agree, and copied where they
     do not or where several are fused; the module itself is never changed.
     """
-    ropes = {layer.attention.rope for layer in spec.layers} - {None}
-    frequencies = {r: torch.tensor(r.inv_freq, dtype=torch.float32, device=device) for r in ropes}
+    ropes = {layer.attention.rope for layer in spec.layers}
+    frequencies = {
+        r: torch.tensor(r.inv_freq, dtype=torch.float32, device=device) for r in ropes if r
+    }
     params = Params({}, [{} for _ in spec.layers], frequencies)
     for row, names in track(plan.rows, f"Loading {source.description}"):
         weight = Weight(_assemble(row, names, source, dtype, device), row.axes)

@@ -51,7 +51,8 @@ def exact_float32(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     if dtype != torch.float32:
         yield
         return
-    matmul = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    backends: Any = torch.backends  # mkldnn.matmul has no type of its own
+    matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
     try:
@@ -73,7 +74,7 @@ class TorchRunner:
         self._state: SlotState | None = None
         self._live: dict[int, Request] = {}
 
-    def _put(self, array: np.ndarray | None) -> torch.Tensor | None:
+    def _put(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.device)
 
     @torch.no_grad()
@@ -109,7 +110,7 @@ class TorchRunner:
                 outputs["logits"] = decoder.logits(self.spec, self.params, states[-1])
             else:
                 outputs["last_hidden_state"] = states[-1]
-            if self.spec.pooler:
+            if "pooler.weight" in self.params.outer:
                 outputs["pooler_output"] = decoder.pooled(self.params, states[-1])
         if inputs.output_hidden_states:
             outputs["hidden_states"] = tuple(states)
@@ -147,9 +148,7 @@ class TorchRunner:
             )[-1]
             last = x[torch.arange(len(requests), device=self.device), self._put(lengths - 1)]
             scores = decoder.logits(self.spec, self.params, last).float()
-        part = SlotState(
-            **{n: None if t is None else t[rows] for n, t in vars(state).items()}
-        )
+        part = state.take(rows)
         part.active = torch.ones_like(part.active)
         token = sample(scores, part, part.length, features)
         part.last = token

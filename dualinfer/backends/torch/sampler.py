@@ -61,8 +61,15 @@ class SlotState:
 
     def view(self, slots: int) -> "SlotState":
         """The first `slots` rows, sharing memory."""
-        rows: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SlotState(**{n: None if t is None else t[:slots] for n, t in rows.items()})
+        return self.take(slice(slots))
+
+    def take(self, rows: slice | torch.Tensor) -> "SlotState":
+        """Some rows: those of a slice share memory, those of an index [N] are copies."""
+        columns: dict[str, Any] = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            columns[f.name] = None if column is None else column[rows]
+        return SlotState(**columns)
 
     def write(self, slots: torch.Tensor, rows: dict[str, np.ndarray]) -> None:
         """Set columns of `slots` in place."""
@@ -83,8 +90,9 @@ class SlotState:
                 new = getattr(self, f.name)
                 new[tuple(slice(n) for n in old.shape)] = old
             elif old is not None:
-                self.seen = old.new_zeros(self.active.shape[0], old.shape[1])
-                self.seen[: old.shape[0]] = old
+                seen = old.new_zeros(self.active.shape[0], old.shape[1])
+                seen[: old.shape[0]] = old
+                self.seen = seen
 
 
 def sample(
@@ -92,6 +100,7 @@ def sample(
 ) -> torch.Tensor:
     """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own."""
     if features.penalty:
+        assert state.seen is not None
         penalty = state.penalty[:, None]
         punished = torch.where(logits < 0, logits * penalty, logits / penalty)
         logits = torch.where(state.seen, punished, logits)

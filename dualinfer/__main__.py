@@ -1,0 +1,5 @@
+"""`python -m dualinfer`: the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What each op means (`reference`) and, per toolchain, the kernels that do it fast."""

@@ -1,0 +1,304 @@
+"""What each op means, in NumPy: the oracle of every kernel test.
+
+Names and argument order are those of `backends/*/ops.py` and `backends/*/sampler.py`; weights are
+plain arrays and a layer's cache is a pair (k, v). Inputs may have any float dtype. Everything is
+computed in float64 and returned as float32, so that an implementation is judged by its own
+rounding alone. Nothing is fast, and no argument is changed in place.
+
+Letters: B sequences, T tokens, S cache length, N slots, E embed, H query heads, K KV heads,
+G = H/K, D head_dim, F ffn, V vocab.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Cache = tuple[Array, Array]
+
+
+def _wide(x: Any) -> Array:
+    return np.asarray(x).astype(np.float64)
+
+
+def matmul(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x [..., in] times weight [out, in], plus bias [out]: [..., out]."""
+    y = np.einsum("...i,oi->...o", _wide(x), _wide(weight))
+    if bias is not None:
+        y = y + _wide(bias)
+    return y.astype(np.float32)
+
+
+def embed(ids: Array, weight: Array) -> Array:
+    """Row ids[...] of weight [V, E]: [..., E]. An id outside 0..V-1 has no meaning."""
+    return weight[ids].astype(np.float32)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019)."""
+    mean_square = np.mean(_wide(x) ** 2, axis=-1, keepdims=True)
+    return (_wide(x) / np.sqrt(mean_square + eps) * _wide(weight)).astype(np.float32)
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] (Ba et al., 2016).
+
+    The variance is that of the E values themselves: divided by E, not by E - 1.
+    """
+    x = _wide(x)
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return ((x - mean) / np.sqrt(variance + eps) * _wide(weight) + _wide(bias)).astype(np.float32)
+
+
+def rotary(x: Array, cos: Array, sin: Array) -> Array:
+    """x [B, T, heads, D] turned by the angles whose cos and sin [B, T, D/2] are given.
+
+    Su et al., 2021, with HF's pairing (`rotate_half`): elements i and i + D/2 of a head are the
+    real and the imaginary part of one number, which is multiplied by cos_i + i sin_i.
+    """
+    half = x.shape[-1] // 2
+    numbers = _wide(x[..., :half]) + 1j * _wide(x[..., half:])
+    turned = numbers * (_wide(cos) + 1j * _wide(sin))[:, :, None, :]
+    return np.concatenate([turned.real, turned.imag], axis=-1).astype(np.float32)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+_ACTIVATIONS = {
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: x * math.erfc(-x / math.sqrt(2)) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "relu": lambda x: max(x, 0.0),
+    "tanh": math.tanh,
+}
+
+
+def activation(x: Array, kind: str) -> Array:
+    """f(x) element by element.
+
+    `gelu` is x times the normal distribution function (Hendrycks and Gimpel, 2016), `gelu_tanh`
+    and `quick_gelu` are that paper's two approximations; `silu` is x times the logistic function.
+    """
+    return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
+
+
+def gated_activation(x: Array, kind: str) -> Array:
+    """f(gate) * up for x [..., 2F] that holds gate, then up (Shazeer, 2020): [..., F]."""
+    ffn = x.shape[-1] // 2
+    f = np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])
+    return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
+
+
+def visible_keys(
+    tokens: int,
+    causal: bool,
+    window: int | None = None,
+    mask: Array | None = None,
+    segments: Array | None = None,
+) -> Array:
+    """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
+
+    With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
+    those before it. A key whose `mask` [B, T] is False is seen by no other query; queries and
+    keys of different `segments` [B, T] do not see each other. A query always sees itself.
+    """
+    position = np.arange(tokens)
+    age = position[:, None] - position[None, :]  # how far a key lies before the query
+    seen = np.full((1, tokens, tokens), True)
+    if causal:
+        seen = seen & (age >= 0)
+    if window is not None:
+        seen = seen & (age < window)
+    if mask is not None:
+        seen = seen & mask[:, None, :]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    return seen | (age == 0)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: Array | None = None,
+    segments: Array | None = None,
+) -> Array:
+    """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
+
+    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
+    KV head h // G (Ainslie et al., 2023).
+    """
+    batch, tokens, heads, _ = q.shape
+    group = heads // k.shape[2]
+    seen = np.broadcast_to(
+        visible_keys(tokens, causal, window, mask, segments), (batch, tokens, tokens)
+    )
+    out = np.empty(q.shape, np.float64)
+    for b in range(batch):
+        for h in range(heads):
+            keys, values = _wide(k[b, :, h // group]), _wide(v[b, :, h // group])
+            scores = np.where(seen[b], _wide(q[b, :, h]) @ keys.T * scale, -np.inf)
+            out[b, :, h] = _softmax(scores) @ values
+    return out.astype(np.float32)
+
+
+def append(cache: Cache, k: Array, v: Array, lengths: Array) -> Cache:
+    """The cache, a pair [N, K, S, D], with k and v [N, K, D] at position lengths[n] of slot n.
+
+    A slot that is full has ended; what happens to its last position does not matter, but no other
+    slot is touched.
+    """
+    keys, values = cache[0].copy(), cache[1].copy()
+    for n, length in enumerate(lengths):
+        at = min(int(length), keys.shape[2] - 1)
+        keys[n, :, at], values[n, :, at] = k[n], v[n]
+    return keys, values
+
+
+def decode_attention(
+    q: Array, cache: Cache, lengths: Array, *, scale: float, window: int | None = None
+) -> Array:
+    """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
+
+    Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
+    sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
+    """
+    slots, heads, _ = q.shape
+    group = heads // cache[0].shape[1]
+    out = np.empty(q.shape, np.float64)
+    for n in range(slots):
+        end = int(lengths[n])
+        start = 0 if window is None else max(0, end - window)
+        for h in range(heads):
+            keys = _wide(cache[0][n, h // group, start:end])
+            values = _wide(cache[1][n, h // group, start:end])
+            out[n, h] = _softmax(keys @ _wide(q[n, h]) * scale) @ values
+    return out.astype(np.float32)
+
+
+def _softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def penalize(logits: Array, seen: Array, penalty: Array) -> Array:
+    """Logits [N, V] with those of the tokens `seen` [N, V] made less likely by penalty [N].
+
+    Keskar et al., 2019, as in HF's RepetitionPenaltyLogitsProcessor: each seen token once, however
+    often it occurred; a positive logit is divided, a negative one multiplied.
+    """
+    x, factor = _wide(logits), _wide(penalty)[:, None]
+    return np.where(seen, np.where(x < 0, x * factor, x / factor), x).astype(np.float32)
+
+
+def hold_eos(logits: Array, eos: Array, new: Array, minimum: Array) -> Array:
+    """Logits [N, V] with -inf at a row's `eos` ids while it has fewer new tokens than `minimum`.
+
+    HF's MinNewTokensLengthLogitsProcessor. `eos` [N, any] is filled up with -1.
+    """
+    held = logits.astype(np.float32)
+    for n in range(len(held)):
+        if new[n] < minimum[n]:
+            held[n, [token for token in eos[n] if token >= 0]] = -np.inf
+    return held
+
+
+def filter_logits(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Logits [N, V] with -inf for every token that a filter of its row [N] drops, in HF's order.
+
+    Top-k (0 is off) keeps the k best (Fan et al., 2018). Top-p (1 is off) keeps a token as long as
+    the better ones have less than p of the probability (Holtzman et al., 2019). Min-p (0 is off)
+    keeps a token that has at least min_p of the best one's probability (Nguyen et al., 2024).
+    Each sees the probabilities that the filters before it left over. Of equally likely tokens all
+    stay or none. The best one always stays.
+    """
+    kept = logits.astype(np.float32)
+    for row, k, p, least in zip(kept, top_k, top_p, min_p, strict=True):
+        if 0 < k < len(row):
+            row[row < sorted(row)[-k]] = -np.inf
+        if p < 1:
+            probability = _softmax(_wide(row))
+            order = np.argsort(-probability)
+            better = np.cumsum(probability[order]) - probability[order]
+            stay = max(np.count_nonzero(better < p), 1)
+            worst = row[order[stay - 1]]
+            row[row < worst] = -np.inf
+        if least > 0:
+            probability = _softmax(_wide(row))
+            row[probability < least * probability.max()] = -np.inf
+    return kept
+
+
+def threefry2x32(key0: Array, key1: Array, counter0: Array, counter1: Array) -> tuple[Array, Array]:
+    """Two random words, uint32, from a key and a counter of two words each, broadcast together.
+
+    Threefry-2x32-20 of Salmon et al., 2011 ("Parallel random numbers: as easy as 1, 2, 3"): twenty
+    rounds of add, rotate and xor, with a word of the extended key added before the first and after
+    every fourth.
+    """
+    words = [np.asarray(w).astype(np.uint32) for w in (key0, key1, counter0, counter1)]
+    k0, k1, x0, x1 = (np.array(w) for w in np.broadcast_arrays(*words))
+    extended = [k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA)]
+    rotations = [13, 15, 26, 6, 17, 29, 16, 24]
+    with np.errstate(over="ignore"):  # sums are modulo 2**32
+        for done in range(21):
+            if done % 4 == 0:
+                injected = done // 4
+                x0 = x0 + extended[injected % 3]
+                x1 = x1 + extended[(injected + 1) % 3] + np.uint32(injected)
+            if done < 20:
+                left = rotations[done % 8]
+                x0 = x0 + x1
+                x1 = (x1 << np.uint32(left)) | (x1 >> np.uint32(32 - left))
+                x1 = x1 ^ x0
+    return x0, x1
+
+
+def gumbel_of_bits(bits: Array) -> Array:
+    """Standard Gumbel noise from random words uint32, never infinite.
+
+    The upper 23 bits choose one of 2**23 intervals of (0, 1); its middle u, which float32 holds
+    exactly, gives -log(-log(u)).
+    """
+    middle = ((np.asarray(bits) >> 9).astype(np.float64) + 0.5) / 2**23
+    return (-np.log(-np.log(middle))).astype(np.float32)
+
+
+def gumbel(
+    seed_low: Array, seed_high: Array, return_index: Array, position: Array, vocab: int
+) -> Array:
+    """Standard Gumbel noise [N, V], a function of these numbers only, [N] each.
+
+    A row's key is the block of (return_index, position) under the seed's two words; the noise of a
+    token comes from the first word of the block of (its id, 0) under that key.
+    """
+    key0, key1 = threefry2x32(seed_low, seed_high, return_index, position)
+    bits, _ = threefry2x32(key0[:, None], key1[:, None], np.arange(vocab)[None], np.zeros((1, 1)))
+    return gumbel_of_bits(bits)
+
+
+def sample(logits: Array, state: Any, position: Array) -> Array:
+    """The next token [N] of each row of logits [N, V].
+
+    `state` has the columns of `backends.base.sampling_rows` as attributes, and `new` [N] and `seen`
+    [N, V] (or None where no row has a penalty). A row without `noise` takes its best token. Else
+    temperature and filters leave a distribution, and the token with the greatest sum of logit and
+    Gumbel noise is a draw from it (Maddison et al., 2014). The backends' fourth argument, features,
+    only says which of these steps no row needs.
+    """
+    if state.seen is not None:
+        logits = penalize(logits, state.seen, state.penalty)
+    best = hold_eos(logits, state.eos, state.new, state.minimum)
+    warm = (_wide(best) / _wide(state.temperature)[:, None]).astype(np.float32)
+    drawn = filter_logits(warm, state.top_k, state.top_p, state.min_p) + gumbel(
+        state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1]
+    )
+    return np.where(state.noise, drawn.argmax(-1), best.argmax(-1))

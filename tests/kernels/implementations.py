@@ -1,0 +1,155 @@
+"""Every implementation of the ops behind one face: NumPy in, NumPy out. A new one is added here."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dualinfer.weights import Weight
+
+from .cases import GARBAGE
+
+OPS = ("matmul", "embed", "rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
+ATTENTION = ("attention", "append", "decode_attention")
+SAMPLER = ("filter_logits", "gumbel", "threefry2x32")
+WEIGHTS = ("weight", "bias")
+
+
+def over_arrays(change: Callable[[np.ndarray], Any], value: Any) -> Any:
+    """`value` with `change` applied to each array in it."""
+    if isinstance(value, np.ndarray):
+        return change(value)
+    if isinstance(value, Weight):
+        return dataclasses.replace(value, data=change(value.data))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(over_arrays(change, v) for v in value))
+    if isinstance(value, tuple | list):
+        return type(value)(over_arrays(change, v) for v in value)
+    if isinstance(value, dict):
+        return {k: over_arrays(change, v) for k, v in value.items()}
+    return value
+
+
+class Implementation:
+    """The ops of one backend; `run` calls one of its functions on NumPy arrays."""
+
+    ops: Any
+    sampler: Any
+    layer_cache: Any
+
+    def __getattr__(self, name: str) -> Callable:
+        if name not in (*OPS, *ATTENTION, *SAMPLER):
+            raise AttributeError(name)
+        function = getattr(self.sampler if name in SAMPLER else self.ops, name)
+        return partial(self._call, function)
+
+    def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call with arrays in the places of Weight and LayerCache; parameters' names tell where."""
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in WEIGHTS and value is not None:
+                bound.arguments[name] = Weight(value, axes=())
+            elif name == "cache":
+                bound.arguments[name] = self.layer_cache(*value)
+        return self.run(function, *bound.args, **bound.kwargs)
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def sample(
+        self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any
+    ) -> np.ndarray:
+        raise NotImplementedError
+
+
+class Torch(Implementation):
+    """`backends.torch` on its default device."""
+
+    def __init__(self) -> None:
+        from dualinfer.arrays import to_numpy
+        from dualinfer.backends.torch import cache, default_device, ops, sampler
+
+        self.ops, self.sampler = ops, sampler
+        self.layer_cache = cache.LayerCache
+        self._device, self._to_numpy = default_device(), to_numpy
+
+    def put(self, array: np.ndarray) -> Any:
+        import torch
+
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.tensor(array.view(np.int16), device=self._device).view(torch.bfloat16)
+        if array.dtype.kind in "iu":  # 32-bit words too: torch has no arithmetic on uint32
+            array = array.astype(np.int64)
+        return torch.tensor(array, device=self._device)
+
+    def _put_cache(self, cache: Any) -> Any:
+        """As the runner passes it: a view of the first slots and positions of larger buffers."""
+        views = []
+        for array in cache:
+            larger = np.pad(array, [(0, 2), (0, 0), (0, 3), (0, 0)], constant_values=GARBAGE)
+            views.append(self.put(larger)[: array.shape[0], :, : array.shape[2]])
+        return type(cache)(*views)
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(
+            self._put_cache(a) if isinstance(a, self.layer_cache) else over_arrays(self.put, a)
+            for a in args
+        )
+        result = function(*args, **over_arrays(self.put, kwargs))
+        if result is None:  # `append` writes in place
+            result = next(a for a in args if isinstance(a, self.layer_cache))
+        if isinstance(result, tuple):
+            return tuple(self._to_numpy(r) for r in result)
+        return self._to_numpy(result)
+
+    def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
+        columns = self.sampler.SlotState(**over_arrays(self.put, vars(state)))
+        return self.run(self.sampler.sample, logits, columns, position, features)
+
+
+class Jax(Implementation):
+    """`backends.jax` on its default device, compiled."""
+
+    def __init__(self) -> None:
+        from dualinfer.backends.jax import cache, ops, sampler
+
+        self.ops, self.sampler = ops, sampler
+        self.layer_cache = cache.LayerCache
+        self._compiled: dict[tuple[Callable, str], Callable] = {}
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        arrays: list[np.ndarray] = []
+        over_arrays(arrays.append, (args, kwargs))
+
+        def call(traced: list[jax.Array]) -> Any:
+            taken: Iterator[jax.Array] = iter(traced)
+            its_args, its_kwargs = over_arrays(lambda _: next(taken), (args, kwargs))
+            return function(*its_args, **its_kwargs)
+
+        arrays = [a.astype(np.int32) if a.dtype == np.int64 else a for a in arrays]
+        rest = repr(over_arrays(lambda _: None, (args, kwargs)))
+        compiled = self._compiled.setdefault((function, rest), jax.jit(call))
+        return jax.tree.map(np.asarray, compiled(arrays))
+
+    def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
+        words = {name: getattr(state, name).astype(np.uint32) for name in self.sampler.WORDS}
+        columns = self.sampler.SlotState(**(vars(state) | words))
+        return self.run(self.sampler.sample, logits, columns, position, features)
+
+    def _words(self, *args: Any) -> tuple[Any, ...]:
+        return tuple(a.astype(np.uint32) if isinstance(a, np.ndarray) else a for a in args)
+
+    def gumbel(self, *args: Any) -> np.ndarray:
+        return self.run(self.sampler.gumbel, *self._words(*args))
+
+    def threefry2x32(self, *args: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.run(self.sampler.threefry2x32, *self._words(*args))
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {"torch": Torch, "jax": Jax}

@@ -1,0 +1,50 @@
+"""activation and gated_activation."""
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+from dualinfer.spec import Activation
+
+from .cases import assert_close, normal
+
+KINDS = Activation.__args__
+
+
+def grid(dtype: np.dtype) -> np.ndarray:
+    """Every magnitude down to 2**-10, both signs, zeros, and the ends of float16."""
+    sizes = np.concatenate([2.0 ** np.linspace(-10, 6, 497), [0.0, 60000.0, 1000.0]])
+    return np.concatenate([sizes, -sizes])[None].astype(dtype)
+
+
+def test_every_activation_has_a_reference():
+    assert set(KINDS) == set(reference._ACTIVATIONS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_is_the_reference(backend, dtype, kind):
+    x = grid(dtype)
+    expected = reference.activation(x, kind)
+    size = np.abs(x.astype(np.float32))
+    # Near zero each one is proportional to x; far out it is nearly x, 0 or 1.
+    scale = np.minimum(size, 1 + np.abs(expected))
+    assert_close(backend.activation(x, kind), expected, dtype, scale=scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 7, 126)], ids=str)
+def test_gated_activation_multiplies_the_gate_with_up(backend, dtype, kind, shape):
+    x = normal(1, *shape, dtype=dtype, scale=2.0)
+    expected = reference.gated_activation(x, kind)
+    assert_close(backend.gated_activation(x, kind), expected, dtype, roundings=3)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
+def test_reference_activation_is_that_of_hf(kind):
+    torch = pytest.importorskip("torch")
+    from transformers.activations import ACT2FN
+
+    name = {"gelu_tanh": "gelu_pytorch_tanh"}.get(kind, kind)
+    x = np.linspace(-6, 6, 1000)
+    expected = ACT2FN[name](torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(reference.activation(x, kind), expected, rtol=1e-6, atol=1e-9)

@@ -1,0 +1,106 @@
+"""attention of whole sequences."""
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import GARBAGE, assert_close, normal
+
+
+def inputs(
+    dtype: np.dtype, batch: int, tokens: int, heads: int, kv_heads: int, dim: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    q = normal(1, batch, tokens, heads, dim, dtype=dtype)
+    k = normal(2, batch, tokens, kv_heads, dim, dtype=dtype)
+    v = normal(3, batch, tokens, kv_heads, dim, dtype=dtype)
+    return q, k, v
+
+
+def left_padding(tokens: int, *pads: int) -> np.ndarray:
+    return np.arange(tokens)[None] >= np.array(pads)[:, None]
+
+
+def packed(tokens: int, *lengths: int) -> np.ndarray:
+    """Segment numbers [1, T] of sequences one after another."""
+    numbers = np.repeat(np.arange(len(lengths)), lengths)
+    assert len(numbers) == tokens
+    return numbers[None].astype(np.int32)
+
+
+SHAPES = {
+    "one token": (2, 1, 5, 5, 80),
+    "odd": (2, 63, 6, 3, 80),
+    "one kv head": (3, 17, 5, 1, 80),
+    "long": (1, 1000, 6, 3, 16),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_is_the_reference(backend, dtype, shape, causal):
+    q, k, v = inputs(dtype, *shape)
+    how = {"scale": shape[-1] ** -0.5, "causal": causal}
+    expected = reference.attention(q, k, v, **how)
+    # Weights and their products with the values are rounded too.
+    assert_close(backend.attention(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
+
+
+PADDED = left_padding(63, 0, 11)
+OPTIONS = {
+    "window of 1": {"causal": True, "window": 1},
+    "window of 7": {"causal": True, "window": 7},
+    "window of T": {"causal": True, "window": 63},
+    "window beyond T": {"causal": True, "window": 2000},
+    "mask": {"causal": True, "mask": PADDED},
+    "mask, bidirectional": {"causal": False, "mask": PADDED},
+    "one token left": {"causal": True, "mask": left_padding(63, 62, 40)},
+    "holes": {"causal": False, "mask": np.random.default_rng(6).random((2, 63)) < 0.3},
+    "nothing left": {"causal": False, "mask": np.zeros((2, 63), bool)},
+    "segments": {"causal": True, "segments": np.repeat(packed(63, 1, 30, 32), 2, 0)},
+    "segments, bidirectional": {"causal": False, "segments": np.repeat(packed(63, 40, 23), 2, 0)},
+    "all": {
+        "causal": True,
+        "window": 7,
+        "mask": PADDED,
+        "segments": np.repeat(packed(63, 5, 20, 38), 2, 0),
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_hides_what_the_options_say(backend, dtype, options):
+    q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
+    expected = reference.attention(q, k, v, scale=0.2, **options)
+    actual = backend.attention(q, k, v, scale=0.2, **options)
+    assert_close(actual, expected, dtype, length=63, roundings=2)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_attention_does_not_see_garbage_in_padding(backend, dtype, causal):
+    q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
+    k[~PADDED], v[~PADDED] = GARBAGE, -GARBAGE
+    how = {"scale": 80**-0.5, "causal": causal, "mask": PADDED}
+    expected = reference.attention(q, k, v, **how)
+    actual = backend.attention(q, k, v, **how)
+    assert np.isfinite(actual.astype(np.float32)).all(), "a padded query is not finite"
+    assert_close(actual[PADDED], expected[PADDED], dtype, length=63, roundings=2)
+
+
+def test_attention_of_packed_sequences_is_that_of_each_alone(backend):
+    dtype = np.dtype(np.float32)
+    q, k, v = inputs(dtype, 1, 63, 6, 3, 80)
+    how = {"scale": 80**-0.5, "causal": True}
+    whole = backend.attention(q, k, v, segments=packed(63, 23, 40), **how)
+    for part in (slice(0, 23), slice(23, 63)):
+        alone = backend.attention(q[:, part], k[:, part], v[:, part], **how)
+        assert_close(whole[:, part], alone, dtype, length=63)
+
+
+def test_attention_holds_at_large_scores(backend, dtype):
+    """The scores reach 20000, and a softmax that does not subtract their maximum overflows."""
+    q, k, v = inputs(dtype, 1, 63, 6, 3, 80)
+    q, k = np.sign(q.astype(np.float32)).astype(dtype), np.sign(k.astype(np.float32)).astype(dtype)
+    how = {"scale": 256.0, "causal": True}
+    expected = reference.attention(q, k, v, **how)
+    assert_close(backend.attention(q, k, v, **how), expected, dtype, roundings=2)

@@ -1,0 +1,81 @@
+"""append and decode_attention."""
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import GARBAGE, assert_close, normal
+
+
+def cache_of(
+    dtype: np.dtype, lengths: np.ndarray, kv_heads: int, tokens: int, window: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [N, K, S, D], garbage wherever no query may look."""
+    k = normal(1, len(lengths), kv_heads, tokens, 80, dtype=dtype)
+    v = normal(2, len(lengths), kv_heads, tokens, 80, dtype=dtype)
+    for n, length in enumerate(lengths):
+        k[n, :, length:], v[n, :, length:] = GARBAGE, -GARBAGE
+        if window is not None:
+            k[n, :, : max(length - window, 0)] = -GARBAGE
+            v[n, :, : max(length - window, 0)] = GARBAGE
+    return k, v
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(1, (6, 3)), (63, (5, 1)), (63, (6, 3)), (1000, (5, 5)), (1000, (6, 3))]
+)
+def test_decode_attention_is_the_reference(backend, dtype, tokens, heads):
+    lengths = np.array([1, tokens, max(tokens - 1, 1), (tokens + 1) // 2, 1], np.int32)
+    cache = cache_of(dtype, lengths, heads[1], tokens)
+    q = normal(3, len(lengths), heads[0], 80, dtype=dtype)
+    expected = reference.decode_attention(q, cache, lengths, scale=80**-0.5)
+    actual = backend.decode_attention(q, cache, lengths, scale=80**-0.5)
+    for n in range(len(lengths)):  # each by itself: long means are small, and one slot may hide
+        assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
+
+
+@pytest.mark.parametrize("window", [1, 7, 63, 2000])
+def test_decode_attention_sees_its_window_only(backend, dtype, window):
+    lengths = np.array([1, 6, 7, 8, 62, 63], np.int32)
+    cache = cache_of(dtype, lengths, 3, 63, window)
+    q = normal(4, len(lengths), 6, 80, dtype=dtype)
+    how = {"scale": 80**-0.5, "window": window}
+    expected = reference.decode_attention(q, cache, lengths, **how)
+    actual = backend.decode_attention(q, cache, lengths, **how)
+    for n in range(len(lengths)):
+        assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
+
+
+def test_append_writes_one_place_of_each_slot(backend, dtype):
+    lengths = np.array([0, 1, 31, 62], np.int32)
+    cache = (normal(5, 4, 3, 63, 80, dtype=dtype), normal(6, 4, 3, 63, 80, dtype=dtype))
+    k, v = normal(7, 4, 3, 80, dtype=dtype), normal(8, 4, 3, 80, dtype=dtype)
+    actual = backend.append(cache, k, v, lengths)
+    for found, wanted in zip(actual, reference.append(cache, k, v, lengths), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_append_to_a_full_slot_harms_no_other(backend):
+    """An ended slot stays in the batch with a full cache, whose end it may overwrite."""
+    dtype = np.dtype(np.float32)
+    lengths = np.array([7, 3, 6], np.int32)
+    cache = (normal(5, 3, 3, 7, 80, dtype=dtype), normal(6, 3, 3, 7, 80, dtype=dtype))
+    k, v = normal(7, 3, 3, 80, dtype=dtype), normal(8, 3, 3, 80, dtype=dtype)
+    actual = backend.append(cache, k, v, lengths)
+    for found, wanted in zip(actual, reference.append(cache, k, v, lengths), strict=True):
+        np.testing.assert_array_equal(found[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decoding_token_by_token_is_attention_of_the_whole(backend, window):
+    dtype, tokens = np.dtype(np.float32), 7
+    q = normal(1, 2, tokens, 6, 80, dtype=dtype)
+    k, v = normal(2, 2, tokens, 3, 80, dtype=dtype), normal(3, 2, tokens, 3, 80, dtype=dtype)
+    whole = backend.attention(q, k, v, scale=0.1, causal=True, window=window)
+    cache = tuple(np.full((2, 3, 9, 80), GARBAGE, dtype) for _ in range(2))
+    for t in range(tokens):
+        lengths = np.full(2, t, np.int32)
+        cache = backend.append(cache, k[:, t], v[:, t], lengths)
+        step = backend.decode_attention(q[:, t], cache, lengths + 1, scale=0.1, window=window)
+        assert_close(step, whole[:, t], dtype, length=tokens)

@@ -1,0 +1,48 @@
+"""rms_norm and layer_norm."""
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import assert_close, normal
+
+SHAPES = [(1, 1), (3, 63), (2, 5, 1000), (2, 7, 6, 80)]
+
+
+def gain(dtype: np.dtype, width: int) -> np.ndarray:
+    return (1 + normal(9, width, dtype=dtype, scale=0.2).astype(np.float32)).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_is_the_reference(backend, dtype, shape):
+    x, weight = normal(1, *shape, dtype=dtype), gain(dtype, shape[-1])
+    expected = reference.rms_norm(x, weight, 1e-6)
+    assert_close(backend.rms_norm(x, weight, 1e-6), expected, dtype, length=shape[-1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm_is_the_reference(backend, dtype, shape):
+    x, weight = normal(2, *shape, dtype=dtype), gain(dtype, shape[-1])
+    bias = normal(3, shape[-1], dtype=dtype)
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected, dtype, length=shape[-1])
+
+
+# 3000 ** 2 is beyond float16; at 0.001 the eps decides; at 0 only the eps is left.
+@pytest.mark.parametrize("scale", [3000.0, 1e-3, 0.0])
+def test_norms_hold_at_any_scale(backend, dtype, scale):
+    x = normal(4, 3, 63, dtype=dtype, scale=scale)
+    weight, bias = gain(dtype, 63), normal(5, 63, dtype=dtype)
+    expected = reference.rms_norm(x, weight, 1e-5)
+    assert_close(backend.rms_norm(x, weight, 1e-5), expected, dtype, length=63)
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected, dtype, length=63)
+
+
+def test_layer_norm_survives_a_large_mean(backend, dtype):
+    """E[x^2] - E[x]^2 would lose three digits here."""
+    x = (300 + normal(6, 5, 1000, dtype=dtype, scale=8.0).astype(np.float32)).astype(dtype)
+    weight, bias = gain(dtype, 1000), np.zeros(1000, dtype)
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected, dtype, length=1000)

@@ -1,0 +1,111 @@
+"""threefry2x32 and gumbel."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+# Random123's kat_vectors, threefry2x32 with 20 rounds: key, counter, expected.
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
+    ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+]
+KNOWN_WORDS = [np.array([k + c for k, c, _ in KNOWN], np.int64)[:, i] for i in range(4)]
+
+
+def words(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**32, shape)
+
+
+def assert_known(result: tuple[np.ndarray, np.ndarray]) -> None:
+    for i in range(2):
+        assert [int(w) for w in result[i]] == [expected[i] for _, _, expected in KNOWN]
+
+
+def test_reference_threefry_gives_the_published_answers():
+    assert_known(reference.threefry2x32(*KNOWN_WORDS))
+
+
+def test_threefry_gives_the_published_answers(backend):
+    assert_known(backend.threefry2x32(*KNOWN_WORDS))
+
+
+@pytest.mark.parametrize("count", [1, 63, 1000])
+def test_threefry_has_the_bits_of_the_reference(backend, count):
+    for shapes in ([(count,)] * 4, [(3, 1), (3, 1), (1, count), (1, 1)]):
+        args = [words(i, *shape) for i, shape in enumerate(shapes)]
+        for found, wanted in zip(
+            backend.threefry2x32(*args), reference.threefry2x32(*args), strict=True
+        ):
+            np.testing.assert_array_equal(found.astype(np.int64), wanted.astype(np.int64))
+
+
+def test_reference_threefry_has_the_bits_of_jax():
+    pytest.importorskip("jax")
+    from jax.extend.random import threefry_2x32
+
+    key, counters = words(1, 2).astype(np.uint32), words(2, 2, 1000).astype(np.uint32)
+    expected = threefry_2x32((key[0], key[1]), counters)
+    found = reference.threefry2x32(key[0], key[1], *counters)
+    np.testing.assert_array_equal(np.stack(found), expected)
+
+
+def test_gumbel_is_finite_and_exact_for_every_word(backend, monkeypatch):
+    """All 2**23 values that the noise can take, the two extreme ones among them."""
+    every = np.arange(2**23, dtype=np.uint32) << 9
+    every[-1] = 0xFFFFFFFF
+    zero = np.zeros(1, np.int64)
+
+    def given(*_):
+        return bits, bits
+
+    def noise(bits_of_backend, ids):
+        nonlocal bits
+        bits = bits_of_backend[None]
+        return backend.sampler.gumbel(ids, ids, ids, ids, len(every))
+
+    bits = None
+    monkeypatch.setattr(backend.sampler, "threefry2x32", given)
+    found = backend.run(noise, every, zero)[0]
+    assert found.dtype == np.float32
+    assert np.isfinite(found).all()
+    expected = reference.gumbel_of_bits(every)
+    error = np.abs(found.astype(np.float64) - expected)
+    # A word's noise differs from its neighbour's by 2**-23 or more; 0 is crossed at 1/e.
+    assert error.max() < 2e-6, f"max error {error.max():.2e} at word {every[error.argmax()]:#x}"
+
+
+def draw(rows: int) -> tuple[np.ndarray, ...]:
+    """Two words of seed, return index and position, [N] each."""
+    rng = np.random.default_rng(3)
+    return (
+        words(4, rows),
+        words(5, rows) >> 1,
+        rng.integers(0, 9, rows),
+        rng.integers(0, 5000, rows),
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 1000])
+def test_gumbel_is_the_reference(backend, vocab):
+    found = backend.gumbel(*draw(5), vocab)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, reference.gumbel(*draw(5), vocab), atol=2e-6)
+
+
+def test_gumbel_depends_on_each_of_its_arguments(backend):
+    changed = [np.zeros(5, np.int64) for _ in range(4)]
+    for i in range(4):
+        changed[i][i + 1] = 1
+    rows = backend.gumbel(*changed, 63)
+    assert len(np.unique(rows)) > 0.99 * rows.size
+
+
+def test_gumbel_has_its_mean_and_variance(backend):
+    noise = backend.gumbel(*draw(1000), 1000).astype(np.float64)
+    # Standard errors of a million draws: 0.0013 and 0.0035.
+    assert abs(noise.mean() - 0.5772157) < 0.005
+    assert abs(noise.var() - math.pi**2 / 6) < 0.014

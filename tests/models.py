@@ -1,0 +1,217 @@
+"""Tiny random HF models of every kind that dualinfer serves: the oracles of the parity tests."""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+
+VOCAB, PAD, EOS = 1001, 0, 2
+BACKENDS = ("torch", "jax")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: its HF classes and the config fields that make it odd."""
+
+    name: str
+    model: type[hf.PreTrainedModel]
+    config: type[hf.PreTrainedConfig]
+    fields: dict[str, Any]
+
+    @property
+    def family(self) -> str:
+        """HF's model_type."""
+        return self.config.model_type
+
+    @property
+    def generates(self) -> bool:
+        """True for a causal model with a head."""
+        return self.model.__name__.endswith(("ForCausalLM", "GPT2LMHeadModel"))
+
+    @property
+    def has_head(self) -> bool:
+        """True if forward gives logits."""
+        return self.generates or self.model is hf.BertForMaskedLM
+
+    def make_config(self, **changes: Any) -> hf.PreTrainedConfig:
+        """The HF config, with `changes`."""
+        common = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
+        return self.config(**{**common, **self.fields, **changes})
+
+
+def _llama(model=hf.LlamaForCausalLM, config=hf.LlamaConfig, **fields):
+    sizes = {
+        "hidden_size": 84,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 512,
+    }
+    return model, config, {**sizes, **fields}
+
+
+def _rope(kind, theta=10000.0, **fields):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **fields}}
+
+
+def _mistral(**fields):
+    return _llama(hf.MistralForCausalLM, hf.MistralConfig, **fields)
+
+
+def _qwen2(**fields):
+    return _llama(hf.Qwen2ForCausalLM, hf.Qwen2Config, **fields)
+
+
+def _qwen3(**fields):
+    return _llama(hf.Qwen3ForCausalLM, hf.Qwen3Config, **fields)
+
+
+def _gpt2(model=hf.GPT2LMHeadModel, **fields):
+    sizes = {"n_embd": 60, "n_layer": 2, "n_head": 5, "n_positions": 128}
+    return model, hf.GPT2Config, {**sizes, **fields}
+
+
+def _bert(model, **fields):
+    sizes = {
+        "hidden_size": 60,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 5,
+        "intermediate_size": 77,
+        "max_position_embeddings": 63,
+    }
+    return model, hf.BertConfig, {**sizes, **fields}
+
+
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: dict[str, Case] = {
+    name: Case(name, *parts)
+    for name, parts in {
+        # heads of 14, no GQA, weights of its own in the head
+        "llama-mha": _llama(num_key_value_heads=6, tie_word_embeddings=False),
+        # head_dim 80 makes the attention wider than the model
+        "llama-gqa": _llama(hidden_size=96, head_dim=80, num_hidden_layers=3),
+        "llama-mqa": _llama(
+            hidden_size=60,
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            num_hidden_layers=1,
+            tie_word_embeddings=True,
+        ),
+        "llama-bias": _llama(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            attention_bias=True,
+            mlp_bias=True,
+            hidden_act="gelu_pytorch_tanh",
+            rms_norm_eps=1e-3,
+        ),
+        "llama-linear": _llama(**_rope("linear", factor=2.5)),
+        "llama-llama3": _llama(
+            hidden_size=96,
+            head_dim=80,
+            **_rope(
+                "llama3",
+                500000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        ),
+        "llama-yarn": _llama(head_dim=32, **_rope("yarn", **_YARN)),
+        "llama-yarn-factor": _llama(
+            head_dim=32,
+            **_rope("yarn", 50000.0, **_YARN, attention_factor=1.3, beta_fast=16.0, beta_slow=2.0),
+        ),
+        "llama-yarn-mscale": _llama(
+            head_dim=32,
+            **_rope("yarn", **_YARN, mscale=1.2, mscale_all_dim=0.7, truncate=False),
+        ),
+        "llama-headless": _llama(hf.LlamaModel, num_hidden_layers=5),
+        "mistral": _mistral(sliding_window=None, head_dim=20),
+        "mistral-window": _mistral(sliding_window=7, num_hidden_layers=3),
+        "qwen2": _qwen2(tie_word_embeddings=True),
+        "qwen2-mixed": _qwen2(
+            num_hidden_layers=4, use_sliding_window=True, sliding_window=7, max_window_layers=2
+        ),
+        "qwen3": _qwen3(head_dim=80, num_attention_heads=4, num_key_value_heads=2),
+        "qwen3-mixed": _qwen3(
+            head_dim=10,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "gpt2": _gpt2(),
+        "gpt2-inverse": _gpt2(
+            n_layer=3,
+            n_inner=50,
+            scale_attn_by_inverse_layer_idx=True,
+            reorder_and_upcast_attn=True,
+            activation_function="relu",
+            tie_word_embeddings=False,
+        ),
+        "gpt2-unscaled": _gpt2(
+            n_layer=1, n_head=3, scale_attn_weights=False, layer_norm_epsilon=1e-2
+        ),
+        "gpt2-headless": _gpt2(hf.GPT2Model),
+        "bert": _bert(hf.BertModel),
+        "bert-types": _bert(
+            hf.BertModel, num_hidden_layers=1, type_vocab_size=3, hidden_act="gelu_new"
+        ),
+        "bert-masked": _bert(hf.BertForMaskedLM, layer_norm_eps=1e-3),
+        "bert-masked-untied": _bert(hf.BertForMaskedLM, tie_word_embeddings=False, hidden_act="relu"),
+    }.items()
+}
+
+ALL = tuple(CASES)
+CAUSAL = tuple(name for name, case in CASES.items() if case.family != "bert")
+GENERATING = tuple(name for name, case in CASES.items() if case.generates)
+
+
+def make_model(case: Case | str, **changes: Any) -> hf.PreTrainedModel:
+    """The case's model in float32 with weights of its own, the same in every process."""
+    case = CASES[case] if isinstance(case, str) else case
+    with torch.random.fork_rng(devices=[]):
+        model = case.model(case.make_config(**changes)).eval()
+        torch.manual_seed(zlib.crc32(case.name.encode()))
+        randomize(model)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: hf.PreTrainedModel) -> None:
+    """Draw every parameter so that it shows: logits differ clearly, biases and norms count."""
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            embedding = any(part in name for part in ("embed", "wte", "wpe", "lm_head", "decoder."))
+            p.normal_(0, 0.7 if embedding else 1.5 / max(p.shape) ** 0.5)
+        elif name.endswith("bias"):
+            p.normal_(0, 0.3)
+        else:
+            p.uniform_(0.4, 1.6)
+    model.tie_weights()
+
+
+def random_ids(rows: int, tokens: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
+    """Token ids int64 [rows, tokens] that are no special ones."""
+    return np.random.default_rng(seed).integers(3, vocab, (rows, tokens))
+
+
+def relative_rms(result: Any, expected: Any) -> float:
+    """Root mean square of the difference over that of `expected`; shapes equal, all finite."""
+    a, b = (np.asarray(x, np.float64) for x in (result, expected))
+    assert a.shape == b.shape, f"shape {a.shape}, expected {b.shape}"
+    assert np.isfinite(a).all() and np.isfinite(b).all()
+    scale = np.sqrt((b**2).mean())
+    assert scale > 0
+    error = float(np.sqrt(((a - b) ** 2).mean()) / scale)
+    print(f"relative RMS {error:.2e}, largest error {np.abs(a - b).max():.2e}")
+    return error
+

@@ -1,0 +1,201 @@
+"""The command line, in this process; without a framework: tests/test_isolation.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import dualinfer
+from dualinfer import cli, embedded
+
+from .checkpoints import write_byte_tokenizer, write_llama
+
+PROMPT = "héllo"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    return write_llama(path, write_byte_tokenizer(path))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """A function that runs the command line, and gives its result."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the callback sets it for good
+
+    def invoke(*arguments: object):
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+    return invoke
+
+
+def expected_text(folder: Path, new_tokens: int, **options) -> str:
+    """The continuation by generate and one decode at the end."""
+    tokenizer = cli.load_tokenizer(folder)
+    ids = tokenizer(PROMPT)["input_ids"]
+    with dualinfer.init_inference(folder) as engine:
+        whole = engine.generate([ids], max_new_tokens=new_tokens, **options)[0].tolist()
+    return tokenizer.decode(whole, skip_special_tokens=True)
+
+
+def one_message(result) -> str:
+    """The message of a command that failed cleanly."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
+    result = run("generate", folder, PROMPT, "--backend", backend, "--max-new-tokens", 20)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected_text(folder, 20, do_sample=False) + "\n"
+    assert result.stderr == ""
+
+
+def test_generate_on_both_shows_one_after_the_other(run, folder):
+    result = run("generate", folder, PROMPT, "--backend", "both", "--max-new-tokens", 8)
+    assert result.exit_code == 0, result.output
+    text = expected_text(folder, 8, do_sample=False)
+    assert result.stdout.count(text) == 2
+    assert result.stdout.index(" torch ") < result.stdout.index(" jax ")
+
+
+def test_generate_samples_the_same_text_from_one_seed(run, folder):
+    options = ("--seed", 7, "--temperature", 0.9, "--top-k", 40, "--top-p", 0.95)
+    texts = [
+        run("generate", folder, PROMPT, "--max-new-tokens", 12, "--backend", b, *options).stdout
+        for b in ("torch", "jax")
+    ]
+    own = {"do_sample": True, "seed": 7, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+    assert texts == [expected_text(folder, 12, **own) + "\n"] * 2
+
+
+def test_generate_says_the_seed_it_drew(run, folder):
+    first = run("generate", folder, PROMPT, "--temperature", 1.0, "--max-new-tokens", 12)
+    seed = re.fullmatch(r"To get this again: --seed (\d+)\n", first.stderr)
+    assert seed
+    again = ("--temperature", 1.0, "--max-new-tokens", 12, "--seed", seed[1])
+    assert run("generate", folder, PROMPT, *again).stdout == first.stdout
+
+
+def test_generate_ends_at_a_stop_string(run, folder):
+    whole = expected_text(folder, 30, do_sample=False)
+    stop = next(c for c in whole[len(PROMPT) :] if c.isascii() and c.isprintable())
+    result = run("generate", folder, PROMPT, "--max-new-tokens", 30, "--stop", stop)
+    assert result.stdout == whole[: whole.index(stop, len(PROMPT)) + 1] + "\n"
+
+
+def test_generate_fits_the_default_length_to_the_model(run, folder):
+    long = "x" * 120  # of 128 positions
+    result = run("generate", folder, long)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(long)
+
+
+def test_generate_with_one_argument_continues_it_with_the_embedded_model(run, folder, monkeypatch):
+    monkeypatch.setattr(embedded, "path", lambda: folder)
+    result = run("generate", PROMPT, "--max-new-tokens", 5)
+    assert result.stdout == expected_text(folder, 5, do_sample=False) + "\n"
+
+
+def test_generate_notices_a_forgotten_prompt(run, folder):
+    result = run("generate", folder)
+    assert result.exit_code == 2
+    assert "the prompt is missing" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", "x"), "'nowhere' does not exist"),
+        (("MODEL", ""), "The prompt is empty"),
+        (("MODEL", "x", "--max-new-tokens", 500), "over the model's max_position_embeddings"),
+        (("MODEL", "x", "--dtype", "int3"), "dtype='int3' is not supported"),
+        (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
+        (("MODEL", "x", "--max-new-tokens", 0), "max_new_tokens=0"),
+    ],
+)
+def test_generate_fails_with_one_clean_message(run, folder, arguments, message):
+    given = [folder if a == "MODEL" else a for a in arguments]
+    assert message in one_message(run("generate", *given)).replace("\n", " ")
+
+
+def test_generate_fails_cleanly_without_a_tokenizer(run, tmp_path):
+    assert "holds no tokenizer" in one_message(run("generate", write_llama(tmp_path, 50), "x"))
+
+
+def test_demo_shows_both_texts_and_says_that_they_are_equal(run, folder, monkeypatch):
+    monkeypatch.setattr(embedded, "path", lambda: folder)
+    result = run("demo", "--max-new-tokens", 16, "--prompt", PROMPT)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^. torch +. jax", result.stdout, re.MULTILINE)
+    summary = re.search(
+        r"All (\d+) new tokens are equal; logits differ by (\S+) relative RMS; "
+        r"tokens per second: torch [\d,]+, jax [\d,]+\.",
+        result.stdout,
+    )
+    assert summary, result.stdout
+    assert 1 <= int(summary[1]) <= 16
+    assert float(summary[2]) < 1e-4
+    assert "no benchmark" in result.stdout
+
+
+def test_demo_fails_where_tokens_differ(run, folder, tmp_path, monkeypatch):
+    other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
+    real = cli.init_inference
+
+    def unequal(model, backend, dtype):
+        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
+
+    monkeypatch.setattr(embedded, "path", lambda: folder)
+    monkeypatch.setattr(cli, "init_inference", unequal)
+    result = run("demo", "--max-new-tokens", 16)
+    assert result.exit_code == 1, result.output
+
+
+def test_parity_prints_a_row_a_layer(run, folder):
+    result = run("parity", folder, "--prompt", PROMPT)
+    assert result.exit_code == 0, result.output
+    for name in ("embedding", "layer 0", "layer 1", "logits"):
+        assert name in result.stdout
+    assert "Best token equal at 6 of 6 positions" in result.stdout
+
+
+def test_parity_without_a_tokenizer_takes_plain_ids(run, tmp_path):
+    result = run("parity", write_llama(tmp_path, 50))
+    assert result.exit_code == 0, result.output
+    assert "16 of 16 positions" in result.stdout
+
+
+def test_env_shows_versions_devices_and_that_there_are_no_kernels(run):
+    result = run("env")
+    assert result.exit_code == 0, result.output
+    for part in ("python", "transformers", "torch devices", "jax devices", "cpu"):
+        assert part in result.stdout
+    assert "no Triton kernels in this version" in result.stdout
+    assert "no Pallas kernels in this version" in result.stdout
+
+
+def test_no_arguments_show_help(run):
+    result = run()
+    for command in ("generate", "demo", "parity", "env"):
+        assert command in result.output
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_embedded_model_writes_python(run, backend):
+    result = run("generate", "import os\nimport ", "--max-new-tokens", 12, "--backend", backend)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^import \w+$", result.stdout.removeprefix("import os\n"), re.MULTILINE)
+
+
+def test_demo_runs_with_the_embedded_model(run):
+    result = run("demo", "--max-new-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert "All 8 new tokens are equal" in result.stdout

@@ -1,0 +1,192 @@
+"""Each backend works where the other is not installed, and importing dualinfer loads neither."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from .checkpoints import write_byte_tokenizer, write_llama
+
+FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "transformers")
+
+# Hides packages from imports, find_spec and importlib.metadata alike, as if never installed.
+HIDE = """
+import sys
+
+class Hiding:
+    def __init__(self, finder, names):
+        self.finder, self.names = finder, names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def find_distributions(self, context=None):
+        if context is not None and context.name in self.names:
+            return iter(())
+        return getattr(self.finder, "find_distributions", lambda context: iter(()))(context)
+
+    def invalidate_caches(self):
+        getattr(self.finder, "invalidate_caches", lambda: None)()
+
+sys.meta_path[:] = [Hiding(finder, {names!r}) for finder in sys.meta_path]
+"""
+
+
+def run(code: str, *arguments: object, hidden: tuple[str, ...] = ()) -> str:
+    """Standard output of `code` in a fresh interpreter in which `hidden` packages do not exist."""
+    program = HIDE.replace("{names!r}", repr(set(hidden))) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    return write_llama(folder, write_byte_tokenizer(folder))
+
+
+GENERATE = """
+import sys
+import dualinfer
+
+folder, backend, others = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
+with dualinfer.init_inference(folder, backend=backend, dtype="fp32") as engine:
+    assert engine.report().mode == "fused"
+    ids = engine.generate([[5, 6, 7], [8]], max_new_tokens=5, do_sample=False)
+    forward = engine([[5, 6, 7]])
+    print(ids.tolist(), forward.logits.shape[-1])
+loaded = [name for name in others if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+def test_importing_dualinfer_loads_no_framework():
+    loaded = run(
+        f"""
+        import dualinfer, dualinfer.cli, dualinfer.parity
+        print([name for name in {FRAMEWORKS} if name in sys.modules])
+        """
+    )
+    assert loaded.strip() == "[]"
+
+
+def test_each_backend_generates_without_the_other_and_both_agree(checkpoint: Path):
+    jax = run(GENERATE, checkpoint, "jax", "torch", hidden=("torch", "triton"))
+    torch = run(GENERATE, checkpoint, "torch", "jax,jaxlib,flax", hidden=("jax", "jaxlib", "flax"))
+    assert jax == torch
+    assert jax.startswith("[[")
+
+
+def test_each_backend_runs_alone_without_loading_the_other(checkpoint: Path):
+    """Nothing is hidden here: what is installed must not be pulled in."""
+    run(GENERATE, checkpoint, "torch", "jax,jaxlib,flax")
+
+
+@pytest.mark.parametrize(
+    ("backend", "hidden", "named"),
+    [
+        ("torch", ("torch",), "torch"),
+        ("jax", ("jax", "jaxlib", "flax"), "jax and flax"),
+        ("jax", ("flax",), "flax"),
+    ],
+)
+def test_missing_backend_says_what_to_install(checkpoint, backend, hidden, named):
+    message = run(
+        f"""
+        import dualinfer
+        try:
+            dualinfer.init_inference(sys.argv[1], backend={backend!r})
+        except dualinfer.BackendNotAvailableError as error:
+            assert isinstance(error, ImportError)
+            print(error)
+        """,
+        checkpoint,
+        hidden=hidden,
+    )
+    assert f"needs {named}, which is not installed" in message
+    assert f"`dualinfer[{backend}]`" in message
+
+
+def test_backend_that_a_finder_refuses_counts_as_missing(checkpoint: Path):
+    message = run(
+        """
+        class Refusing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "flax":
+                    raise ModuleNotFoundError(f"no {name} here")
+
+        sys.meta_path.insert(0, Refusing())
+        import dualinfer
+        try:
+            dualinfer.init_inference(sys.argv[1], backend="jax")
+        except dualinfer.BackendNotAvailableError as error:
+            print(error)
+        """,
+        checkpoint,
+    )
+    assert "needs flax" in message
+
+
+def test_bin_weights_on_jax_without_torch_say_that_torch_reads_them(checkpoint, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    message = run(
+        """
+        import dualinfer
+        try:
+            dualinfer.init_inference(sys.argv[1], backend="jax")
+        except dualinfer.BackendNotAvailableError as error:
+            print(error)
+        """,
+        tmp_path,
+        hidden=("torch",),
+    )
+    assert ".bin weights, which only torch can read" in message
+    assert "`dualinfer[torch]`" in message
+
+
+def test_command_line_generates_on_jax_without_torch(checkpoint: Path):
+    text = run(
+        """
+        from dualinfer.cli import app
+
+        model = sys.argv[1]
+        app(["generate", model, "ab", "--backend", "jax", "--max-new-tokens", "3"])
+        """,
+        checkpoint,
+        hidden=("torch",),
+    )
+    assert text.startswith("ab")
+
+
+def test_demo_without_jax_says_what_to_install():
+    error = run(
+        """
+        import contextlib, io
+        from dualinfer.cli import app
+
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr):
+            try:
+                app(["demo"])
+            except SystemExit as leaving:
+                assert leaving.code == 1
+        print(stderr.getvalue())
+        """,
+        hidden=("jax", "flax"),
+    )
+    assert "`dualinfer[jax]`" in error
+    assert "Traceback" not in error

@@ -1,0 +1,148 @@
+"""parity.compare: what it measures, and that it notices what it must."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dualinfer
+from dualinfer.parity import compare, difference, first_difference
+
+from .checkpoints import write_llama
+
+VOCAB = 211
+
+
+class Shifted:
+    """An engine whose results are changed on the way out."""
+
+    def __init__(self, engine, change):
+        self.engine, self.change, self.config = engine, change, engine.config
+
+    def forward(self, *args, **kwargs):
+        outputs = self.engine.forward(*args, **kwargs)
+        fields = {"logits": outputs.logits.copy(), "hidden_states": outputs.hidden_states}
+        self.change(fields["logits"])
+        return dualinfer.Outputs(fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    with (
+        dualinfer.init_inference(folder, backend="torch", dtype="fp32") as torch,
+        dualinfer.init_inference(folder, backend="jax", dtype="fp32") as jax,
+    ):
+        yield torch, jax
+
+
+@pytest.fixture
+def ids() -> np.ndarray:
+    return np.random.default_rng(1).integers(3, VOCAB, (3, 17))
+
+
+def test_compare_measures_every_layer_and_logits(engines, ids):
+    torch, jax = engines
+    result = compare(jax, torch, ids)
+    assert [x.name for x in result.layers] == ["embedding", "layer 0", "layer 1"]
+    assert result.layers[0].max_error == 0
+    assert all(x.relative_rms < 1e-5 for x in (*result.layers, result.logits))
+    assert result.positions == 3 * 17
+    assert result.tokens_agree
+    assert result.equal
+
+
+def test_compare_leaves_masked_positions_out(engines, ids):
+    torch, jax = engines
+    mask = np.ones_like(ids)
+    mask[1, :5] = 0
+
+    def spoil(logits):
+        logits[1, :5] = np.nan
+
+    result = compare(Shifted(jax, spoil), torch, ids, mask)
+    assert result.positions == 3 * 17 - 5
+    assert result.equal
+
+
+def test_compare_counts_a_token_that_differs_by_more_than_rounding(engines, ids):
+    torch, jax = engines
+
+    def spoil(logits):
+        logits[2, 3, 7] = logits[2, 3].max() + 1
+
+    result = compare(Shifted(jax, spoil), torch, ids)
+    assert (result.differing, result.ties) == (1, 0)
+    assert not result.equal
+
+
+def test_compare_takes_candidates_closer_than_rounding_as_a_tie(engines, ids):
+    torch, jax = engines
+
+    def tie(shift):
+        def change(logits):
+            logits[0, 0, :] = 0
+            logits[0, 0, 5] = 1 + shift
+            logits[0, 0, 6] = 1
+
+        return change
+
+    result = compare(Shifted(jax, tie(1e-7)), Shifted(torch, tie(-1e-7)), ids)
+    assert (result.differing, result.ties) == (0, 1)
+    assert result.tokens_agree
+
+
+def test_compare_never_passes_nan(engines, ids):
+    torch, jax = engines
+
+    def spoil(logits):
+        logits[0, 0, 0] = np.nan
+
+    result = compare(Shifted(jax, spoil), torch, ids)
+    assert math.isnan(result.logits.relative_rms)
+    assert not result.equal
+
+
+def test_compare_refuses_engines_of_unlike_models(engines, ids, tmp_path):
+    with (
+        dualinfer.init_inference(write_llama(tmp_path, VOCAB + 1), dtype="fp32") as other,
+        pytest.raises(dualinfer.ArgumentError, match="not of one architecture"),
+    ):
+        compare(engines[0], other, ids)
+
+
+def test_compare_widens_rounding_with_the_shorter_dtype(engines, folder, ids):
+    with dualinfer.init_inference(folder, backend="jax", dtype="bf16") as short:
+        result = compare(short, engines[0], ids)
+    assert 1e-4 < result.logits.relative_rms < result.rounding
+    assert result.equal
+
+
+def test_difference_reads_bfloat16_and_empty_arrays():
+    one = np.array([1.0, 2.0], ml_dtypes.bfloat16)
+    assert difference("x", one, one).relative_rms == 0
+    assert difference("x", one + 1, one).max_error == 1
+    assert difference("x", one[:0], one[:0]).max_error == 0
+    assert difference("x", one, one * 0).relative_rms == math.inf
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "at"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None)],
+)
+def test_first_difference_is_where_sequences_part(a, b, at):
+    assert first_difference(a, b) == at
+
+
+def test_equal_needs_both_tokens_and_nearness(engines, ids):
+    result = compare(*engines, ids)
+    assert not replace(result, differing=1).equal
+    assert not replace(result, logits=replace(result.logits, relative_rms=1e-3)).equal
+    assert replace(result, ties=3).equal

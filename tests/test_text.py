@@ -1,0 +1,54 @@
+"""Text from tokens as they come: whole characters only, nothing lost."""
+
+import pytest
+
+import dualinfer
+from dualinfer.text import TextStream, load_tokenizer
+
+from .checkpoints import write_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "Straße ", "🙂" * 5])
+@pytest.mark.parametrize("text", ["plain", "größer → 日本語 🙂🙂 end", "\n\n  é", "🙂"])
+def test_text_stream_gives_whole_characters_only(tokenizer, prompt, text):
+    stream = TextStream(tokenizer, tokenizer(prompt)["input_ids"])
+    pieces = [stream.push(token) for token in tokenizer(text)["input_ids"]]
+    assert len(pieces) == len(text.encode())
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert stream.finish() == ""
+
+
+def test_text_stream_marks_a_character_that_never_ends(tokenizer):
+    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
+    half = tokenizer("🙂")["input_ids"][:2]
+    assert [stream.push(token) for token in half] == ["", ""]
+    assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_text_stream_goes_on_after_bytes_that_are_no_text(tokenizer):
+    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
+    broken, letters = tokenizer("é")["input_ids"][:1], tokenizer("xyz")["input_ids"]
+    pieces = [stream.push(token) for token in (*broken, *letters)]
+    assert pieces == ["", "\ufffdx", "y", "z"]
+
+
+def test_load_tokenizer_names_a_folder_without_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(dualinfer.CheckpointError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_load_tokenizer_names_a_broken_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(dualinfer.CheckpointError, match="cannot be read"):
+        load_tokenizer(tmp_path)
