@@ -1,4 +1,4 @@
-# Everything runs in .venv, made here when it is missing and refreshed when what it is made of changes.
+# Everything runs in .venv, made when it is missing and refreshed when its inputs change.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv

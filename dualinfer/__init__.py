@@ -11,9 +11,11 @@ from .errors import (
     CheckpointNotFoundError,
     ClosedError,
     ConfigError,
+    ConfigNotFoundError,
     DualinferError,
     LengthError,
     ModelError,
+    StepError,
     UnsupportedError,
 )
 from .outputs import Outputs
@@ -28,6 +30,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
+    "ConfigNotFoundError",
     "DualinferError",
     "InferenceConfig",
     "InferenceEngine",
@@ -35,6 +38,7 @@ __all__ = [
     "ModelError",
     "Outputs",
     "Report",
+    "StepError",
     "UnsupportedError",
     "embedded_model",
     "init_inference",

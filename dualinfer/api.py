@@ -36,21 +36,22 @@ def init_inference(
         model_config = _read_config(folder)
         class_names = model_config.get("architectures")
         generation = _read_generation_config(folder, model_config)
+        notes: list[str] = []
         source: TensorSource | None = None
     else:
         _check_module(model, settings)
         model_config = model.config.to_dict()
-        class_names = [c.__name__ for c in type(model).__mro__]
+        class_names = _hf_class_names(model)
         own = getattr(model, "generation_config", None)
         generation = own.to_dict() if own is not None else {}
         source = open_module(model)
+        notes = _notes_on(model)
         folder = None
     spec, table = describe_model(model_config, class_names)
     if source is None:
         assert folder is not None
         source = open_checkpoint(folder)
     plan = make_load_plan(table, source)
-    notes = []
     if not class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
@@ -68,9 +69,7 @@ def init_inference(
             )
     settings = settings.model_copy(update={"dtype": dtype})
     runner = backends.create_runner(settings.backend, spec, plan, source, dtype)
-    return InferenceEngine(
-        runner, settings, model_config, generation, source.description, notes
-    )
+    return InferenceEngine(runner, settings, model_config, generation, source.description, notes)
 
 
 def _check_module(model: Any, settings: InferenceConfig) -> None:
@@ -85,6 +84,29 @@ def _check_module(model: Any, settings: InferenceConfig) -> None:
             "module mode is not in this version. Set replace_with_kernel_inject=True, or pass the "
             "checkpoint's folder."
         )
+
+
+def _hf_class_names(model: Any) -> list[str]:
+    """Names of the module's classes from transformers, the most derived first.
+
+    Raises ModelError for a class whose forward is not HF's, since ours would differ from it.
+    """
+    classes = type(model).__mro__
+    for i, cls in enumerate(classes):
+        if cls.__module__.startswith("transformers."):
+            return [c.__name__ for c in classes[i:]]
+        if "forward" in vars(cls):
+            raise ModelError(
+                f"{cls.__name__} has a forward of its own, which fused mode would not run. Pass the "
+                "HF module itself."
+            )
+    raise ModelError(f"{type(model).__name__} is no HF model.")
+
+
+def _notes_on(model: Any) -> list[str]:
+    """What the report should say of a live module that our decoder replaces."""
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return ["the module has forward hooks, which do not run here"] if hooked else []
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -102,9 +124,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_generation_config(folder: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json; without one, the special tokens of config.json, as in HF."""
+    """generation_config.json; without one, what config.json says of generation, as in HF."""
     path = folder / "generation_config.json"
     if path.is_file():
         return read_json(path)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: model_config.get(name) for name in names}
+    from transformers import GenerationConfig
+
+    written = read_json(folder / "config.json")
+    known = GenerationConfig().to_dict().keys() - {"output_hidden_states", "output_attentions"}
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {
+        **{name: model_config.get(name) for name in special},
+        **{name: value for name, value in written.items() if name in known},
+    }

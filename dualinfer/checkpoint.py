@@ -15,8 +15,12 @@ _SAFETENSORS_DTYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
     "I64": "int64",
     "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
 }
@@ -33,15 +37,17 @@ class SafetensorsSource:
         for file in files:
             path = folder / file
             if not path.is_file():
-                raise CheckpointNotFoundError(f"{path} is named by the checkpoint, but is not there.")
+                raise CheckpointNotFoundError(
+                    f"{path} is named by the checkpoint, but is not there."
+                )
             try:
                 handle = safe_open(path, framework="np")
                 for name in handle.keys():  # noqa: SIM118 (it has no __iter__)
                     self._handles[name] = handle
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}. "
-                    "Was the download or copy cut short?"
+                    f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: "
+                    f"{error}. Was the download or copy cut short?"
                 ) from error
 
     def names(self) -> Iterable[str]:
@@ -161,7 +167,8 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
         path = PurePosixPath(file) if isinstance(file, str) and "\\" not in file else None
         if path is None or path.is_absolute() or ".." in path.parts or ":" in file:
             raise CheckpointError(
-                f"{folder / index} names the file {file!r}, which is outside the checkpoint's folder."
+                f"{folder / index} names the file {file!r}, which is outside the checkpoint's "
+                "folder."
             )
     return files
 
@@ -183,7 +190,13 @@ def _open_bin(folder: Path, files: Iterable[str]) -> TorchSource:
             mapped = zipfile.is_zipfile(path)  # files of torch < 1.6 cannot be mapped
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # torch raises many kinds for a damaged or unsafe file
-            raise CheckpointError(f"{path} could not be read with weights_only=True: {error}") from error
+            raise CheckpointError(
+                f"{path} could not be read with weights_only=True: {error}"
+            ) from error
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{path} holds a {type(state).__name__}, expected a dict of tensors."
+            )
         for name, tensor in state.items():
             if isinstance(tensor, torch.Tensor):
                 tensors[name] = tensor

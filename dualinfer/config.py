@@ -1,4 +1,4 @@
-"""InferenceConfig: the fields of the contract that this version honours, their aliases and merging."""
+"""InferenceConfig: the contract's fields that this version honours, their aliases and merging."""
 
 import difflib
 import json
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .errors import ConfigError
+from .errors import ConfigError, ConfigNotFoundError
 
 DTYPES = {
     "float32": "float32",
@@ -92,6 +92,13 @@ class InferenceConfig(_Model):
     def _dtype_name(cls, value: Any) -> str | None:
         return None if value is None else dtype_name(value)
 
+    @field_validator("max_out_tokens", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("expected an int")
+        return value
+
     @field_validator("enable_cuda_graph", "use_triton")
     @classmethod
     def _not_yet(cls, value: bool | None) -> bool | None:
@@ -115,7 +122,7 @@ def make_config(
     config: InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     overrides: Mapping[str, Any],
 ) -> InferenceConfig:
-    """One InferenceConfig from `config` (object, dict or path of a JSON file) and keyword arguments.
+    """One InferenceConfig from `config` (object, dict or a JSON file's path) and keyword arguments.
 
     The same field may be given twice with the same meaning. Raises ConfigError for a conflict, an
     unknown key or a bad value; the caller's dict stays as it is.
@@ -136,6 +143,8 @@ def _as_dict(config: Any) -> dict[str, Any]:
             "of a JSON file."
         )
     path = Path(config)
+    if not path.exists():
+        raise ConfigNotFoundError(f"config={str(config)!r}: there is no such file.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,11 +1,11 @@
 """InferenceEngine: forward, generate, stream, report; the same on every backend."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .arrays import kind_of, to_kind
+from .arrays import kind_of, to_kind, to_numpy
 from .backends.base import ForwardInputs, Request, Runner, Sampling
 from .config import InferenceConfig
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
@@ -16,6 +16,7 @@ from .prompts import Prompts, check_ids, check_mask, make_prompts
 from .report import Report
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+_CLOSED = "This engine was closed. Make a new one with init_inference()."
 
 
 class InferenceEngine:
@@ -46,7 +47,7 @@ class InferenceEngine:
     def runner(self) -> Runner:
         """The backend's runner; ClosedError after `close()`."""
         if self._runner is None:
-            raise ClosedError("This engine was closed. Make a new one with init_inference().")
+            raise ClosedError(_CLOSED)
         return self._runner
 
     @property
@@ -148,10 +149,13 @@ class InferenceEngine:
         if visible is not None and visible.all():
             visible = None
         if types is not None:
-            if not spec.token_types:
-                raise ArgumentError(f"The {spec.family} family has no token_type_ids.")
-            types = check_ids(types, "token_type_ids", spec.token_types, "token types")
-            types = _broadcast(types, "token_type_ids", tokens.shape)
+            if not spec.token_types and not _is_zero(types):
+                raise ArgumentError(
+                    f"The {spec.family} family has no token types, but token_type_ids holds other "
+                    "values than 0."
+                )
+            types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
+            types = _broadcast(types, "token_type_ids", tokens.shape) if spec.token_types else None
         elif spec.token_types and not spec.token_types_from_vocab:
             types = np.zeros_like(tokens)
         if keep is None:
@@ -178,6 +182,10 @@ class InferenceEngine:
         `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
         each. Raises before anything runs; an argument that is not supported is refused by name.
         """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ArgumentError(
+                f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's have."
+            )
         prompts, requests, options, stop = self._prepare(
             input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
         )
@@ -220,6 +228,8 @@ class InferenceEngine:
         return self._stream(requests, stop)
 
     def _stream(self, requests: Sequence[Request], stop: StopStrings | None) -> Iterator[Any]:
+        if self._runner is None:  # closed since stream() was called
+            raise ClosedError(_CLOSED)
         for tokens in Generation(self._loop, requests, _STREAM_CHUNK, stop):
             yield tokens[0] if len(tokens) == 1 else tokens
 
@@ -227,18 +237,21 @@ class InferenceEngine:
         self, ids: Any, config: Any, mask: Any, tokenizer: Any, seed: Any, kwargs: dict[str, Any]
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
         """Everything that generate and stream check and derive before anything runs."""
-        runner, spec = self.runner, self._spec
+        spec = self.runner.spec
         if not spec.can_generate:
             raise UnsupportedError(
-                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary head."
+                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
+                "head."
             )
         if "inputs" in kwargs:  # HF's name of its first argument
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = kwargs.pop("inputs")
+        if not spec.token_types and _is_zero(kwargs.get("token_type_ids")):
+            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
         options = make_options(self.generation_config, config, kwargs, spec.vocab)
         pad = _pad_id(options)
-        if options.stop_strings and tokenizer is None:
+        if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
         prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
@@ -272,7 +285,6 @@ class InferenceEngine:
             for index in range(count)
         ]
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
-        assert runner is self._runner
         return prompts, requests, options, stop
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
@@ -287,14 +299,16 @@ class InferenceEngine:
             way = "" if positions and limit == positions else " or a larger max_out_tokens"
             raise LengthError(
                 f"A prompt of {longest} tokens and {new_tokens} new ones make "
-                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a shorter "
-                f"prompt{way}."
+                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a "
+                f"shorter prompt{way}."
             )
 
     def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
         if seed is None:
             return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
-        seeds = [seed] * prompts if hasattr(seed, "__index__") else list(seed)
+        if kind_of(seed) not in (None, "list"):
+            seed = to_numpy(seed).tolist()
+        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
         if len(seeds) != prompts:
             raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
         for value in seeds:
@@ -330,6 +344,7 @@ class InferenceEngine:
     def close(self) -> None:
         """Free what the engine holds on the device; it cannot be used afterwards."""
         if self._runner is not None:
+            self._loop.lose(ClosedError("The engine was closed while this stream was open."))
             self._runner.close()
             self._runner = None
 
@@ -349,13 +364,18 @@ class InferenceEngine:
 
 def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
     """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
-    asked = {name: value for name, value in arguments.items() if value not in (None, False)}
+    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
     if asked:
         raise ArgumentError(
             f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
             "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
             "return_tuple."
         )
+
+
+def _is_zero(ids: Any) -> bool:
+    """True for token types that say nothing."""
+    return kind_of(ids) is not None and not np.any(to_numpy(ids))
 
 
 def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:

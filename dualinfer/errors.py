@@ -1,4 +1,4 @@
-"""The exceptions of dualinfer; each is also the builtin that callers of DeepSpeed or HF would catch."""
+"""The exceptions of dualinfer; each is also the builtin that callers of DeepSpeed or HF catch."""
 
 
 class DualinferError(Exception):
@@ -7,6 +7,10 @@ class DualinferError(Exception):
 
 class ConfigError(DualinferError, ValueError):
     """An InferenceConfig field is unknown, malformed, in conflict, or cannot be honoured."""
+
+
+class ConfigNotFoundError(ConfigError, FileNotFoundError):
+    """The JSON file given as `config` does not exist."""
 
 
 class ArgumentError(DualinferError, ValueError):
@@ -38,6 +42,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class BackendNotAvailableError(DualinferError, ImportError):
     """The chosen backend's framework is not installed."""
+
+
+class StepError(DualinferError, RuntimeError):
+    """A step on the device failed in one call; other calls' sequences that it served ended."""
 
 
 class ClosedError(DualinferError, RuntimeError):

@@ -1,12 +1,14 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
+from .errors import StepError
 
 
 class StopStrings:
@@ -26,9 +28,9 @@ class StopStrings:
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def completed(self, tokens: Sequence[int]) -> bool:
-        """True if a stop string ends within the last of `tokens`."""
-        tail = tokens[-self._window :]
+    def completed(self, tokens: Sequence[int], prompt: Sequence[int] = ()) -> bool:
+        """True if a stop string ends within the last of `tokens`, which follow `prompt`."""
+        tail = [*prompt[-self._window :], *tokens[-self._window :]][-self._window :]
         text = self._text(tail)
         old = len(os.path.commonprefix((text, self._text(tail[:-1]))))
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
@@ -36,84 +38,112 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Live:
-    """One sequence being generated in a slot. `queued` counts tokens that were asked for."""
+    """One sequence being generated in a slot. `queued` counts tokens that were asked for.
+
+    `error` says why tokens that it should have will never come.
+    """
 
     request: Request
     slot: int
-    stop: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     queued: int = 1
+    error: Exception | None = None
 
-    def take(self, token: int) -> bool:
-        """Book a token; True if the sequence has ended by it without the device knowing."""
+    def take(self, token: int) -> None:
+        """Book a token; the sequence ends where it ends on the device."""
         self.tokens.append(token)
-        request = self.request
-        is_eos = token in request.eos_ids and len(self.tokens) > request.min_new_tokens
-        if is_eos or len(self.tokens) >= request.max_new_tokens:
-            self.ended = True
-        elif self.stop and self.stop.completed([*request.tokens.tolist(), *self.tokens]):
-            self.ended = True
-            return True
-        return False
+        full = len(self.tokens) >= self.request.max_new_tokens
+        self.ended = full or token in self.request.eos_ids
 
 
 class Loop:
-    """The slots of one runner. Several generations may be open at once; each keeps its own slots."""
+    """The slots of one runner. Several generations may be open at once, each with its own slots.
+
+    They may belong to several threads, as with HF's TextIteratorStreamer; one at a time drives.
+    """
 
     def __init__(self, runner: Runner):
         self._runner = runner
+        self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
         self._live: dict[int, Live] = {}
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
 
-    def start(self, requests: Sequence[Request], stop: StopStrings | None = None) -> list[Live]:
+    def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
-        free = (slot for slot in range(len(requests) + len(self._live)) if slot not in self._live)
-        lives = [Live(request, slot, stop) for request, slot in zip(requests, free, strict=False)]
-        slots = [live.slot for live in lives]
-        try:
-            pending = self._runner.prefill(requests, slots)
-        except BaseException:
-            self._runner.release(slots)
-            raise
-        self._live.update(zip(slots, lives, strict=True))
-        self._chunks.append((pending, dict(enumerate(lives))))
-        return lives
+        with self._lock:
+            slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
+            lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
+            slots = slots[: len(lives)]
+            try:
+                pending = self._runner.prefill(requests, slots)
+            except BaseException:
+                self._runner.release(slots)
+                raise
+            self._live.update(zip(slots, lives, strict=True))
+            self._chunks.append((pending, dict(enumerate(lives))))
+            return lives
 
-    def pump(self, steps: int) -> None:
+    def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
+        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
+        while True:
+            with self._lock:
+                if all(live.ended or len(live.tokens) >= count for live in lives):
+                    return
+                self._pump(steps)
+
+    def _pump(self, steps: int) -> None:
         """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it."""
         self._enqueue(steps)
-        pending, columns = self._chunks.popleft()
-        for row in pending.fetch():
+        pending, columns = self._chunks[0]  # stays there if the wait is interrupted
+        try:
+            tokens = pending.fetch()
+        except Exception as error:
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
+        self._chunks.popleft()
+        for row in tokens:
             for column, live in columns.items():
-                if not live.ended and row[column] != NO_TOKEN and live.take(int(row[column])):
-                    self.finish([live])
+                if not live.ended and row[column] != NO_TOKEN:
+                    live.take(int(row[column]))
 
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk, at most one beyond the one about to be fetched."""
-        ahead = max((x.request.max_new_tokens - x.queued for x in self._unfinished()), default=0)
+        unfinished = [live for live in list(self._live.values()) if not live.ended]
+        ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0 or len(self._chunks) > 1:
             return
         steps = min(steps, ahead, MAX_STEPS)
         columns = dict(self._live)
+        try:
+            pending = self._runner.decode(steps)
+        except BaseException as error:  # some of the steps may have run, and their tokens are gone
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
         for live in columns.values():
             live.queued += steps
-        self._chunks.append((self._runner.decode(steps), columns))
+        self._chunks.append((pending, columns))
 
-    def _unfinished(self) -> Iterator[Live]:
-        return (live for live in self._live.values() if not live.ended)
+    def lose(self, error: Exception) -> None:
+        """End every sequence; whoever waits for more of its tokens gets `error`."""
+        with self._lock:
+            lives = list(self._live.values())
+            for live in lives:
+                live.error = None if live.ended else error
+            self.finish(lives)
 
     def finish(self, lives: Sequence[Live]) -> None:
         """Free the slots of these sequences, ended or not."""
-        slots = [live.slot for live in lives if self._live.get(live.slot) is live]
-        for live in lives:
-            live.ended = True
-        for slot in slots:
-            del self._live[slot]
-        if slots:
-            self._runner.release(slots)
-        if not self._live:
-            self._chunks.clear()
+        with self._lock:
+            slots = [live.slot for live in lives if self._live.get(live.slot) is live]
+            for live in lives:
+                live.ended = True
+            for slot in slots:
+                del self._live[slot]
+            if slots:
+                self._runner.release(slots)
+            if not self._live:
+                self._chunks.clear()
 
 
 class Generation:
@@ -124,22 +154,40 @@ class Generation:
     ):
         self._loop = loop
         self._chunk = chunk
-        self._lives = loop.start(requests, stop)
+        self._stop = stop
+        self._lives = loop.start(requests)
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """For every step, each sequence's new token; None once it has ended."""
         step = 0
         try:
             while True:
-                while any(len(x.tokens) <= step and not x.ended for x in self._lives):
-                    self._loop.pump(self._chunk)
+                self._loop.fill(self._lives, step + 1, self._chunk)
+                for live in self._lives:
+                    if live.error and len(live.tokens) <= step:
+                        raise live.error
                 tokens = [x.tokens[step] if len(x.tokens) > step else None for x in self._lives]
                 if all(token is None for token in tokens):
                     return
-                yield tokens
                 step += 1
+                self._stop_at(step)
+                yield tokens
         finally:
             self.close()
+
+    def _stop_at(self, count: int) -> None:
+        """End the sequences of which a stop string ends within token number `count`.
+
+        Here and not where tokens are booked: that may happen on behalf of another call, which a
+        tokenizer's error does not concern.
+        """
+        if self._stop is None:
+            return
+        for live in self._lives:
+            head = live.tokens[:count]
+            if len(head) == count and self._stop.completed(head, live.request.tokens.tolist()):
+                del live.tokens[count:]
+                self._loop.finish([live])
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""

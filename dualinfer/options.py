@@ -1,5 +1,8 @@
 """GenerationOptions: HF's generation arguments, resolved, and refused where not supported."""
 
+import difflib
+import operator
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +14,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_length": None,
     "max_new_tokens": None,
     "min_length": 0,
-    "min_new_tokens": 0,
+    "min_new_tokens": None,
     "do_sample": False,
     "temperature": 1.0,
     "top_k": 50,
@@ -23,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "stop_strings": None,
     "num_return_sequences": 1,
 }
+_SUPPORTED = ", ".join(sorted([*_DEFAULTS, "seed", "streamer", "tokenizer"]))
 _DEFAULT_NEW_TOKENS = 20
 
 # Arguments that cannot change the tokens, or only together with one that is refused.
@@ -31,8 +35,19 @@ _INERT = frozenset(
     assistant_lookbehind bos_token_id cache_config cache_implementation compile_config
     decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
     num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size renormalize_logits
-    return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache
-    use_model_defaults""".split()
+    return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache""".split()
+)
+# Arguments of HF's that are known and not supported: they pass as None, False or empty.
+_OFF = frozenset(
+    """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
+    bad_words_ids begin_suppress_tokens constraints continuous_batching_config custom_generate
+    dola_layers exponential_decay_length_penalty force_words_ids forced_bos_token_id
+    forced_eos_token_id inputs_embeds is_assistant logits_processor low_memory
+    max_matching_ngram_size max_time negative_prompt_attention_mask negative_prompt_ids
+    output_attentions output_hidden_states output_logits output_scores past_key_values
+    position_ids prefix_allowed_tokens_fn prompt_lookup_num_tokens remove_invalid_values
+    return_dict_in_generate sequence_bias speculation_type stopping_criteria suppress_tokens
+    token_healing token_type_ids top_h use_mtp watermarking_config""".split()
 )
 # Values, beside None, False and empty ones, at which an unsupported argument does nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -55,12 +70,14 @@ class GenerationOptions:
     """One generate call's options, HF's names and meanings.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 are off. Of `max_new_tokens` and `max_length`, the number of
-    columns of the result, the first wins where both are set.
+    columns of the result, the first wins where both are set; `asked_length` tells that the caller
+    set one, not the model's defaults.
     """
 
     max_new_tokens: int | None
     max_length: int | None
-    min_new_tokens: int
+    asked_length: bool
+    min_new_tokens: int | None
     min_length: int
     do_sample: bool
     temperature: float
@@ -74,11 +91,19 @@ class GenerationOptions:
     num_return_sequences: int
 
     def new_tokens(self, width: int, limit: int) -> int:
-        """Most new tokens after a prompt block of `width` columns; `limit` caps HF's default 20."""
+        """Most new tokens after a prompt block of `width` columns.
+
+        `limit`, on all of them, caps what the caller did not ask for: the model's default, or HF's
+        20.
+        """
+        count = self._count(width)
+        return count if self.asked_length else max(1, min(count, limit - width))
+
+    def _count(self, width: int) -> int:
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.max_length is None:
-            return max(1, min(_DEFAULT_NEW_TOKENS, limit - width))
+            return _DEFAULT_NEW_TOKENS
         if self.max_length <= width:
             raise ArgumentError(
                 f"The prompt has {width} tokens and max_length={self.max_length} counts it, so "
@@ -87,8 +112,10 @@ class GenerationOptions:
         return self.max_length - width
 
     def least_tokens(self, width: int) -> int:
-        """New tokens before which no EOS is chosen."""
-        return max(self.min_new_tokens, self.min_length - width)
+        """New tokens before which no EOS is chosen; of the two minima, as of the two maxima."""
+        if self.min_new_tokens is not None:
+            return self.min_new_tokens
+        return max(0, self.min_length - width)
 
 
 def make_options(
@@ -99,20 +126,21 @@ def make_options(
     Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
     unknown, not supported, or out of range.
     """
-    values = {**_DEFAULTS, **{k: v for k, v in model_defaults.items() if v is not None}}
-    values |= {k: v for k, v in _config_dict(generation_config).items() if v is not None}
-    values |= kwargs
+    asked = {k: v for k, v in _config_dict(generation_config).items() if v is not None} | kwargs
+    values = {**_DEFAULTS, **{k: v for k, v in model_defaults.items() if v is not None}, **asked}
+    _refuse_unknown(kwargs)
     _refuse(values)
     greedy = not values["do_sample"]
     if greedy and (values["num_return_sequences"] or 1) != 1:
         raise ArgumentError(
-            f"num_return_sequences={values['num_return_sequences']} with do_sample=False would return "
-            "the same text several times. Set do_sample=True, or num_return_sequences=1."
+            f"num_return_sequences={values['num_return_sequences']} with do_sample=False would "
+            "return the same text several times. Set do_sample=True, or num_return_sequences=1."
         )
     return GenerationOptions(
         max_new_tokens=_integer(values, "max_new_tokens", 1, None),
         max_length=_integer(values, "max_length", 1, None),
-        min_new_tokens=_integer(values, "min_new_tokens", 0, 0),
+        asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
+        min_new_tokens=_integer(values, "min_new_tokens", 0, None),
         min_length=_integer(values, "min_length", 0, 0),
         do_sample=_boolean(values, "do_sample"),
         # HF ignores what shapes sampling when it does not sample, whatever its value.
@@ -122,7 +150,7 @@ def make_options(
         min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
         eos_token_ids=_eos(values["eos_token_id"], vocab),
-        pad_token_id=_integer(values, "pad_token_id", 0, None),
+        pad_token_id=_pad(values),
         stop_strings=_strings(values["stop_strings"]),
         num_return_sequences=_integer(values, "num_return_sequences", 1, 1),
     )
@@ -136,20 +164,35 @@ def _config_dict(generation_config: Any) -> dict[str, Any]:
     if hasattr(generation_config, "to_dict"):
         return generation_config.to_dict()
     raise ArgumentError(
-        f"generation_config is a {type(generation_config).__name__}; expected HF's GenerationConfig "
-        "or a dict."
+        f"generation_config is a {type(generation_config).__name__}; expected HF's "
+        "GenerationConfig or a dict."
     )
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
+    known = {*_DEFAULTS, *_INERT, *_OFF, *_NEUTRAL, "seed", "streamer", "tokenizer"}
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.6)
+            raise ArgumentError(
+                f"generate() does not know {name}."
+                + (f" Did you mean {near[0]}?" if near else "")
+                + f" Supported: {_SUPPORTED}."
+            )
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
     beams = values.get("num_beams")
     if beams not in (None, 1):
         raise UnsupportedError(
-            f"num_beams={beams}: beam search is not supported in fused mode. Set num_beams=1; if the "
-            "model's own generation_config asks for beams, pass num_beams=1 to generate."
+            f"num_beams={beams}: beam search is not supported in fused mode. Set num_beams=1; if "
+            "the model's own generation_config asks for beams, pass num_beams=1 to generate."
         )
     if values.get("cache_implementation") == "quantized":
-        raise ArgumentError("cache_implementation='quantized' changes results and is not supported.")
+        raise ArgumentError(
+            "cache_implementation='quantized' changes results and is not supported."
+        )
     for name, value in values.items():
         if name in _DEFAULTS or name in _INERT or value is None or value is False:
             continue
@@ -157,8 +200,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
         if empty or value in _NEUTRAL.get(name, ()):
             continue
         raise ArgumentError(
-            f"generate() does not support {name}={value!r}. Supported: "
-            f"{', '.join(sorted([*_DEFAULTS, 'seed', 'streamer', 'tokenizer']))}."
+            f"generate() does not support {name}={reprlib.repr(value)}. Supported: {_SUPPORTED}."
         )
 
 
@@ -175,11 +217,13 @@ def _integer(values: Mapping[str, Any], name: str, low: int, unset: Any) -> Any:
     value = values[name]
     if value is None:
         return unset
-    if hasattr(value, "__index__") and not isinstance(value, bool):
-        value = value.__index__()
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if isinstance(value, bool) or number < low:
         raise ArgumentError(f"{name}={value!r}; expected an int of at least {low}.")
-    return value
+    return number
 
 
 def _number(
@@ -204,11 +248,16 @@ def _number(
     return number
 
 
+def _pad(values: Mapping[str, Any]) -> int | None:
+    """The pad id; the first Llama checkpoints write -1 for none."""
+    return None if values["pad_token_id"] == -1 else _integer(values, "pad_token_id", 0, None)
+
+
 def _eos(value: Any, vocab: int) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value.tolist() if hasattr(value, "tolist") else value
-    ids = [ids] if isinstance(ids, int) else list(ids)
+    ids = list(ids) if isinstance(ids, list | tuple) else [ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ArgumentError(f"eos_token_id={value!r}; expected an int or a list of ints.")
     # HF lets a config name an id that no token has; such an EOS never comes.
@@ -216,7 +265,7 @@ def _eos(value: Any, vocab: int) -> tuple[int, ...]:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    strings = tuple(value or ()) if isinstance(value, list | tuple | None) else (value,)
     if not all(isinstance(s, str) and s for s in strings):
         raise ArgumentError(f"stop_strings={value!r}; expected non-empty strings.")
     return strings

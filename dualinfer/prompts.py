@@ -68,10 +68,9 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
         raise ArgumentError(
             f"attention_mask has shape {array.shape}; expected {shape}, that of input_ids."
         )
-    values = array.astype(np.float32)
-    if not np.isin(values, (0.0, 1.0)).all():
+    if array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
         raise ArgumentError("attention_mask holds other values than 0 and 1.")
-    return values != 0
+    return array != 0
 
 
 def make_prompts(
@@ -79,17 +78,20 @@ def make_prompts(
 ) -> Prompts:
     """Prompts from [B, T] ids with a mask, or from a list of lists of any lengths.
 
-    Without a mask, ids equal to a `pad_id` that is no EOS are padding, as in HF. Raises
-    ArgumentError for an empty prompt.
+    Without a mask, ids equal to a `pad_id` that is no EOS are padding in an array, as in HF; in a
+    list, which needs no padding, every token counts. Raises ArgumentError for an empty prompt.
     """
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs a prompt.")
     kind = kind_of(ids) or "list"
     like = ids if kind == "torch" else None
-    if kind == "list" and len(ids) and kind_of(ids[0]) is not None:
-        return _make_ragged(ids, mask, vocab, pad_id, eos_ids)
+    if kind_of(ids) == "list" and len(ids) and kind_of(ids[0]) and getattr(ids[0], "ndim", 1):
+        return _make_ragged(ids, mask, vocab, pad_id)
     array = check_ids(ids, "input_ids", vocab)
-    visible = _visible(array, mask, pad_id, eos_ids)
+    visible = check_mask(mask, array.shape)
+    if visible is None:
+        padded = kind != "list" and pad_id is not None and pad_id not in eos_ids
+        visible = array != pad_id if padded else np.ones(array.shape, bool)
     rows, block = [], np.empty(array.shape, np.int64)
     for i, (row, keep) in enumerate(zip(array, visible, strict=True)):
         if not keep.any():
@@ -99,32 +101,20 @@ def make_prompts(
     return Prompts(tuple(rows), block, kind, like)
 
 
-def _visible(
-    array: np.ndarray, mask: Any, pad_id: int | None, eos_ids: tuple[int, ...]
-) -> np.ndarray:
-    """Which tokens are real, from the mask or from the pad id."""
-    visible = check_mask(mask, array.shape)
-    if visible is not None:
-        return visible
-    if pad_id is not None and pad_id not in eos_ids:
-        return array != pad_id
-    return np.ones(array.shape, bool)
-
-
-def _make_ragged(
-    ids: Any, mask: Any, vocab: int, pad_id: int | None, eos_ids: tuple[int, ...]
-) -> Prompts:
+def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts:
     if mask is not None and (kind_of(mask) is None or len(mask) != len(ids)):
         raise ArgumentError(f"attention_mask must have one row for each of {len(ids)} prompts.")
     rows = []
     for i, row in enumerate(ids):
-        if len(row) == 0:
+        if kind_of(row) is not None and len(row) == 0:
             raise ArgumentError(f"Prompt {i} is empty.")
         tokens = check_ids(row, f"input_ids[{i}]", vocab)
-        keep = _visible(tokens, None if mask is None else mask[i], pad_id, eos_ids)
-        if not keep.any():
+        if len(tokens) > 1:
+            raise ArgumentError(f"input_ids[{i}] has shape {tokens.shape}; expected one prompt.")
+        keep = None if mask is None else check_mask(mask[i], tokens.shape)
+        if keep is not None and not keep.any():
             raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
-        rows.append(tokens[keep])
+        rows.append(tokens[0] if keep is None else tokens[keep])
     width = max(len(row) for row in rows)
     if pad_id is None and any(len(row) < width for row in rows):
         raise ArgumentError(

@@ -113,4 +113,6 @@ class ModelSpec:
 
     def __repr__(self) -> str:
         """A short form: nested layers would fill pages."""
-        return f"ModelSpec({self.architecture}, L={len(self.layers)}, E={self.embed}, V={self.vocab})"
+        return (
+            f"ModelSpec({self.architecture}, L={len(self.layers)}, E={self.embed}, V={self.vocab})"
+        )

@@ -1,4 +1,4 @@
-"""The weight table: which HF tensors make which of our weights, by axis names instead of layouts."""
+"""The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,6 +129,9 @@ class LoadPlan:
     unused: tuple[str, ...]
 
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
 def _listing(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -137,10 +140,12 @@ def _listing(names: Sequence[str], most: int = 8) -> str:
 def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     """Match every row to stored tensors.
 
-    Raises CheckpointError that names each weight that is missing, left over or misshaped.
+    Raises CheckpointError that names each weight that is missing, left over, misshaped or of a
+    dtype that means nothing without scales.
     """
     stored = set(source.names())
     missing: list[str] = []
+    mistyped: list[str] = []
     misshaped: list[str] = []
     used: set[str] = set()
     matched: dict[str, tuple[Row, tuple[str, ...]]] = {}
@@ -161,6 +166,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             expected = tuple(table.size(axis) for axis in part.axes)
             if tuple(source.shape(name)) != expected:
                 misshaped.append(f"{name} is {tuple(source.shape(name))}, expected {expected}")
+            if source.dtype(name) not in _DTYPES:
+                mistyped.append(f"{name} is {source.dtype(name)}, expected {' or '.join(_DTYPES)}")
             used.add(name)
             found.append(name)
         matched[r.name] = (r, tuple(found))
@@ -183,7 +190,12 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     extra = sorted(set(left_over) - set(unused))
     problems = [
         f"{what} {len(names)}: {_listing(names)}"
-        for what, names in (("missing", missing), ("misshaped", misshaped), ("left over", extra))
+        for what, names in (
+            ("missing", missing),
+            ("misshaped", misshaped),
+            ("of another dtype", mistyped),
+            ("left over", extra),
+        )
         if names
     ]
     if problems:

@@ -166,7 +166,9 @@ CASES: dict[str, Case] = {
             hf.BertModel, num_hidden_layers=1, type_vocab_size=3, hidden_act="gelu_new"
         ),
         "bert-masked": _bert(hf.BertForMaskedLM, layer_norm_eps=1e-3),
-        "bert-masked-untied": _bert(hf.BertForMaskedLM, tie_word_embeddings=False, hidden_act="relu"),
+        "bert-masked-untied": _bert(
+            hf.BertForMaskedLM, tie_word_embeddings=False, hidden_act="relu"
+        ),
     }.items()
 }
 
@@ -180,7 +182,7 @@ def make_model(case: Case | str, **changes: Any) -> hf.PreTrainedModel:
     case = CASES[case] if isinstance(case, str) else case
     with torch.random.fork_rng(devices=[]):
         model = case.model(case.make_config(**changes)).eval()
-        torch.manual_seed(zlib.crc32(case.name.encode()))
+        torch.manual_seed(zlib.crc32(f"{case.name}/b".encode()))
         randomize(model)
     return model
 
@@ -194,8 +196,8 @@ def randomize(model: hf.PreTrainedModel) -> None:
             p.normal_(0, 0.7 if embedding else 1.5 / max(p.shape) ** 0.5)
         elif name.endswith("bias"):
             p.normal_(0, 0.3)
-        else:
-            p.uniform_(0.4, 1.6)
+        else:  # norms; with signs, or a tied head would repeat the last token for ever
+            p.uniform_(0.4, 1.6).mul_(torch.randint(0, 2, p.shape) * 2 - 1)
     model.tie_weights()
 
 
@@ -214,4 +216,3 @@ def relative_rms(result: Any, expected: Any) -> float:
     error = float(np.sqrt(((a - b) ** 2).mean()) / scale)
     print(f"relative RMS {error:.2e}, largest error {np.abs(a - b).max():.2e}")
     return error
-

@@ -22,8 +22,9 @@ def check_backend(name: str) -> None:
     missing = [m for m in _NEEDS[name] if not _is_installed(m)]
     if missing:
         other = next(b for b in BACKENDS if b != name)
+        which = "which is" if len(missing) == 1 else "which are"
         raise BackendNotAvailableError(
-            f"backend={name!r} needs {' and '.join(missing)}, which is not installed. Install "
+            f"backend={name!r} needs {' and '.join(missing)}, {which} not installed. Install "
             f"`dualinfer[{name}]`, or use backend={other!r}."
         )
 

@@ -1,4 +1,4 @@
-"""Families: from a HF config to a ModelSpec and a weight table; one file per kind of architecture."""
+"""Families: from a HF config to a ModelSpec and a weight table; a file per kind of architecture."""
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -24,7 +24,12 @@ def supported() -> dict[str, tuple[str, ...]]:
 
 def check_model_type(model_type: Any) -> str:
     """`model_type` if it is served; ModelError names those that are."""
-    if model_type not in _FAMILIES:
+    if model_type is None:
+        raise ModelError(
+            "config.json has no model_type, so the family is unknown. Add one of "
+            f"{', '.join(sorted(_FAMILIES))}."
+        )
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ModelError(
             f"model_type={model_type!r} is not supported in fused mode. "
             f"Supported: {', '.join(sorted(_FAMILIES))}."
@@ -43,10 +48,12 @@ def describe_model(
     model_type = check_model_type(config.get("model_type"))
     family = _FAMILIES[model_type]
     served = family.architectures(model_type)
-    known = [name for name in class_names or served if name in served]
+    names = [class_names] if isinstance(class_names, str) else class_names or served
+    # The first Llama checkpoints spell their class LLaMAForCausalLM.
+    known = [own for name in names for own in served if own.lower() == str(name).lower()]
     if not known:
         raise ModelError(
-            f"{class_names[0] if class_names else None} is not supported in fused mode; of the "
+            f"{names[0]} is not supported in fused mode; of the "
             f"{model_type} family it serves {' and '.join(served)}."
         )
     fields = ConfigFields(model_type, config)

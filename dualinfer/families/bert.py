@@ -1,4 +1,4 @@
-"""BERT: post-LayerNorm encoder with token types, pooler or masked-LM head. HF source: models/bert."""
+"""BERT: post-norm encoder with token types, pooler or masked-LM head. HF source: models/bert."""
 
 from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -20,7 +20,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if embed % heads:
         raise ModelError(f"hidden_size={embed} is no multiple of num_attention_heads={heads}.")
     head_dim = embed // heads
-    norm = Norm("layer", fields.take("layer_norm_eps"))
+    norm = Norm("layer", fields.number("layer_norm_eps"))
     activation = fields.activation("hidden_act")
     tied = bool(fields.take("tie_word_embeddings", True))
     masked = architecture == "BertForMaskedLM"
@@ -64,7 +64,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         ours, hf = f"layers.{i}.", f"bert.encoder.layer.{i}."
         for part, axes in (("weight", "{} embed"), ("bias", "{}")):
             names = (("q", "query"), ("k", "key"), ("v", "value"))
-            parts = [(f"{hf}attention.self.{hf_name}.{part}", axes.format(p)) for p, hf_name in names]
+            parts = [
+                (f"{hf}attention.self.{hf_name}.{part}", axes.format(p)) for p, hf_name in names
+            ]
             rows.append(row(f"{ours}qkv.{part}", axes.format("q+k+v"), *parts))
         linears += [
             (ours + "out", hf + "attention.output.dense", "embed", "q"),

@@ -8,12 +8,14 @@ from ..spec import Activation
 
 # Fields of any HF config that cannot change what forward computes.
 _INERT = frozenset(
-    """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
-    finetuning_task gradient_checkpointing id2label initializer_range is_composition label2id
-    max_length model_type name_or_path num_labels output_hidden_states pad_token_id prefix
+    """_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+    _name_or_path _num_labels architectures attn_implementation auto_map bos_token_id
+    chunk_size_feed_forward dtype eos_token_id finetuning_task gradient_checkpointing id2label
+    initializer_range is_composition is_llama_config label2id max_length max_sequence_length
+    model_type name_or_path num_labels output_hidden_states output_past pad_token_id prefix
     pretraining_tp problem_type return_dict sep_token_id task_specific_params tokenizer_class
-    torch_dtype torchscript transformers_version unsloth_version use_cache use_return_dict""".split()
+    torch_dtype torchscript transformers_version unsloth_version use_cache
+    use_return_dict""".split()
 )
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -53,6 +55,13 @@ class ConfigFields:
             raise ModelError(f"config.json has {name}={value!r}; expected a positive int.")
         return value
 
+    def number(self, name: str) -> float:
+        """A field that must be a positive number."""
+        value = self.take(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"config.json has {name}={value!r}; expected a positive number.")
+        return float(value)
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse the field unless it is absent, None or one of `allowed`."""
         value = self.take(name)
@@ -68,8 +77,8 @@ class ConfigFields:
         value = self.take(name)
         if value not in _ACTIVATIONS:
             raise ModelError(
-                f"config.json has {name}={value!r}, which the {self.family} family does not honour; "
-                f"known: {', '.join(sorted(_ACTIVATIONS))}."
+                f"config.json has {name}={value!r}, which the {self.family} family does not "
+                f"honour; known: {', '.join(sorted(_ACTIVATIONS))}."
             )
         return _ACTIVATIONS[value]
 
@@ -80,16 +89,21 @@ class ConfigFields:
     def finish(self) -> None:
         """Refuse every field that nobody read and that is set to something."""
         self.require("is_encoder_decoder", False)
+        self.require("rope_interleaved", False)
+        self.require("use_mrope", False)
         self.require("output_attentions", False)
         self.require("tie_last_hidden_states", True)
         unread = {
             name: value
             for name, value in self._values.items()
-            if name not in self._read | _INERT and value not in (None, False, [], {}, "")
+            if name not in self._read | _INERT
+            and not name.startswith("transformers.js")
+            and value not in (None, False, [], {}, "")
         }
         if unread:
             shown = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
             raise ModelError(
-                f"config.json has {shown}, which the {self.family} family does not honour; ignoring "
-                "it could give wrong results. If it has no effect on this model, remove it."
+                f"config.json has {shown}, which the {self.family} family does not honour; "
+                "ignoring it could give wrong results. If it has no effect on this model, remove "
+                "it."
             )

@@ -19,7 +19,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if embed % heads:
         raise ModelError(f"n_embd={embed} is no multiple of n_head={heads}.")
     head_dim = embed // heads
-    norm = Norm("layer", fields.take("layer_norm_epsilon"))
+    norm = Norm("layer", fields.number("layer_norm_epsilon"))
     mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
     scale = head_dim**-0.5 if fields.take("scale_attn_weights", True) else 1.0
     by_layer = fields.take("scale_attn_by_inverse_layer_idx", False)

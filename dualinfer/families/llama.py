@@ -1,10 +1,10 @@
-"""The Llama kind: Llama 1 to 3, Mistral, Qwen2, Qwen3. HF sources: models/{llama,mistral,qwen2,qwen3}."""
+"""The Llama kind: Llama 1 to 3, Mistral, Qwen2, Qwen3. HF sources: models/llama and so on."""
 
 from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
-from .rope import make_rope
+from .rope import make_rope, reach
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -26,9 +26,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         raise ModelError(f"num_attention_heads={heads} is no multiple of {kv_heads} KV heads.")
     layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
     max_positions = fields.size("max_position_embeddings")
-    norm = Norm("rms", fields.take("rms_norm_eps"))
+    norm = Norm("rms", fields.number("rms_norm_eps"))
     mlp = Mlp(ffn, fields.activation("hidden_act"), gated=True)
-    rope = make_rope(fields.take("rope_parameters"), head_dim, max_positions)
+    parameters = fields.take("rope_parameters")
+    rope = make_rope(parameters, head_dim, max_positions)
     attention = [
         Attention(
             heads=heads,
@@ -51,7 +52,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         vocab=vocab,
         embed=embed,
         layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
-        max_positions=max_positions,
+        max_positions=reach(parameters, max_positions),
         final_norm=norm,
         head=Head("causal", tied) if has_head else None,
     )
@@ -87,8 +88,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
     """The sliding window of each layer, None where it sees all of the past."""
     if fields.family == "llama":
+        fields.ignore("sliding_window")  # HF's LlamaModel reads neither
+        fields.ignore("layer_types")
         return [None] * layers
-    window = fields.take("sliding_window")
+    window = None
+    if fields.take("sliding_window") is not None:
+        window = fields.size("sliding_window")
     if fields.family == "mistral":
         return [window] * layers
     fields.ignore("use_sliding_window", "max_window_layers")  # HF folds both into layer_types

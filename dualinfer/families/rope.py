@@ -33,6 +33,7 @@ _KEYS = {
         "truncate",
     },
 }
+_ORIGINAL = "original_max_position_embeddings"
 _REASONS = {
     "dynamic": "its frequencies change with the longest sequence, so cached keys would go stale",
 }
@@ -43,37 +44,62 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
 
     Raises ModelError that names a rope_type or a parameter that is not honoured.
     """
+    if not isinstance(parameters, Mapping):
+        raise ModelError(f"config.json has rope_parameters={parameters!r}; expected an object.")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KEYS:
         reason = f" ({_REASONS[kind]})" if kind in _REASONS else ""
         raise ModelError(
-            f"config.json has rope_type={kind!r}, which dualinfer does not honour{reason}; ignoring "
-            f"it would give wrong text. Honoured: {', '.join(_KEYS)}."
+            f"config.json has rope_type={kind!r}, which dualinfer does not honour{reason}; "
+            f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
         )
     given = {k for k, v in parameters.items() if v is not None}
     unknown = given - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
     unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
+    unknown.discard("finetuned")  # a remark of the first yarn checkpoints
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unknown.add("partial_rotary_factor")
     if unknown:
         raise ModelError(
-            f"config.json has rope_parameters {', '.join(sorted(unknown))} with rope_type={kind!r}, "
-            "which dualinfer does not honour; ignoring them could give wrong text."
+            f"config.json has rope_parameters {', '.join(sorted(unknown))} with "
+            f"rope_type={kind!r}, which dualinfer does not honour; ignoring them could give wrong "
+            "text."
         )
     if head_dim % 2:
         raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
-    theta = float(parameters["rope_theta"])
+    needed = {"linear": {"factor"}, "llama3": _KEYS["llama3"] - {_ORIGINAL}}.get(kind, set())
+    for name in sorted({"rope_theta", *needed} - given):
+        raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
+    try:
+        theta, factor = float(parameters["rope_theta"]), float(parameters.get("factor") or 1)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"config.json has rope_parameters={dict(parameters)}: {error}") from error
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    periods = np.float32(theta) ** exponents
+    # NumPy's float32 power is a unit off torch's in places, and a position multiplies the error.
+    periods = (theta ** exponents.astype(np.float64)).astype(np.float32)
     inv_freq, scaling = np.float32(1.0) / periods, 1.0
     if kind == "linear":
-        inv_freq = inv_freq / np.float32(parameters["factor"])
+        inv_freq = inv_freq / np.float32(factor)
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, parameters, max_positions)
     elif kind == "yarn":
         inv_freq, scaling = _yarn(periods, theta, parameters, head_dim, max_positions)
     return Rope(kind, tuple(float(f) for f in inv_freq.astype(np.float32)), float(scaling))
+
+
+def reach(parameters: Mapping[str, Any], max_positions: int) -> int:
+    """Positions that a model's rotary embedding is made for.
+
+    HF's max_position_embeddings is the length before scaling for linear, and may be for yarn.
+    """
+    kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
+    if kind == "linear":
+        return round(max_positions * factor)
+    if kind == "yarn":
+        original = parameters.get("original_max_position_embeddings") or max_positions
+        return max(max_positions, round(original * factor))
+    return max_positions
 
 
 def _llama3(inv_freq: np.ndarray, parameters: Mapping[str, Any], max_positions: int) -> np.ndarray:

@@ -45,7 +45,7 @@ def expected(model, ids, **kwargs):
 
 
 def check(out, reference, where=...):
-    """Every field of `reference` within LIMIT at the positions `where`; pooled rows that start there."""
+    """Fields of `reference` within LIMIT at the positions `where`; pooled rows that start there."""
     assert set(out.keys()) == set(reference)
     for name, value in reference.items():
         if name == "hidden_states":
@@ -123,7 +123,9 @@ def test_packed_positions_without_a_mask_equal_hf(name, use_cache, backend, hf_m
     assert separate == (use_cache is False)  # HF packs only where it makes no cache
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2", "bert", "bert-masked"], scope="session")
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "mistral-window", "gpt2", "bert", "bert-masked"], scope="session"
+)
 def test_position_ids_of_one_row_serve_every_row(name, backend, hf_model, engine_of):
     ids = random_ids(3, TOKENS)
     at = np.arange(2, TOKENS + 2)
@@ -133,7 +135,9 @@ def test_position_ids_of_one_row_serve_every_row(name, backend, hf_model, engine
         check(engine(ids, position_ids=given, output_hidden_states=True), reference)
 
 
-@pytest.mark.parametrize("name", ["bert", "bert-types", "bert-masked", "gpt2", "gpt2-headless"], scope="session")
+@pytest.mark.parametrize(
+    "name", ["bert", "bert-types", "bert-masked", "gpt2", "gpt2-headless"], scope="session"
+)
 def test_token_types_equal_hf(name, backend, hf_model, engine_of):
     ids, mask = batch()
     kinds = {"bert-types": 3}.get(name, 2 if name.startswith("bert") else 1001)
@@ -174,6 +178,14 @@ def test_smallest_windows_equal_hf(window, backend):
     ids, mask = batch()
     out = engine(ids, mask, output_hidden_states=True)
     check(out, expected(model, ids, attention_mask=mask), mask == 1)
+
+
+def test_fields_that_hf_ignores_change_nothing():
+    fields = {"sliding_window": 3, "layer_types": ["sliding_attention"], "pretraining_tp": 2}
+    model = make_model("llama-mqa", **fields)
+    engine = dualinfer.init_inference(model, kernel_inject=True)
+    ids = random_ids(2, TOKENS)
+    check(engine(ids, output_hidden_states=True), expected(model, ids))
 
 
 # --- what comes in, what comes out ---------------------------------------------------------------
@@ -253,7 +265,9 @@ def test_outputs_may_be_written_to_and_kept(backend, engine_of):
     assert torch.equal(engine(ids).logits, kept)
 
 
-@pytest.mark.parametrize("name", ["llama-mha", "bert", "bert-masked", "gpt2-headless"], scope="session")
+@pytest.mark.parametrize(
+    "name", ["llama-mha", "bert", "bert-masked", "gpt2-headless"], scope="session"
+)
 def test_output_is_tuple_and_named(name, backend, hf_model, engine_of):
     ids = random_ids(2, 7)
     engine = engine_of(name, backend)
@@ -460,7 +474,9 @@ def test_headless_checkpoint_of_a_model_with_a_head_and_the_reverse(tmp_path, ba
     path = tmp_path / "full" / "config.json"
     path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaModel"))
     check(
-        dualinfer.init_inference(tmp_path / "full", backend=backend)(ids, output_hidden_states=True),
+        dualinfer.init_inference(tmp_path / "full", backend=backend)(
+            ids, output_hidden_states=True
+        ),
         reference,
     )
 

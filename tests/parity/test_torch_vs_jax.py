@@ -1,4 +1,4 @@
-"""The two backends against each other: layer by layer, and position by position through the cache."""
+"""The two backends against each other: layer by layer, and token by token through the cache."""
 
 import importlib
 
@@ -75,6 +75,8 @@ def decode_forced(engine, texts, monkeypatch):
     for steps in (1, 5, 32, 32):
         tokens.append(runner.decode(steps).fetch()[:, : len(texts)])
     runner.release(slots)
+    if backend == "jax":
+        importlib.import_module("jax").effects_barrier()
     taken = np.concatenate(tokens)
     for row, prompt in enumerate(PROMPTS):
         made = taken[:, row][taken[:, row] >= 0]

@@ -40,3 +40,19 @@ def grow(cache: Cache, slots: int, tokens: int) -> Cache:
         return jnp.pad(x, [(0, n) for n in more])
 
     return [LayerCache(pad(c.k), pad(c.v)) for c in cache]
+
+
+def write(cache: LayerCache, slots: jax.Array, k: jax.Array, v: jax.Array) -> LayerCache:
+    """The cache with k and v [B, T, K, D] of whole prompts at the start of `slots` [B], then zeros.
+
+    The sequence that had the slot before may have left values that are not finite. Slots beyond the
+    cache are dropped.
+    """
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        rows = jnp.pad(
+            new.swapaxes(1, 2), ((0, 0), (0, 0), (0, buffer.shape[2] - new.shape[1]), (0, 0))
+        )
+        return buffer.at[slots].set(rows, mode="drop")
+
+    return LayerCache(put(cache.k, k), put(cache.v, v))

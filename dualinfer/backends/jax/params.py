@@ -1,4 +1,4 @@
-"""Parameters on a JAX device: an nnx model for people, split once into a plain pytree for the step."""
+"""Parameters on a JAX device: an nnx model for people, split once into a pytree for the step."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""The JAX runner: compiled forward, prefill and decode; the cache is donated and never seen outside."""
+"""The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...errors import StepError
 from ...spec import ModelSpec
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
+    SMALLEST_CACHE,
     ForwardInputs,
+    LiveSlots,
     Request,
     SamplingFeatures,
     bucket,
@@ -20,11 +23,10 @@ from ..base import (
     sampling_rows,
 )
 from . import decoder, ops
-from .cache import Cache, LayerCache, grow, make_cache
+from .cache import Cache, grow, make_cache, write
 from .params import Model, Params, split_model
 from .sampler import WORDS, SlotState, sample
 
-_SMALLEST_CACHE = 64
 _SMALLEST_PROMPT = 16
 
 
@@ -52,11 +54,9 @@ class JaxRunner:
         self._cache_specs = cache_specs(spec) if spec.causal else ()
         self._cache: Cache = []
         self._state: SlotState | None = None
-        self._live: dict[int, Request] = {}
+        self._live = LiveSlots()
         self._run_forward = jax.jit(self._trace_forward, static_argnums=6)
-        self._run_prefill = jax.jit(
-            self._trace_prefill, static_argnums=6, donate_argnums=(1, 2)
-        )
+        self._run_prefill = jax.jit(self._trace_prefill, static_argnums=6, donate_argnums=(1, 2))
         self._run_decode = jax.jit(self._trace_decode, static_argnums=4, donate_argnums=(1, 2))
 
     def _put(self, array: np.ndarray | None) -> jax.Array | None:
@@ -134,8 +134,9 @@ class JaxRunner:
 
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
-        self._reserve(requests, slots)
-        self._live.update(zip(slots, requests, strict=True))
+        idle = not self._live
+        self._live.add(slots, requests)
+        self._reserve(idle)
         features = SamplingFeatures.of(requests)
         assert self._state is not None
         free = self._state.active.shape[0]
@@ -165,11 +166,14 @@ class JaxRunner:
     def _advance(self, run: Any, *args: Any) -> jax.Array:
         """Call a step that takes over cache and state, and keep what it gives back.
 
-        They are donated, so that after a failure they are gone and the next prefill makes new ones.
+        A step that fails once it runs has consumed them; the next prefill then makes new ones.
         """
-        cache, state = self._cache, self._state
-        self._cache, self._state = [], None
-        self._cache, self._state, tokens = run(self.params, cache, state, *args)
+        try:
+            self._cache, self._state, tokens = run(self.params, self._cache, self._state, *args)
+        except BaseException:
+            if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
+                self._cache, self._state = [], None
+            raise
         return tokens
 
     def _trace_prefill(
@@ -184,17 +188,13 @@ class JaxRunner:
     ) -> tuple[Cache, SlotState, jax.Array]:
         self.compilations += 1
         filled = list(cache)
-        tokens = ids.shape[1]
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             a = self.spec.layers[i].attention
-            filled[i] = LayerCache(
-                filled[i].k.at[slots, :, :tokens].set(k.swapaxes(1, 2), mode="drop"),
-                filled[i].v.at[slots, :, :tokens].set(v.swapaxes(1, 2), mode="drop"),
-            )
+            filled[i] = write(filled[i], slots, k, v)
             return ops.attention(q, k, v, scale=a.scale, causal=True, window=a.window)
 
-        positions = jnp.broadcast_to(jnp.arange(tokens), ids.shape)
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         x = decoder.hidden_states(self.spec, params, ids, positions, None, attend)[-1]
         last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(self.spec, params, last).astype(jnp.float32)
@@ -208,9 +208,15 @@ class JaxRunner:
         return filled, state._replace(**merged), token
 
     def decode(self, steps: int) -> PendingTokens:
-        """Up to `steps` tokens, at most MAX_STEPS, for every live slot; ends early on the device."""
-        assert self._state is not None and self._live and steps <= MAX_STEPS
-        features = SamplingFeatures.of(list(self._live.values()))
+        """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
+        assert self._live and steps <= MAX_STEPS
+        if self._state is None:
+            raise StepError("The step before failed and took the cache with it.")
+        self._live.advance(steps)
+        if self._live.reach > self._cache[0].k.shape[2]:
+            tokens = bucket(self._live.reach, SMALLEST_CACHE)
+            self._cache = grow(self._cache, self._live.width, tokens)
+        features = SamplingFeatures.of(self._live.requests)
         slots = self._state.active.shape[0]
         tokens = self._advance(self._run_decode, np.int32(steps), features)
         return PendingTokens(tokens, steps, slots)
@@ -261,20 +267,18 @@ class JaxRunner:
         length = state.length + state.active.astype(jnp.int32)
         return filled, _count(state._replace(length=length), token), out
 
-    def _reserve(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        """Fit cache and state to `requests` and the live slots.
+    def _reserve(self, idle: bool) -> None:
+        """Fit cache and state to what the live slots need to start; `idle`: none held before.
 
-        With nothing live the buffers take exactly the bucket's size, since a step reads all of
-        them; with something live they only grow.
+        Then the buffers take exactly the bucket's size, since a step reads all of them; with
+        something live they only grow.
         """
-        every = (*requests, *self._live.values())
-        count = bucket(max((*slots, *self._live)) + 1)
-        tokens = bucket(max(r.cache_tokens for r in every), _SMALLEST_CACHE)
-        tokens = max(tokens, bucket(max(len(r.tokens) for r in requests), _SMALLEST_PROMPT))
-        eos_width = bucket(max(len(r.eos_ids) for r in every))
-        penalty = any(r.sampling.repetition_penalty != 1 for r in every)
+        requests = self._live.requests
+        count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
+        eos_width = bucket(max(len(r.eos_ids) for r in requests))
+        penalty = any(r.sampling.repetition_penalty != 1 for r in requests)
         old = self._state
-        if not self._live:
+        if idle:
             if self._cache and self._cache[0].k.shape[::2] != (count, tokens):
                 self._cache = []
             old = None
@@ -292,8 +296,7 @@ class JaxRunner:
 
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
-        for slot in slots:
-            self._live.pop(slot, None)
+        self._live.remove(slots)
         if self._state is not None and slots:
             active = self._state.active.at[np.array(slots)].set(False)
             self._state = self._state._replace(active=active)
@@ -317,7 +320,7 @@ class JaxRunner:
     def close(self) -> None:
         """Let go of parameters, cache, state and executables."""
         self._cache, self._state, self.model = [], None, None
-        self._live.clear()
+        self._live = LiveSlots()
         self.params = Params({}, ())
         for run in (self._run_forward, self._run_prefill, self._run_decode):
             run.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]

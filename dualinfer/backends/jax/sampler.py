@@ -73,7 +73,8 @@ def sample(
         logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
     if not features.noise:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / state.temperature[:, None]
+    # From the best one down, so that a tiny temperature gives -inf and no NaN.
+    logits = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
     if features.filters:
         logits = filter_logits(logits, state.top_k, state.top_p, state.min_p)
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1])

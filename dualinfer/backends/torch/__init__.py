@@ -20,9 +20,7 @@ def default_dtype() -> str:
     return "float16" if default_device().type == "cuda" else "float32"
 
 
-def create_runner(
-    spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str
-) -> TorchRunner:
+def create_runner(spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str) -> TorchRunner:
     """A runner on the default device with the plan's weights in `dtype`."""
     device, torch_dtype = default_device(), getattr(torch, dtype)
     return TorchRunner(

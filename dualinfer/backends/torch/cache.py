@@ -16,7 +16,7 @@ class LayerCache(NamedTuple):
 
 
 class KVCache:
-    """Static buffers for `slots` sequences of `tokens` tokens; views of smaller buckets share them."""
+    """Static buffers for `slots` sequences of `tokens` tokens; smaller buckets are views."""
 
     def __init__(self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device):
         self._specs = specs
@@ -33,21 +33,32 @@ class KVCache:
         if not self.smaller_than(slots, tokens):
             return
         slots, tokens = max(slots, self.slots), max(tokens, self.tokens)
-        kept, self._layers = self._layers, []
+        kept, layers = self._layers, []  # kept until all is there: memory may run out
         for i, spec in enumerate(self._specs):
             # Zeros, since a masked value still takes part in the product as 0 * value.
             layer = LayerCache(
                 torch.zeros(
-                    slots, spec.kv_heads, tokens, spec.key_dim, dtype=self._dtype, device=self._device
+                    slots,
+                    spec.kv_heads,
+                    tokens,
+                    spec.key_dim,
+                    dtype=self._dtype,
+                    device=self._device,
                 ),
                 torch.zeros(
-                    slots, spec.kv_heads, tokens, spec.value_dim, dtype=self._dtype, device=self._device
+                    slots,
+                    spec.kv_heads,
+                    tokens,
+                    spec.value_dim,
+                    dtype=self._dtype,
+                    device=self._device,
                 ),
             )
             if kept:
                 layer.k[: self.slots, :, : self.tokens] = kept[i].k
                 layer.v[: self.slots, :, : self.tokens] = kept[i].v
-            self._layers.append(layer)
+            layers.append(layer)
+        self._layers = layers
         self.slots, self.tokens = slots, tokens
 
     def view(self, slots: int, tokens: int) -> list[LayerCache]:
@@ -55,11 +66,14 @@ class KVCache:
         return [LayerCache(c.k[:slots, :, :tokens], c.v[:slots, :, :tokens]) for c in self._layers]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B]."""
+        """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
+
+        The sequence that had the slot before may have left values that are not finite.
+        """
         tokens = k.shape[1]
-        cache = self._layers[layer]
-        cache.k[slots, :, :tokens] = k.transpose(1, 2)
-        cache.v[slots, :, :tokens] = v.transpose(1, 2)
+        for buffer, new in zip(self._layers[layer], (k, v), strict=True):
+            buffer[slots, :, :tokens] = new.transpose(1, 2)
+            buffer[slots, :, tokens:] = 0
 
     @property
     def bytes(self) -> int:

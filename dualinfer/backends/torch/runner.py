@@ -1,4 +1,4 @@
-"""The torch runner: forward passes, prefill into the cache, and decode steps over static buffers."""
+"""The torch runner: forward passes, prefill into the cache, decode steps over static buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,9 @@ import torch
 from ...spec import ModelSpec
 from ..base import (
     NO_TOKEN,
+    SMALLEST_CACHE,
     ForwardInputs,
+    LiveSlots,
     Request,
     SamplingFeatures,
     bucket,
@@ -21,8 +23,6 @@ from . import decoder, ops
 from .cache import KVCache
 from .params import Params
 from .sampler import SlotState, sample
-
-_SMALLEST_CACHE = 64
 
 
 class PendingTokens:
@@ -47,7 +47,7 @@ class PendingTokens:
 
 @contextmanager
 def exact_float32(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """No TF32 or bfloat16 inside, where float32 was asked for; the caller's setting stands after."""
+    """No TF32 or bfloat16 inside where float32 was asked for; the caller's setting stands after."""
     if dtype != torch.float32:
         yield
         return
@@ -72,7 +72,7 @@ class TorchRunner:
         self.dtype, self.device = dtype, device
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
-        self._live: dict[int, Request] = {}
+        self._live = LiveSlots()
 
     def _put(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.device)
@@ -116,13 +116,16 @@ class TorchRunner:
             outputs["hidden_states"] = tuple(states)
         return outputs
 
-    @torch.no_grad()
+    # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
+    # otherwise make buffers that no later call outside of it may write.
+    @torch.inference_mode()
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
-        self._reserve(requests, slots)
+        idle = not self._live
+        self._live.add(slots, requests)
+        self._reserve(idle)
         state = self._state
         assert state is not None
-        self._live.update(zip(slots, requests, strict=True))
         features = SamplingFeatures.of(requests)
         rows = torch.tensor(slots, device=self.device)
         lengths = np.array([len(r.tokens) for r in requests])
@@ -159,14 +162,15 @@ class TorchRunner:
             state.seen[rows, token] = True
         return PendingTokens(token[None])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens for every live slot."""
         assert self._state is not None and self._live
-        slots = bucket(max(self._live) + 1)
-        tokens = bucket(max(r.cache_tokens for r in self._live.values()), _SMALLEST_CACHE)
+        self._live.advance(steps)
+        slots, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
+        self._cache.grow(slots, tokens)
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
-        features = SamplingFeatures.of(list(self._live.values()))
+        features = SamplingFeatures.of(self._live.requests)
         out = torch.full((steps, slots), NO_TOKEN, dtype=torch.int64, device=self.device)
         with exact_float32(self.dtype, self.device):
             for step in range(steps):
@@ -201,14 +205,13 @@ class TorchRunner:
             state.seen.scatter_(1, state.last[:, None], True)
         _count(state, token)
 
-    def _reserve(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        """Grow cache and state to what `requests` and the live slots need."""
-        count = bucket(max((*slots, *self._live)) + 1)
-        tokens = max(r.cache_tokens for r in (*requests, *self._live.values()))
-        if not self._live and self._cache.smaller_than(count, tokens):
+    def _reserve(self, idle: bool) -> None:
+        """Grow cache and state to what the live slots need to start; `idle`: none held before."""
+        count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
+        if idle and self._cache.smaller_than(count, tokens):
             self._cache.clear()  # nothing to keep: free the old buffers before taking new ones
-        self._cache.grow(count, bucket(tokens, _SMALLEST_CACHE))
-        eos_width = max(1, *(len(r.eos_ids) for r in requests))
+        self._cache.grow(count, tokens)
+        eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
         old = self._state
         if old is None or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
             if old is not None:
@@ -229,12 +232,14 @@ class TorchRunner:
             state.seen[slot] = False
             state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True
 
+    @torch.inference_mode()
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
-        for slot in slots:
-            self._live.pop(slot, None)
-        if self._state is not None and slots:
-            self._state.active[torch.tensor(slots, device=self.device)] = False
+        self._live.remove(slots)
+        if self._state is not None:
+            size = self._state.active.shape[0]  # a prefill that failed may not have got so far
+            rows = [slot for slot in slots if slot < size]
+            self._state.active[torch.tensor(rows, dtype=torch.int64, device=self.device)] = False
         if not self._live and self._state is not None:
             self._state.seen = None  # [N, V] is worth freeing
 
@@ -260,7 +265,7 @@ class TorchRunner:
         """Let go of parameters, cache and state."""
         self._cache.clear()
         self._state = None
-        self._live.clear()
+        self._live = LiveSlots()
         self.params = Params({}, [], {})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -110,7 +110,8 @@ def sample(
         logits = logits.masked_fill(blocked > 0, -torch.inf)
     if not features.noise:
         return logits.argmax(-1)
-    logits = logits / state.temperature[:, None]
+    # From the best one down, so that a tiny temperature gives -inf and no NaN.
+    logits = (logits - logits.amax(-1, keepdim=True)) / state.temperature[:, None]
     if features.filters:
         logits = filter_logits(logits, state.top_k, state.top_p, state.min_p)
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1])

@@ -1,0 +1,71 @@
+"""What report() says: that ours ran, on what, and how much memory it took."""
+
+import numpy as np
+import pytest
+
+import dualinfer
+
+from .models import ALL, BACKENDS, CASES, random_ids
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_report_counts_what_the_model_holds(name, hf_model):
+    engine = dualinfer.init_inference(hf_model(name), kernel_inject=True)
+    report = engine.report()
+    case = CASES[name]
+    assert (report.mode, report.backend, report.family) == ("fused", "torch", case.family)
+    assert report.architecture == case.model.__name__
+    assert report.layers == case.make_config().num_hidden_layers
+    unread = 1001 if name == "bert-masked-untied" else 0  # HF makes a bias that it never reads
+    assert report.parameters == sum(p.numel() for p in hf_model(name).parameters()) - unread
+    assert report.parameter_bytes == 4 * report.parameters
+    assert report.cache_bytes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_report_follows_the_cache_and_names_each_op(backend, hf_model):
+    engine = dualinfer.init_inference(
+        hf_model("llama-mqa"), backend=backend, dtype="bf16", kernel_inject=True, max_tokens=99
+    )
+    first = engine.report()
+    assert (first.dtype, first.max_tokens, first.cache_bytes) == ("bfloat16", 99, 0)
+    assert first.parameter_bytes == 2 * first.parameters
+    assert first.device.startswith("cpu") and "live LlamaForCausalLM" in first.source
+    needed = {"matmul", "embed", "rms_norm", "rotary", "attention", "decode_attention", "sampling"}
+    assert needed <= first.ops.keys() and all(first.ops.values())
+    engine.generate(random_ids(2, 5), max_new_tokens=3)
+    grown = engine.report()
+    spec = engine.runner.spec.layers[0].attention
+    assert grown.cache_bytes >= 2 * 2 * spec.kv_heads * spec.head_dim * 2 * 7
+    text = str(grown)
+    for word in ("LlamaForCausalLM", "fused", backend, "bfloat16", "matmul", "99"):
+        assert word in text
+    assert grown.to_dict()["cache_bytes"] == grown.cache_bytes
+
+
+def test_jax_model_is_there_to_inspect(engine_of, hf_model):
+    engine = engine_of("llama-gqa", "jax")
+    weights = hf_model("llama-gqa").state_dict()
+    attention = "model.layers.1.self_attn."
+    layer = engine.model.layers[1]
+    for part in ("q", "k", "v"):
+        np.testing.assert_array_equal(
+            getattr(layer, part), weights[f"{attention}{part}_proj.weight"].numpy()
+        )
+    np.testing.assert_array_equal(layer.out.weight[...], weights[f"{attention}o_proj.weight"])
+    with pytest.raises(dualinfer.UnsupportedError, match="backend='jax'"):
+        engine_of("llama-gqa", "torch").model  # noqa: B018
+
+
+def test_bucket_is_compiled_once(hf_model):
+    """After the first call of a size, no call inside the same buckets compiles again."""
+    engine = dualinfer.init_inference(hf_model("llama-mqa"), backend="jax", kernel_inject=True)
+    engine(random_ids(3, 9))
+    engine.generate(random_ids(3, 9), max_new_tokens=20)
+    before = engine.runner.compilations
+    assert before > 0
+    for rows, tokens, new in ((3, 9, 20), (4, 16, 40), (3, 1, 3), (4, 12, 33)):
+        engine(random_ids(rows, tokens))
+        engine.generate(random_ids(rows, tokens), max_new_tokens=new)
+        list(engine.stream(random_ids(rows, tokens), max_new_tokens=4))
+    assert engine.runner.compilations == before

@@ -1,0 +1,101 @@
+"""The weight table: names, axes, and that every tensor of every model is accounted for."""
+
+import numpy as np
+import pytest
+
+from dualinfer import CheckpointError
+from dualinfer.families import describe_model
+from dualinfer.weights import WeightTable, make_load_plan, row
+
+from .models import ALL, CASES
+
+
+class Tensors:
+    """A source of NumPy arrays."""
+
+    description = "here"
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors.keys()
+
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def dtype(self, name):
+        return str(self.tensors[name].dtype)
+
+    def read(self, name):
+        return self.tensors[name]
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+TABLE = WeightTable(
+    rows=(
+        row("a", "out in", ("base.a", "in out")),
+        row("b", "q+k", ("base.q", "q"), ("base.k", "k")),
+    ),
+    sizes={"in": 2, "out": 3, "q": 4, "k": 5},
+    base="base.",
+    renames=((".q", ".old_q"),),
+    unused=(r"^junk",),
+)
+
+
+def test_permutation_follows_the_axes_names():
+    assert TABLE.rows[0].permutation(TABLE.rows[0].sources[0]) == (1, 0)
+    joined = row("w", "q+k+v embed", ("x", "embed q+k+v"), ("y", "k embed"))
+    assert joined.permutation(joined.sources[0]) == (1, 0)
+    assert joined.permutation(joined.sources[1]) == (0, 1)
+    assert joined.join_axis == 0
+    assert row("w", "embed gate+up", ("x", "gate embed")).join_axis == 1
+
+
+def test_size_of_a_joined_axis_is_the_sum():
+    assert (TABLE.size("q+k"), TABLE.size("q")) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("base.a", "base.q", "base.k"), ("a", "q", "k"), ("base.a", "base.old_q", "base.k")],
+)
+def test_plan_finds_each_name_that_a_file_may_use(names):
+    shapes = ((2, 3), (4,), (5,))
+    source = Tensors(**{n: zeros(*s) for n, s in zip(names, shapes, strict=True)})
+    plan = make_load_plan(TABLE, source)
+    assert [found for _, found in plan.rows] == [names[:1], names[1:]]
+    assert plan.unused == ()
+
+
+def test_plan_lists_what_is_unused_and_refuses_what_is_left_over():
+    tensors = {"base.a": zeros(2, 3), "base.q": zeros(4), "base.k": zeros(5)}
+    assert make_load_plan(TABLE, Tensors(**tensors, junk1=zeros(1))).unused == ("junk1",)
+    with pytest.raises(CheckpointError, match="left over 1: base.z"):
+        make_load_plan(TABLE, Tensors(**tensors, **{"base.z": zeros(1)}))
+
+
+def test_same_tensor_under_two_of_its_names_is_refused():
+    tensors = {"base.a": zeros(2, 3), "a": zeros(2, 3), "base.q": zeros(4), "base.k": zeros(5)}
+    with pytest.raises(CheckpointError, match="left over 1: a"):
+        make_load_plan(TABLE, Tensors(**tensors))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_table_accounts_for_every_tensor_once(name, hf_model):
+    case = CASES[name]
+    spec, table = describe_model(hf_model(name).config.to_dict(), [case.model.__name__])
+    sources = [s.name for r in table.rows for s in r.sources]
+    assert len(sources) == len(set(sources))
+    own = {n for n, _ in hf_model(name).named_parameters(remove_duplicate=True)}
+    if name == "bert-masked-untied":
+        own.remove("cls.predictions.bias")  # HF makes it, and reads decoder.bias
+    found = {next(c for c in table.candidates(s) if c in own) for s in sources}
+    assert found == own
+    assert len({r.name for r in table.rows}) == len(table.rows)
+    assert spec.vocab == 1001 and len(spec.layers) == case.make_config().num_hidden_layers
+    assert (spec.head is not None, spec.can_generate) == (case.has_head, case.generates)
