@@ -97,8 +97,8 @@ def _hf_class_names(model: Any) -> list[str]:
             return [c.__name__ for c in classes[i:]]
         if "forward" in vars(cls):
             raise ModelError(
-                f"{cls.__name__} has a forward of its own, which fused mode would not run. Pass the "
-                "HF module itself."
+                f"{cls.__name__} has a forward of its own, which fused mode would not run. Pass "
+                "the HF module itself."
             )
     raise ModelError(f"{type(model).__name__} is no HF model.")
 

@@ -189,7 +189,7 @@ class InferenceEngine:
         prompts, requests, options, stop = self._prepare(
             input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
         )
-        pad = _pad_id(options)
+        pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         if streamer is not None:
             streamer.put(self._streamed(block))
@@ -250,7 +250,7 @@ class InferenceEngine:
         if not spec.token_types and _is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
         options = make_options(self.generation_config, config, kwargs, spec.vocab)
-        pad = _pad_id(options)
+        pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
         prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
@@ -392,10 +392,3 @@ def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
     starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
     segments = starts.cumsum(axis=1).astype(np.int32)
     return segments if segments.any() else None
-
-
-def _pad_id(options: GenerationOptions) -> int | None:
-    """The id that fills up: the pad id, else the first EOS, as in HF."""
-    if options.pad_token_id is not None:
-        return options.pad_token_id
-    return options.eos_token_ids[0] if options.eos_token_ids else None

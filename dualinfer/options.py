@@ -90,6 +90,13 @@ class GenerationOptions:
     stop_strings: tuple[str, ...]
     num_return_sequences: int
 
+    @property
+    def fill_id(self) -> int | None:
+        """The id that fills rows up: the pad id, else the first EOS, as in HF."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
     def new_tokens(self, width: int, limit: int) -> int:
         """Most new tokens after a prompt block of `width` columns.
 
@@ -126,7 +133,8 @@ def make_options(
     Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
     unknown, not supported, or out of range.
     """
-    asked = {k: v for k, v in _config_dict(generation_config).items() if v is not None} | kwargs
+    given = {k: v for k, v in _config_dict(generation_config).items() if v is not None}
+    asked = {**given, **kwargs}
     values = {**_DEFAULTS, **{k: v for k, v in model_defaults.items() if v is not None}, **asked}
     _refuse_unknown(kwargs)
     _refuse(values)

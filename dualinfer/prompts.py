@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .arrays import Kind, kind_of, to_numpy
@@ -68,6 +69,8 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
         raise ArgumentError(
             f"attention_mask has shape {array.shape}; expected {shape}, that of input_ids."
         )
+    if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
+        array = array.astype(np.float32)
     if array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
         raise ArgumentError("attention_mask holds other values than 0 and 1.")
     return array != 0

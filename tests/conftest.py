@@ -1,6 +1,25 @@
 """Fixtures that several test files share; frameworks are imported only by those that need them."""
 
+import os
+import shutil
+import tempfile
+
 import pytest
+
+
+def pytest_configure(config):
+    """XLA executables that one test has compiled serve all others, in every worker."""
+    if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        config.jax_cache = tempfile.mkdtemp(prefix="dualinfer-jax-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.jax_cache
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure(config):
+    """The cache lives as long as the run."""
+    if hasattr(config, "jax_cache"):
+        shutil.rmtree(config.jax_cache, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -144,7 +144,9 @@ def test_prompt_that_is_masked_throughout_is_refused(idle):
     with pytest.raises(ArgumentError, match="Prompt 1 is empty"):
         idle().generate(ids, attention_mask=mask)
     with pytest.raises(ArgumentError, match="Prompt 2 is empty"):
-        idle().generate([[5], [6], [0, 0]])  # the pad id
+        idle().generate(np.array([[5, 0], [6, 7], [0, 0]]))  # the pad id
+    with pytest.raises(ArgumentError, match="Prompt 1 is empty"):
+        idle().generate([[5, 6], [7]], attention_mask=[[1, 0], [0]])
 
 
 def test_masks_of_lists_must_fit_each_row(idle):
@@ -203,6 +205,22 @@ def test_unsupported_forward_arguments_are_named(idle):
             idle()(ids, **arguments)
     with pytest.raises(TypeError):
         idle()(ids, None, None)
+
+
+def test_token_types_that_say_nothing_are_taken_by_a_family_without_them(engine_of):
+    """Many tokenizers give them to models that have none."""
+    ids = random_ids(2, 4)
+    for name in (CAUSAL, "gpt2"):
+        engine = engine_of(name, "torch")
+        types = np.zeros_like(ids)
+        if name == CAUSAL:
+            np.testing.assert_array_equal(engine(ids, token_type_ids=types).logits, engine(ids)[0])
+            with_types = engine.generate(ids, token_type_ids=types, max_new_tokens=3)
+            np.testing.assert_array_equal(with_types, engine.generate(ids, max_new_tokens=3))
+        else:  # here they are ids of the vocabulary's table, and a zero says something
+            assert (engine(ids, token_type_ids=types).logits != engine(ids).logits).any()
+            with pytest.raises(ArgumentError, match="token_type_ids"):
+                engine.generate(ids, token_type_ids=types, max_new_tokens=3)
 
 
 def test_forward_arguments_that_ask_for_nothing_are_taken(engine_of):
@@ -315,7 +333,7 @@ UNSUPPORTED = {
     "inputs_embeds": torch.zeros(1, 2, 60),
     "past_key_values": ((torch.zeros(1),),),
     "position_ids": torch.tensor([[0, 1, 2, 3]]),
-    "token_type_ids": np.zeros((1, 4), int),
+    "token_type_ids": np.ones((1, 4), int),
     "custom_generate": "somebody/something",
     "max_new_token": 5,
     "temprature": 0.5,
@@ -386,7 +404,7 @@ BAD_VALUES = [
     ("eos_token_id", 2.0),
     ("eos_token_id", [2, "x"]),
     ("pad_token_id", "pad"),
-    ("pad_token_id", -1),
+    ("pad_token_id", -2),
     ("num_return_sequences", 0),
     ("stop_strings", [""]),
     ("stop_strings", 5),

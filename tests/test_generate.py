@@ -70,17 +70,38 @@ def new_tokens(result, row, width=WIDTH):
 # --- greedy --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GENERATING, scope="session")
-@pytest.mark.parametrize("layout", ["single", "batch", "left-padded"])
+# A batch of one is another executable: on JAX, one case of each kind is worth its compile.
+ALONE_ON_JAX = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(n, b) for n in GENERATING for b in BACKENDS], scope="session"
+)
+@pytest.mark.parametrize("layout", ["batch", "left-padded"])
 def test_greedy_equals_hf_over_64_tokens(name, layout, backend, hf_model, engine_of):
     if layout == "left-padded":
         ids, mask = prompts()
     else:
-        ids = random_ids(1 if layout == "single" else 3, WIDTH, seed=20)
+        ids = random_ids(3, WIDTH, seed=20)
         mask = np.ones_like(ids)
-    theirs = hf_generate(hf_model(name), ids, mask, max_new_tokens=NEW)
-    assert len(set(theirs[0, WIDTH:])) > 20  # no constant text
-    ours = engine_of(name, backend).generate(
+    check_greedy(hf_model(name), engine_of(name, backend), ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((n, "torch") for n in GENERATING), *((n, "jax") for n in ALONE_ON_JAX)],
+    scope="session",
+)
+def test_greedy_of_a_single_prompt_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
+    ids = random_ids(1, WIDTH, seed=21)
+    check_greedy(hf_model(name), engine_of(name, backend), ids, np.ones_like(ids))
+
+
+def check_greedy(model, engine, ids, mask):
+    """The engine's 64 tokens and more are those of HF, which are no constant text."""
+    theirs = hf_generate(model, ids, mask, max_new_tokens=NEW)
+    assert len(set(theirs[0, WIDTH:])) > 12
+    ours = engine.generate(
         torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False
     )
     assert isinstance(ours, torch.Tensor) and ours.dtype == torch.int64
@@ -226,6 +247,16 @@ def test_pad_id_marks_padding_where_no_mask_is_given(engine, model):
     theirs = model.generate(torch.tensor(ids), max_new_tokens=9, do_sample=False, eos_token_id=PAD)
     assert (theirs.numpy() != with_mask).any()
     equal(engine.generate(ids, max_new_tokens=9, eos_token_id=PAD), theirs)
+
+
+def test_every_token_of_a_list_is_real(engine, model):
+    """A list needs no padding, so that the pad id in it is a token like any other."""
+    row = [5, PAD, 7, PAD]
+    theirs = hf_generate(model, [row], max_new_tokens=9)
+    equal(engine.generate([row], max_new_tokens=9), theirs)
+    equal(engine.generate(row, max_new_tokens=9), theirs)
+    ragged = np.asarray(engine.generate([row, [8]], max_new_tokens=9))
+    equal(ragged[:1], theirs)
 
 
 def test_num_return_sequences_repeats_each_prompt(engine):
@@ -925,6 +956,85 @@ def test_shapes_may_come_in_any_order(engine):
         result = engine.generate(random_ids(n, length, seed=n), max_new_tokens=new)
         found = [new_tokens(result, i, length) for i in range(n)]
         assert found == expected[n, length, new]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cache_that_grows_on_the_way_changes_nothing(backend, engine_of, monkeypatch):
+    engine = engine_of("llama-mqa", backend)
+    options = {"max_new_tokens": 150, "do_sample": True, "temperature": 3.0, "seed": 4}
+    expected = np.asarray(engine.generate(rows(), **options))
+    streamed = list(engine.stream(rows()[0], **options))
+    monkeypatch.setattr("dualinfer.backends.base.RESERVED", 8)
+    other = dualinfer.init_inference(make_model("llama-mqa"), backend=backend, kernel_inject=True)
+    stream = other.stream(rows()[0], **options)
+    found = [next(stream) for _ in range(60)]
+    before = other.report().cache_bytes
+    equal(other.generate(rows(), **options), expected)
+    assert other.report().cache_bytes > before
+    assert found + list(stream) == streamed
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_streams_and_calls_gives_each_its_own_text(seed, engine_of):
+    """Random prompts, options and turns; each text equals that of the prompt alone."""
+    rng = np.random.default_rng(seed)
+    engine, alone = engine_of("llama-mqa", "torch"), {}
+    own = dualinfer.init_inference(make_model("llama-mqa"), kernel_inject=True)
+
+    def expected(row, options):
+        key = str((row, options))
+        if key not in alone:
+            alone[key] = list(own.stream(row, **options))
+        return alone[key]
+
+    def draw():
+        listed = [
+            random_ids(1, int(rng.choice([1, 2, 9, 17])), seed=int(rng.integers(5)))[0].tolist()
+            for _ in range(int(rng.choice([1, 1, 2, 5])))
+        ]
+        options = {"max_new_tokens": int(rng.choice([1, 2, 5, 20, 60]))}
+        if rng.random() < 0.5:
+            options |= {"do_sample": True, "temperature": 4.0, "seed": int(rng.integers(4))}
+            options |= {"top_p": 0.9} if rng.random() < 0.5 else {}
+        if rng.random() < 0.3:
+            options |= {"repetition_penalty": 1.4}
+        if rng.random() < 0.4:
+            options |= {"eos_token_id": rng.integers(0, VOCAB, int(rng.choice([1, 60]))).tolist()}
+        return listed, options
+
+    def advance(stream):
+        iterator, listed, options, found = stream
+        for _ in range(int(rng.choice([1, 2, 10]))):
+            step = next(iterator, None)
+            if step is None:
+                steps = [[s] if len(listed) == 1 else s for s in found]
+                for i, row in enumerate(listed):
+                    tokens = [s[i] for s in steps if s[i] is not None]
+                    assert tokens == expected(row, options)
+                return False
+            found.append(step)
+        return True
+
+    streams = []
+    for _ in range(150):
+        turn = rng.random()
+        if turn < 0.3 and len(streams) < 6:
+            listed, options = draw()
+            streams.append((engine.stream(listed, **options), listed, options, []))
+        elif turn < 0.75 and streams:
+            at = int(rng.integers(len(streams)))
+            if not advance(streams[at]):
+                del streams[at]
+        elif turn < 0.8 and streams:
+            del streams[int(rng.integers(len(streams)))]
+        else:
+            listed, options = draw()
+            result, width = np.asarray(engine.generate(listed, **options)), max(map(len, listed))
+            for i, row in enumerate(listed):
+                text = expected(row, options)
+                assert result[i, width : width + len(text)].tolist() == text
+    streams.clear()
+    assert not engine._loop._live and not engine._loop._chunks
 
 
 def test_sequence_that_overflowed_leaves_nothing_behind(backend):
