@@ -91,7 +91,7 @@ def test_bert_of_the_pretraining_task_serves_each_of_its_parts(tmp_path):
     change_config(tmp_path, architectures=["BertForMaskedLM"])
     check(tmp_path, hf.BertForMaskedLM.from_pretrained(tmp_path).eval())
     change_config(tmp_path, architectures=["BertForPreTraining"])
-    with pytest.raises(dualinfer.ModelError, match="BertForPreTraining.*BertForMaskedLM"):
+    with pytest.raises(dualinfer.ModelError, match=r"BertForPreTraining.*BertForMaskedLM"):
         dualinfer.init_inference(tmp_path)
 
 

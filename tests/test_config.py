@@ -55,7 +55,7 @@ def test_aliases_name_the_same_fields():
 
 def test_field_given_by_name_and_alias_at_once_is_refused():
     for first, second in (("max_tokens", 8), ("max_tokens", 7)):
-        with pytest.raises(ConfigError, match="max_out_tokens.*twice|given twice"):
+        with pytest.raises(ConfigError, match=r"max_out_tokens.*twice|given twice"):
             make_config({first: second, "max_out_tokens": 7}, {})
 
 

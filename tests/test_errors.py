@@ -178,7 +178,7 @@ def test_bad_token_types_are_refused(types, idle):
 
 
 def test_token_types_of_a_family_without_them_are_refused(idle):
-    with pytest.raises(ArgumentError, match="llama.*token_type_ids"):
+    with pytest.raises(ArgumentError, match=r"llama.*token_type_ids"):
         idle()(random_ids(2, 4), token_type_ids=np.ones((2, 4), int))
 
 
@@ -433,7 +433,7 @@ def test_bad_value_is_refused_by_name(name, value, idle):
 
 
 def test_stop_strings_need_a_tokenizer(idle):
-    with pytest.raises(ArgumentError, match="stop_strings.*tokenizer"):
+    with pytest.raises(ArgumentError, match=r"stop_strings.*tokenizer"):
         idle().generate(random_ids(1, 4), stop_strings=["x"])
 
 
@@ -528,7 +528,7 @@ UNSUPPORTED_FIELDS = [
     ("llama-gqa", {"is_encoder_decoder": True}, "is_encoder_decoder"),
     ("llama-gqa", {"add_cross_attention": True}, "add_cross_attention"),
     ("llama-gqa", {"output_attentions": True}, "output_attentions"),
-    ("llama-gqa", {"residual_multiplier": 0.2, "embedding_multiplier": 2}, "embedding_multiplier=2"),
+    ("llama-gqa", {"residual_multiplier": 0.2, "logit_scale": 2}, "residual_multiplier=0.2"),
     ("llama-gqa", {"hidden_size": "96"}, "hidden_size='96'"),
     ("llama-gqa", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ("llama-gqa", {"num_key_value_heads": 4}, "no multiple of 4"),
@@ -612,9 +612,7 @@ def test_fields_of_older_configs_are_read(folder, hf_model, engine_of):
     )
     engine = dualinfer.init_inference(path)
     ids = random_ids(1, 9)
-    np.testing.assert_array_equal(
-        engine(ids).logits, engine_of("llama-yarn", "torch")(ids).logits
-    )
+    np.testing.assert_array_equal(engine(ids).logits, engine_of("llama-yarn", "torch")(ids).logits)
 
 
 def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
@@ -631,7 +629,7 @@ def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
     )
     model.save_pretrained(tmp_path / "opt")
     for source in (model, tmp_path / "opt"):
-        with pytest.raises(ModelError, match="'opt'.*bert, gpt2, llama, mistral, qwen2, qwen3"):
+        with pytest.raises(ModelError, match=r"'opt'.*bert, gpt2, llama, mistral, qwen2, qwen3"):
             dualinfer.init_inference(source, backend=backend, kernel_inject=True)
     path = folder()
     for model_type in ("", 5, None, ["llama"], "llama\n"):
@@ -643,7 +641,7 @@ def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
 def test_unsupported_class_of_a_supported_family_is_named(folder, backend):
     config = CASES[CAUSAL].make_config(num_labels=3)
     model = hf.LlamaForSequenceClassification(config)
-    with pytest.raises(ModelError, match="LlamaForSequenceClassification.*LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"LlamaForSequenceClassification.*LlamaForCausalLM"):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
     path = folder()
     change_config(path, architectures=["LlamaForTokenClassification"])
@@ -692,7 +690,7 @@ def test_missing_folder_and_files_are_named(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match="is a file"):
         dualinfer.init_inference(path / "config.json")
     (path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="model.safetensors.*pytorch_model.bin"):
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors.*pytorch_model.bin"):
         dualinfer.init_inference(path)
 
 
@@ -998,6 +996,17 @@ def test_callers_torch_defaults_do_not_matter(hf_model):
             np.testing.assert_array_equal(e(ids).logits, logits)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_callers_autocast_does_not_matter(dtype, hf_model):
+    ids = torch.tensor(random_ids(2, 5))
+    engine = dualinfer.init_inference(hf_model(CAUSAL), kernel_inject=True, dtype=dtype)
+    logits, text = engine(ids).logits, engine.generate(ids, max_new_tokens=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(engine(ids).logits, logits)
+        assert torch.equal(engine.generate(ids, max_new_tokens=4), text)
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_engines_of_different_backends_and_configs_share_a_process(hf_model):

@@ -46,19 +46,23 @@ class PendingTokens:
 
 
 @contextmanager
-def exact_float32(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """No TF32 or bfloat16 inside where float32 was asked for; the caller's setting stands after."""
-    if dtype != torch.float32:
-        yield
-        return
-    backends: Any = torch.backends  # mkldnn.matmul has no type of its own
-    matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+def own_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """The engine's dtype inside, and no TF32 or bfloat16 where it is float32.
+
+    The caller's autocast and float32 settings stand again after it.
+    """
+    with torch.autocast(device.type, enabled=False):
+        if dtype != torch.float32:
+            yield
+            return
+        backends: Any = torch.backends  # mkldnn.matmul has no type of its own
+        matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 class TorchRunner:
@@ -95,7 +99,7 @@ class TorchRunner:
                 segments=segments,
             )
 
-        with exact_float32(self.dtype, self.device):
+        with own_precision(self.dtype, self.device):
             states = decoder.hidden_states(
                 self.spec,
                 self.params,
@@ -145,7 +149,7 @@ class TorchRunner:
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
-        with exact_float32(self.dtype, self.device):
+        with own_precision(self.dtype, self.device):
             x = decoder.hidden_states(
                 self.spec, self.params, self._put(ids), self._put(positions.copy()), None, attend
             )[-1]
@@ -172,7 +176,7 @@ class TorchRunner:
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
         out = torch.full((steps, slots), NO_TOKEN, dtype=torch.int64, device=self.device)
-        with exact_float32(self.dtype, self.device):
+        with own_precision(self.dtype, self.device):
             for step in range(steps):
                 if self.device.type == "cpu" and not state.active.any():
                     break  # on a GPU the question would wait for the device

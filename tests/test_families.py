@@ -1,0 +1,216 @@
+"""Families: the configs that real checkpoints ship give a spec, and rotary frequencies are HF's."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from dualinfer.api import _read_config
+from dualinfer.errors import ModelError
+from dualinfer.families import describe_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0",
+    "use_cache": True,
+    "vocab_size": 100,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+QWEN = {
+    **LLAMA,
+    "attention_dropout": 0.0,
+    "max_window_layers": 2,
+    "rope_theta": 1e6,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 99,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 99,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 100,
+}
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 100,
+}
+WRITTEN = {
+    "Llama-2": {**LLAMA, "pretraining_tp": 2, "rope_scaling": None, "tie_word_embeddings": False},
+    "Llama-1": {**LLAMA, "architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048},
+    "Llama-3.1": {
+        **LLAMA,
+        "attention_bias": False,
+        "eos_token_id": [97, 98, 99],
+        "mlp_bias": False,
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 500000.0,
+    },
+    "Vicuna-16k": {**LLAMA, "rope_scaling": {"factor": 4.0, "type": "linear"}},
+    "Yarn-Llama-2": {
+        **LLAMA,
+        "rope_scaling": {
+            "factor": 16.0,
+            "finetuned": True,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+    },
+    "SmolLM2": {
+        **LLAMA,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
+    "Mistral-v0.1": {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 4096,
+    },
+    "Qwen2.5": {
+        **QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_mrope": False,
+    },
+    "Qwen3": {
+        **QWEN,
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 32,
+        "model_type": "qwen3",
+        "rope_scaling": None,
+        "sliding_window": None,
+    },
+    "gpt2": GPT2,
+    "distilgpt2": {**GPT2, "_num_labels": 1, "id2label": {"0": "LABEL_0"}},
+    "gpt2-xl": {**GPT2, "output_past": True},
+    "bert-base-uncased": BERT,
+    "bert-base-multilingual": {
+        **BERT,
+        "directionality": "bidi",
+        "pooler_fc_size": 768,
+        "pooler_num_attention_heads": 12,
+        "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128,
+        "pooler_type": "first_token_transform",
+    },
+}
+
+
+def read(tmp_path, written):
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    return _read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_config_of_a_real_checkpoint_is_taken(tmp_path, name):
+    config = read(tmp_path, WRITTEN[name])
+    spec, table = describe_model(config, config["architectures"])
+    assert len(spec.layers) == 2 and spec.vocab == 100
+    assert len(table.rows) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("Llama-2", 4096), ("Vicuna-16k", 16384), ("Yarn-Llama-2", 65536)]
+)
+def test_limit_counts_the_scaling_of_rope(tmp_path, name, tokens):
+    config = read(tmp_path, WRITTEN[name])
+    assert describe_model(config, config["architectures"])[0].max_positions == tokens
+
+
+def test_config_without_a_model_type_says_so(tmp_path):
+    with pytest.raises(ModelError, match="no model_type"):
+        read(tmp_path, {k: v for k, v in BERT.items() if k != "model_type"})
+
+
+@pytest.mark.parametrize("head_dim", [6, 80, 128])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
+    """To a unit in the last place of few: a position of some thousands multiplies the error."""
+    scaling = {
+        "default": {},
+        "linear": {"factor": 4.0},
+        "llama3": LLAMA3_ROPE,
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
+    }[kind]
+    config = hf.LlamaConfig(
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        rope_parameters={**scaling, "rope_type": kind, "rope_theta": theta},
+    )
+    embedding = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    spec, _ = describe_model(config.to_dict(), ["LlamaForCausalLM"])
+    rope = spec.layers[0].attention.rope
+    ours, theirs = np.array(rope.inv_freq, np.float32), embedding.inv_freq.numpy()
+    # llama3 and yarn subtract, which makes a unit in the last place a few.
+    np.testing.assert_allclose(ours, theirs, rtol=1.2e-7 if kind in ("default", "linear") else 1e-6)
+    assert rope.scaling == pytest.approx(embedding.attention_scaling)
+
+
+def test_logits_at_far_positions_are_those_of_hf(hf_model, engine_of):
+    model = hf_model("llama-gqa")
+    ids = torch.arange(3, 19)[None]
+    positions = torch.arange(0, 16 * 700, 700)[None]
+    mask = torch.ones_like(ids)  # with a mask, positions apart are no packed sequences
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    for backend in ("torch", "jax"):
+        engine = engine_of("llama-gqa", backend)
+        logits = engine(ids, attention_mask=mask, position_ids=positions).logits
+        assert (logits - expected).norm() / expected.norm() < 1e-4
