@@ -3,6 +3,8 @@
 import difflib
 import json
 import os
+import reprlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +24,42 @@ DTYPES = {
     "bfloat": "bfloat16",
     "bf16": "bfloat16",
 }
-_DEEPSPEED_ONLY = frozenset(
-    """triton_autotune zero triangular_masking tm moe keep_module_on_host quant checkpoint base_dir
-    set_empty_params save_mp_checkpoint_path checkpoint_config ckpt_config training_mp_size
-    replace_method injection_policy injection_dict injection_policy_tuple config args
-    min_out_tokens min_tokens transposed_mode mp_size mpu ep_size ep_group expert_group ep_mp_group
-    expert_mp_group moe_experts moe_type""".split()
-)
+# Fields of DeepSpeed's config that this version does not honour, with the values, beside None, at
+# which they ask for nothing: those pass with a warning, so that old scripts run.
+_DEEPSPEED_ONLY: dict[str, tuple[Any, ...]] = {
+    "args": ({},),
+    "base_dir": ("",),
+    "checkpoint": ({},),
+    "checkpoint_config": ({},),
+    "ckpt_config": ({},),
+    "config": ({},),
+    "ep_group": (),
+    "ep_mp_group": (),
+    "ep_size": (1,),
+    "expert_group": (),
+    "expert_mp_group": (),
+    "injection_dict": ({},),
+    "injection_policy": ({},),
+    "injection_policy_tuple": ((),),
+    "keep_module_on_host": (False,),
+    "min_out_tokens": (1,),
+    "min_tokens": (1,),
+    "moe": (False, {}),
+    "moe_experts": (1, [1]),
+    "moe_type": ("standard",),
+    "mp_size": (1,),
+    "mpu": (),
+    "quant": ({}, {"enabled": False}),
+    "replace_method": ("auto", ""),
+    "save_mp_checkpoint_path": (),
+    "set_empty_params": (False,),
+    "tm": (True,),
+    "training_mp_size": (1,),
+    "transposed_mode": (False,),
+    "triangular_masking": (True,),
+    "triton_autotune": (False,),
+    "zero": ({},),
+}
 
 
 class _Model(BaseModel):
@@ -156,11 +187,20 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return value
 
 
-def _validated(values: dict[str, Any]) -> InferenceConfig:
+def _validated(given: dict[str, Any]) -> InferenceConfig:
+    values = {key: value for key, value in given.items() if not _is_harmless(key, value)}
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e, values) for e in error.errors())) from error
+
+
+def _is_harmless(key: Any, value: Any) -> bool:
+    """True, with a warning, for a field of DeepSpeed's that asks for nothing."""
+    if key not in _DEEPSPEED_ONLY or not (value is None or value in _DEEPSPEED_ONLY[key]):
+        return False
+    warnings.warn(f"{key}={value!r} has no effect in dualinfer; remove it.", stacklevel=5)
+    return True
 
 
 def _explain(error: Any, values: Mapping[str, Any]) -> str:
@@ -168,7 +208,8 @@ def _explain(error: Any, values: Mapping[str, Any]) -> str:
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
     if key in _DEEPSPEED_ONLY:
-        return f"{key}: a field of DeepSpeed's config that this version does not honour; remove it"
+        value = reprlib.repr(error["input"])
+        return f"{key}={value}: a field of DeepSpeed's that this version does not honour; remove it"
     model = TensorParallelConfig if len(error["loc"]) > 1 else InferenceConfig
     names = [*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)]
     if key in names:  # pydantic reports the name when its alias is there as well

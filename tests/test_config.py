@@ -117,8 +117,9 @@ def test_config_is_read_from_a_json_file(tmp_path):
         ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"enable_cuda_graph": True}, "enable_cuda_graph.*not supported in this version"),
         ({"use_triton": True}, "use_triton.*not supported in this version"),
-        ({"mp_size": 1}, "mp_size.*DeepSpeed"),
-        ({"injection_policy": {}}, "injection_policy.*DeepSpeed"),
+        ({"mp_size": 2}, "mp_size=2.*DeepSpeed"),
+        ({"injection_policy": {int: "x"}}, "injection_policy.*DeepSpeed"),
+        ({"triangular_masking": False}, "triangular_masking=False.*DeepSpeed"),
         ({"quant": {"enabled": True}}, "quant.*DeepSpeed"),
         ({"checkpoint": "x.json"}, "checkpoint.*DeepSpeed"),
         ({"zzz": 1}, "unknown key 'zzz'; known: .*dtype"),
@@ -142,3 +143,23 @@ def test_false_and_none_leave_what_is_not_there_off():
     for value in (None, False):
         config = make_config({"enable_cuda_graph": value, "use_triton": value}, {})
         assert not config.enable_cuda_graph and not config.use_triton
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mp_size": 1},
+        {"replace_method": "auto"},
+        {"injection_policy": None},
+        {"quant": {}},
+        {"moe": False},
+        {"checkpoint": None},
+        {"triangular_masking": True},
+    ],
+    ids=str,
+)
+def test_deepspeed_field_that_asks_for_nothing_passes_with_a_warning(values):
+    before = copy.deepcopy(values)
+    with pytest.warns(UserWarning, match=f"{next(iter(values))}.*no effect"):
+        config = make_config(values, {"dtype": "fp32"})
+    assert config.dtype == "float32" and values == before
