@@ -68,7 +68,7 @@ def init_inference(
                 stacklevel=2,
             )
     settings = settings.model_copy(update={"dtype": dtype})
-    runner = backends.create_runner(settings.backend, spec, plan, source, dtype)
+    runner = backends.create_runner(settings, spec, plan, source)
     return InferenceEngine(runner, settings, model_config, generation, source.description, notes)
 
 

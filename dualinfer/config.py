@@ -113,7 +113,10 @@ class InferenceConfig(_Model):
     """True: forward returns a named tuple as HF does. False: the bare first array."""
 
     enable_cuda_graph: bool | None = None
-    """None or False; graphs are not in this version."""
+    """On torch and CUDA, unset: decoding is replayed from a graph; False: no graphs.
+
+    True, which captures forward as well, is not in this version. On JAX every step is compiled.
+    """
 
     use_triton: bool | None = None
     """None or False; Triton kernels are not in this version."""

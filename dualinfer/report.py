@@ -8,8 +8,9 @@ from typing import Any
 class Report:
     """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs.
 
-    `ops` names the implementation of each op; bytes are those on the device now; `notes` say what
-    was decided for the user.
+    `ops` names the implementation of each op; bytes are those on the device now; `compilations`
+    counts CUDA graphs captured, or XLA executables traced, so far; `notes` say what was decided for
+    the user.
     """
 
     mode: str
@@ -24,6 +25,7 @@ class Report:
     parameters: int
     parameter_bytes: int
     cache_bytes: int
+    compilations: int
     source: str
     max_tokens: int
     notes: tuple[str, ...]

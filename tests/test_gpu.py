@@ -133,6 +133,44 @@ def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
     assert np.array_equal(*texts)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_graphs_give_what_the_same_launches_give_uncaptured(family):
+    import dualinfer
+
+    model = make_model(family)
+    settings = dict(dtype="bf16", replace_with_kernel_inject=True)
+    plain = dualinfer.init_inference(model, enable_cuda_graph=False, **settings)
+    graphs = dualinfer.init_inference(model, **settings)
+    calls = [
+        dict(input_ids=[[5, 6, 7]], max_new_tokens=70),
+        dict(input_ids=[[5, 6, 7], [9] * 40, [11]], max_new_tokens=50),
+        dict(input_ids=[[5, 6, 7]], max_new_tokens=70, do_sample=True, top_p=0.9, seed=3),
+        dict(input_ids=[[5, 6]], max_new_tokens=90, repetition_penalty=1.3, min_new_tokens=5),
+        dict(input_ids=[[8, 6, 7]], max_new_tokens=70, do_sample=True, seed=4),
+    ]
+    for engine in (plain, graphs):
+        engine.texts = [engine.generate(pad_token_id=0, **call).tolist() for call in calls]
+    assert plain.texts == graphs.texts
+    # State of the last call, down to the bit.
+    for mine, other in zip(
+        graphs.runner._cache.view(1, 64), plain.runner._cache.view(1, 64), strict=True
+    ):
+        assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
+    assert plain.report().compilations == 0
+    before = graphs.report().compilations
+    assert before > 0
+    for _ in range(2):  # warm: the same buckets capture nothing new
+        for call in (calls[0], calls[4]):
+            graphs.generate(pad_token_id=0, **call)
+    after = graphs.report().compilations
+    graphs.generate(pad_token_id=0, **calls[0])
+    assert graphs.report().compilations == after
+    stream = graphs.stream([[5, 6, 7]], max_new_tokens=20)
+    first = [next(stream) for _ in range(4)]
+    graphs.generate([[1, 2, 3]] * 5, max_new_tokens=300, pad_token_id=0)  # grows under the stream
+    assert first + list(stream) == plain.generate([[5, 6, 7]], max_new_tokens=20)[0, 3:].tolist()
+
+
 def test_close_frees_the_card():
     import dualinfer
 

@@ -35,14 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
     "backends.base": {"errors", "spec"},  # the neutral contract
-    "backends": {"backends.base", "errors", "spec", "weights"},
+    "backends": {"backends.base", "config", "errors", "spec", "weights"},
     "generation": {"backends.base", "errors", "spec"},
     "backends.torch.*": {
-        *("arrays", "errors", "progress", "spec", "weights"),
+        *("arrays", "config", "errors", "progress", "spec", "weights"),
         *("backends.base", "backends.torch.*", "kernels.triton.*"),
     },
     "backends.jax.*": {
-        *("arrays", "errors", "progress", "spec", "weights"),
+        *("arrays", "config", "errors", "progress", "spec", "weights"),
         *("backends.base", "backends.jax.*", "kernels.pallas.*"),
     },
     "engine": {

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 
+from ..config import InferenceConfig
 from ..errors import BackendNotAvailableError
 from ..spec import ModelSpec
 from ..weights import LoadPlan, TensorSource
@@ -43,8 +44,9 @@ def default_dtype(name: str) -> str:
 
 
 def create_runner(
-    name: str, spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
 ) -> Runner:
-    """A runner of the backend with the weights loaded on its device."""
-    check_backend(name)
-    return importlib.import_module(f".{name}", __name__).create_runner(spec, plan, source, dtype)
+    """A runner of the config's backend and dtype, with the weights loaded on its device."""
+    check_backend(config.backend)
+    backend = importlib.import_module(f".{config.backend}", __name__)
+    return backend.create_runner(config, spec, plan, source)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from ...config import InferenceConfig
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .params import load_model
@@ -20,7 +21,9 @@ def default_dtype() -> str:
     return "float32" if default_device().platform == "cpu" else "float16"
 
 
-def create_runner(spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str) -> JaxRunner:
-    """A runner on the default device with the plan's weights in `dtype`."""
-    device, jax_dtype = default_device(), jnp.dtype(dtype)
-    return JaxRunner(spec, load_model(spec, plan, source, jax_dtype, device), jax_dtype, device)
+def create_runner(
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
+) -> JaxRunner:
+    """A runner on the default device with the plan's weights in the config's dtype."""
+    device, dtype = default_device(), jnp.dtype(config.dtype or default_dtype())
+    return JaxRunner(spec, load_model(spec, plan, source, dtype, device), dtype, device)

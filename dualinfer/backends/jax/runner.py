@@ -314,6 +314,7 @@ class JaxRunner:
             "ops": dict(ops.IMPLEMENTATIONS),
             "parameters": sum(x.size for x in data),
             "parameter_bytes": sum(x.nbytes for x in data),
+            "compilations": self.compilations,
             "cache_bytes": sum(x.nbytes for layer in self._cache for x in layer),
         }
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ...config import InferenceConfig
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .params import load_params
@@ -20,9 +21,10 @@ def default_dtype() -> str:
     return "float16" if default_device().type == "cuda" else "float32"
 
 
-def create_runner(spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: str) -> TorchRunner:
-    """A runner on the default device with the plan's weights in `dtype`."""
-    device, torch_dtype = default_device(), getattr(torch, dtype)
-    return TorchRunner(
-        spec, load_params(spec, plan, source, torch_dtype, device), torch_dtype, device
-    )
+def create_runner(
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
+) -> TorchRunner:
+    """A runner on the default device with the plan's weights in the config's dtype."""
+    device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
+    params = load_params(spec, plan, source, dtype, device)
+    return TorchRunner(spec, params, dtype, device, config.enable_cuda_graph is not False)

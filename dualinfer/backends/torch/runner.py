@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..base import (
 )
 from . import decoder, ops
 from .cache import KVCache
+from .graphs import StepGraphs
 from .params import Params
 from .sampler import SlotState, sample
 
@@ -69,7 +71,12 @@ class TorchRunner:
     """One model on one torch device."""
 
     def __init__(
-        self, spec: ModelSpec, params: Params, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        params: Params,
+        dtype: torch.dtype,
+        device: torch.device,
+        decode_graphs: bool,
     ) -> None:
         self.spec = spec
         self.params = params
@@ -77,6 +84,7 @@ class TorchRunner:
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._live = LiveSlots()
+        self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
 
     def _put(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.device)
@@ -172,15 +180,24 @@ class TorchRunner:
         assert self._state is not None and self._live
         self._live.advance(steps)
         slots, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
+        if self._cache.smaller_than(slots, tokens):
+            self._forget_graphs()
         self._cache.grow(slots, tokens)
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
+        key = slots, tokens, features
         out = torch.full((steps, slots), NO_TOKEN, dtype=torch.int64, device=self.device)
         with own_precision(self.dtype, self.device):
             for step in range(steps):
                 if self.device.type == "cpu" and not state.active.any():
                     break  # on a GPU the question would wait for the device
+                if self._graphs and key in self._graphs:
+                    out[step] = self._graphs.replay(key)
+                    continue
                 self._step(state, cache, features, out[step])
+                if self._graphs is not None:
+                    row = torch.empty_like(out[step])
+                    self._graphs.capture(key, partial(self._step, state, cache, features), row)
         return PendingTokens(out)
 
     def _step(
@@ -209,11 +226,18 @@ class TorchRunner:
             state.seen.scatter_(1, state.last[:, None], True)
         _count(state, token)
 
+    def _forget_graphs(self) -> None:
+        """Drop the graphs, before the buffers whose addresses they hold are replaced."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _reserve(self, idle: bool) -> None:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
         count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
-        if idle and self._cache.smaller_than(count, tokens):
-            self._cache.clear()  # nothing to keep: free the old buffers before taking new ones
+        if self._cache.smaller_than(count, tokens):
+            self._forget_graphs()
+            if idle:
+                self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(count, tokens)
         eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
         old = self._state
@@ -221,6 +245,7 @@ class TorchRunner:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
+            self._forget_graphs()
             self._state = SlotState.make(count, eos_width, self.device)
             if old is not None:
                 self._state.copy_from(old)
@@ -230,6 +255,7 @@ class TorchRunner:
         state = self._state
         assert state is not None
         if state.seen is None:
+            self._forget_graphs()
             shape = (state.active.shape[0], self.spec.vocab)
             state.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for slot, request in zip(slots, requests, strict=True):
@@ -244,8 +270,6 @@ class TorchRunner:
             size = self._state.active.shape[0]  # a prefill that failed may not have got so far
             rows = [slot for slot in slots if slot < size]
             self._state.active[torch.tensor(rows, dtype=torch.int64, device=self.device)] = False
-        if not self._live and self._state is not None:
-            self._state.seen = None  # [N, V] is worth freeing
 
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from torch's global generator, so that `torch.manual_seed` governs them."""
@@ -263,10 +287,12 @@ class TorchRunner:
             "parameters": sum(w.data.numel() for w in weights),
             "parameter_bytes": sum(w.data.nbytes for w in weights),
             "cache_bytes": self._cache.bytes,
+            "compilations": self._graphs.captures if self._graphs else 0,
         }
 
     def close(self) -> None:
         """Let go of parameters, cache and state."""
+        self._forget_graphs()
         self._cache.clear()
         self._state = None
         self._live = LiveSlots()
