@@ -10,7 +10,7 @@ _MOST = 32
 class StepGraphs:
     """Graphs by key. A key must name everything that fixes the launches and their addresses.
 
-    `captures` counts those ever made. The oldest go when there are too many.
+    `captures` counts those ever made. The oldest goes when there are too many.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class StepGraphs:
 
         It must have run before, so that libraries are loaded and have their workspaces.
         """
-        while len(self._graphs) >= _MOST:
+        if len(self._graphs) >= _MOST:
+            torch.cuda.synchronize()  # it may be running
             del self._graphs[next(iter(self._graphs))]
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile.
@@ -45,4 +46,6 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Let go of every graph: the buffers that they write are about to be freed."""
-        self._graphs.clear()
+        if self._graphs:
+            torch.cuda.synchronize()  # one may be running
+            self._graphs.clear()
