@@ -75,11 +75,10 @@ class Layer:
 class Head:
     """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
 
-    `tied` reads the input embedding as the projection, so that no weight of its own exists.
+    A model without a projection of its own among its weights reads the input embedding as one.
     """
 
     kind: Literal["causal", "masked"]
-    tied: bool
     activation: Activation | None = None
     norm: Norm | None = None
 

@@ -42,7 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         learned_positions=positions,
         token_types=types,
         embed_norm=norm,
-        head=Head("masked", tied, activation, norm) if masked else None,
+        head=Head("masked", activation, norm) if masked else None,
     )
     embeddings = "bert.embeddings."
     rows = [

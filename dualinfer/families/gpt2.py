@@ -49,7 +49,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         token_types=vocab,
         token_types_from_vocab=True,
         final_norm=norm,
-        head=Head("causal", tied) if has_head else None,
+        head=Head("causal") if has_head else None,
     )
     head = row("head.weight", "vocab embed", ("lm_head.weight", "vocab embed"))
     rows = [

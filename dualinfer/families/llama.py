@@ -54,7 +54,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
         max_positions=reach(parameters, max_positions),
         final_norm=norm,
-        head=Head("causal", tied) if has_head else None,
+        head=Head("causal") if has_head else None,
     )
     q, k, v = attention[0].qkv_sizes
     head = row("head.weight", "vocab embed", ("lm_head.weight", "vocab embed"))

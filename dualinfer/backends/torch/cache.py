@@ -34,25 +34,15 @@ class KVCache:
             return
         slots, tokens = max(slots, self.slots), max(tokens, self.tokens)
         kept, layers = self._layers, []  # kept until all is there: memory may run out
-        for i, spec in enumerate(self._specs):
+
+        def zeros(heads: int, dim: int) -> torch.Tensor:
             # Zeros, since a masked value still takes part in the product as 0 * value.
+            shape = slots, heads, tokens, dim
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+        for i, spec in enumerate(self._specs):
             layer = LayerCache(
-                torch.zeros(
-                    slots,
-                    spec.kv_heads,
-                    tokens,
-                    spec.key_dim,
-                    dtype=self._dtype,
-                    device=self._device,
-                ),
-                torch.zeros(
-                    slots,
-                    spec.kv_heads,
-                    tokens,
-                    spec.value_dim,
-                    dtype=self._dtype,
-                    device=self._device,
-                ),
+                zeros(spec.kv_heads, spec.key_dim), zeros(spec.kv_heads, spec.value_dim)
             )
             if kept:
                 layer.k[: self.slots, :, : self.tokens] = kept[i].k
