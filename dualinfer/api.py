@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,17 @@ def init_inference(
         class_names = model_config.get("architectures")
         generation = _read_generation_config(folder, model_config)
         notes: list[str] = []
-        source: TensorSource | None = None
+        open_source: Callable[[], TensorSource] = partial(open_checkpoint, folder)
     else:
         _check_module(model, settings)
         model_config = model.config.to_dict()
         class_names = _hf_class_names(model)
         own = getattr(model, "generation_config", None)
         generation = own.to_dict() if own is not None else {}
-        source = open_module(model)
         notes = _notes_on(model)
-        folder = None
+        open_source = partial(open_module, model)
     spec, table = describe_model(model_config, class_names)
-    if source is None:
-        assert folder is not None
-        source = open_checkpoint(folder)
+    source = open_source()
     plan = make_load_plan(table, source)
     if not class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")

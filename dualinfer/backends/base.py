@@ -125,10 +125,6 @@ class CacheSpec:
     key_dim: int
     value_dim: int
 
-    def elements(self, slots: int, tokens: int) -> int:
-        """Number of cached scalars."""
-        return slots * tokens * self.kv_heads * (self.key_dim + self.value_dim)
-
 
 def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
     """The cache of each layer of a causal model. Windowed layers mask a full cache."""
@@ -239,7 +235,7 @@ class Runner(Protocol):
         ...
 
     def report(self) -> Mapping[str, Any]:
-        """Facts for `engine.report()`: device, ops, parameters, parameter_bytes, cache_bytes."""
+        """The fields of `Report` that a backend knows: device, ops, counts and bytes."""
         ...
 
     def close(self) -> None:

@@ -17,11 +17,6 @@ _FAMILIES: dict[str, ModuleType] = {
 }
 
 
-def supported() -> dict[str, tuple[str, ...]]:
-    """Each served `model_type` with the HF class names served for it."""
-    return {name: module.architectures(name) for name, module in _FAMILIES.items()}
-
-
 def check_model_type(model_type: Any) -> str:
     """`model_type` if it is served; ModelError names those that are."""
     if model_type is None:
