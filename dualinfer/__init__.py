@@ -1,7 +1,7 @@
 """dualinfer: a Hugging Face model as a fast inference engine, on PyTorch or on JAX."""
 
 from .api import init_inference
-from .config import InferenceConfig
+from .config import InferenceConfig, default_inference_config
 from .embedded import path as embedded_model
 from .engine import InferenceEngine
 from .errors import (
@@ -13,12 +13,14 @@ from .errors import (
     ConfigError,
     ConfigNotFoundError,
     DualinferError,
+    GraphError,
     LengthError,
     ModelError,
+    OutOfMemoryError,
+    ProfilingError,
     StepError,
     UnsupportedError,
 )
-from .outputs import Outputs
 from .report import Report
 
 __version__ = "0.1.0"
@@ -32,14 +34,17 @@ __all__ = [
     "ConfigError",
     "ConfigNotFoundError",
     "DualinferError",
+    "GraphError",
     "InferenceConfig",
     "InferenceEngine",
     "LengthError",
     "ModelError",
-    "Outputs",
+    "OutOfMemoryError",
+    "ProfilingError",
     "Report",
     "StepError",
     "UnsupportedError",
+    "default_inference_config",
     "embedded_model",
     "init_inference",
 ]

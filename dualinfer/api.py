@@ -1,87 +1,245 @@
-"""init_inference: model and config to spec, weights, runner and engine."""
+"""init_inference: model and config to the engine of the right mode."""
 
+import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 from . import backends
-from .checkpoint import check_folder, open_checkpoint, open_module, read_json
+from .checkpoint import check_folder, open_checkpoint, open_module, open_weights, read_json
 from .config import InferenceConfig, make_config
-from .engine import InferenceEngine
-from .errors import ModelError, UnsupportedError
+from .errors import ConfigError, ModelError, OutOfMemoryError
 from .families import check_model_type, describe_model
+from .fused import FusedEngine
+from .limits import check_config
+from .modules import ModuleEngine
 from .weights import TensorSource, make_load_plan
+
+_Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+@overload
+def init_inference(
+    model: str | os.PathLike[str],
+    config: _Config = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> FusedEngine: ...
+
+
+@overload
+def init_inference(
+    model: Any,
+    config: _Config = None,
+    backend: str | None = None,
+    *,
+    params: Any = None,
+    **kwargs: Any,
+) -> FusedEngine | ModuleEngine: ...
 
 
 def init_inference(
     model: Any,
-    config: InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: _Config = None,
     backend: str | None = None,
+    *,
+    params: Any = None,
     **kwargs: Any,
-) -> InferenceEngine:
+) -> FusedEngine | ModuleEngine:
     """An engine that runs `model` on `backend` ("torch", the default, or "jax").
 
-    `model` is the folder of a HF checkpoint or a live HF module, which stays as it is; its weights
-    are shared where layout, dtype and device agree. `config` is a dict, an InferenceConfig or the
-    path of a JSON file; keyword arguments are its fields. Raises ConfigError, ModelError,
-    CheckpointError or BackendNotAvailableError; nothing half done stays behind.
+    `model` is the folder of a HF checkpoint, a live HF module, any other nn.Module (torch), or a
+    Flax module (JAX): nnx, Linen bound to its variables, or Linen with them as `params`. A folder
+    always runs in fused mode, by dualinfer's own decoder; so do HF modules on JAX, and on torch
+    with `replace_with_kernel_inject=True`, and stay as they are, their weights shared where layout,
+    dtype and device agree. Everything else runs in module mode: on torch the module itself, cast
+    and moved in place. `config` is a dict, an InferenceConfig or the path of a JSON file; keyword
+    arguments are its fields. Raises ConfigError, ModelError, CheckpointError,
+    BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
     settings = make_config(config, overrides)
     backends.check_backend(settings.backend)
+    kind = _kind_of_model(model, settings.backend)
+    if params is not None:
+        if kind != "flax":
+            raise ModelError("params are the variables of a Linen module; this model has its own.")
+        model = (model, params)
+    fused = kind == "folder" or (
+        kind == "torch" and (settings.backend == "jax" or settings.replace_with_kernel_inject)
+    )
+    check_config(settings, "fused" if fused else "module", backends.device_kind(settings.backend))
+    if settings.dtype is not None:
+        backends.check_dtype(settings.backend, settings.dtype)
+    if fused:
+        return _make_fused_engine(model, settings)
+    if settings.replace_with_kernel_inject:
+        raise ModelError(
+            f"replace_with_kernel_inject=True replaces HF models; a {_class_name(model)} runs as "
+            "it is. Leave it unset."
+        )
+    return _make_module_engine(model, settings)
+
+
+def _kind_of_model(model: Any, backend: str) -> str:
+    """`folder`, `torch` or `flax`; told without importing a framework."""
     if isinstance(model, str | os.PathLike):
-        folder = check_folder(model)
-        model_config = _read_config(folder)
-        class_names = model_config.get("architectures")
-        generation = _read_generation_config(folder, model_config)
-        notes: list[str] = []
-        open_source: Callable[[], TensorSource] = partial(open_checkpoint, folder)
-    else:
-        _check_module(model, settings)
-        model_config = model.config.to_dict()
-        class_names = _hf_class_names(model)
-        own = getattr(model, "generation_config", None)
-        generation = own.to_dict() if own is not None else {}
-        notes = _notes_on(model)
-        open_source = partial(open_module, model)
-    spec, table = describe_model(model_config, class_names)
+        return "folder"
+    parts = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+    classes = {(c.__module__.split(".")[0], c.__name__) for c in type(parts[0]).__mro__}
+    if ("torch", "Module") in classes and len(parts) == 1:
+        return "torch"
+    if ("flax", "Module") in classes:
+        if backend != "jax":
+            raise ModelError(f"A Flax module ({_class_name(model)}) needs backend='jax'.")
+        return "flax"
+    raise ModelError(
+        f"model is a {type(model).__name__}; expected the folder of a HF checkpoint, an nn.Module "
+        "or, with backend='jax', a Flax module."
+    )
+
+
+def _class_name(model: Any) -> str:
+    return type(model[0] if isinstance(model, tuple) else model).__name__
+
+
+class _Model(NamedTuple):
+    """A HF model as fused mode needs it: its config, class names and generation defaults."""
+
+    config: Any
+    class_names: list[str] | None
+    generation_config: Any
+    open_source: Callable[[], TensorSource]
+    notes: list[str]
+
+
+def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
+    found = _from_folder(model) if isinstance(model, str | os.PathLike) else _from_module(model)
+    open_source = found.open_source
+    if settings.checkpoint is not None:
+        if isinstance(model, str | os.PathLike):
+            raise ConfigError(
+                f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder already. "
+                "Pass one of them."
+            )
+        open_source = partial(open_weights, str(settings.checkpoint))
+    config = _overlay(found.config, settings.config)
+    notes = found.notes
+    spec, table = describe_model(config.to_dict(), found.class_names)
     source = open_source()
     plan = make_load_plan(table, source)
-    if not class_names:
+    if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
         notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    dtype = settings.dtype
-    if dtype is None:
-        dtype = backends.default_dtype(settings.backend)
-        notes.append(f"dtype was unset: {dtype}")
-        stored = {source.dtype(names[0]) for _, names in plan.rows}
-        if dtype == "float16" and "bfloat16" in stored:
-            warnings.warn(
-                "The checkpoint is bfloat16 and dtype is unset, so that it is float16 on a GPU, "
-                'whose range is smaller. Pass dtype="bf16" to keep its own.',
-                stacklevel=2,
-            )
-    settings = settings.model_copy(update={"dtype": dtype})
+    stored = {source.dtype(names[0]) for _, names in plan.rows}
+    settings = _with_dtype(settings, notes, stored)
     runner = backends.create_runner(settings, spec, plan, source)
-    return InferenceEngine(runner, settings, model_config, generation, source.description, notes)
+    try:
+        if spec.can_generate:
+            _check_memory(runner, settings, notes)
+        engine_type = backends.engine_type(settings.backend, FusedEngine)
+        return engine_type(
+            runner, settings, config, found.generation_config, source.description, notes
+        )
+    except BaseException:
+        runner.close()
+        raise
 
 
-def _check_module(model: Any, settings: InferenceConfig) -> None:
-    if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
+def _make_module_engine(model: Any, settings: InferenceConfig) -> ModuleEngine:
+    notes: list[str] = []
+    settings = _with_dtype(settings, notes, set())
+    source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+    runner = backends.create_module_runner(settings, model, source)
+    module = runner.module
+    config = settings.config if settings.config is not None else getattr(module, "config", None)
+    own = getattr(module, "generation_config", None)
+    description = source.description if source else f"the caller's {_class_name(model)}"
+    engine_type = backends.engine_type(settings.backend, ModuleEngine)
+    return engine_type(runner, settings, config, own, description, notes)
+
+
+def _with_dtype(settings: InferenceConfig, notes: list[str], stored: set[str]) -> InferenceConfig:
+    """The config with its dtype resolved; `stored` are the checkpoint's."""
+    if settings.dtype is not None:
+        return settings
+    dtype = backends.default_dtype(settings.backend)
+    notes.append(f"dtype was unset: {dtype}")
+    if dtype == "float16" and "bfloat16" in stored:
+        warnings.warn(
+            "The checkpoint is bfloat16 and dtype is unset, so that it is float16 on a GPU, "
+            'whose range is smaller. Pass dtype="bf16" to keep its own.',
+            stacklevel=4,
+        )
+    return settings.model_copy(update={"dtype": dtype})
+
+
+def _check_memory(runner: Any, settings: InferenceConfig, notes: list[str]) -> None:
+    """The contract's promise: a cache of `min_out_tokens` fits, or nothing is made."""
+    free = runner.free_bytes()
+    if free is None:
+        return
+    least = settings.min_out_tokens
+    needed = runner.cache_bytes_for(1, least)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"A cache of min_out_tokens={least} tokens for one sequence needs {needed:,} bytes, "
+            f"and {free:,} are free on {runner.device}. Use a smaller dtype or min_out_tokens, or "
+            "free memory first."
+        )
+    most = settings.max_out_tokens
+    if most is not None and runner.cache_bytes_for(1, most) > free:
+        notes.append(
+            f"max_out_tokens={most} needs a cache of {runner.cache_bytes_for(1, most):,} bytes for "
+            f"one sequence, and {free:,} are free: long requests will be refused"
+        )
+
+
+def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
+    """The HF config with the caller's fields laid over it; the given one stays as it is."""
+    if not fields:
+        return config
+    from transformers import AutoConfig
+
+    values = config.to_dict()
+    for name, value in fields.items():
+        if name not in values:
+            near = difflib.get_close_matches(str(name), values, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(f"config.{name}: the model's config has no such field{hint}")
+        if name == "model_type" and value != values[name]:
+            raise ConfigError(f"config.model_type={value!r}, but the model is a {values[name]!r}.")
+    values |= fields
+    model_type = values.pop("model_type")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers' validation raises many kinds
+        raise ConfigError(f"config={dict(fields)!r} is not valid: {error}") from error
+
+
+def _from_module(module: Any) -> _Model:
+    if not hasattr(getattr(module, "config", None), "to_dict"):
         raise ModelError(
-            f"model is a {type(model).__name__}; expected a live HF module or the folder of a HF "
-            "checkpoint."
+            f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
+            "own decoder, does not know it. On torch, leave replace_with_kernel_inject unset."
         )
-    if settings.backend == "torch" and not settings.replace_with_kernel_inject:
-        raise UnsupportedError(
-            "A live module on torch runs as it is unless replace_with_kernel_inject=True, and that "
-            "module mode is not in this version. Set replace_with_kernel_inject=True, or pass the "
-            "checkpoint's folder."
-        )
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    notes = ["the module has forward hooks, which do not run here"] if hooked else []
+    generation = getattr(module, "generation_config", None)
+    source = partial(open_module, module)
+    return _Model(module.config, _hf_class_names(module), generation, source, notes)
+
+
+def _from_folder(path: Any) -> _Model:
+    folder = check_folder(path)
+    config = _read_config(folder)
+    names = config.architectures
+    source = partial(open_checkpoint, folder)
+    return _Model(config, names, _read_generation_config(folder, config), source, [])
 
 
 def _hf_class_names(model: Any) -> list[str]:
@@ -101,13 +259,7 @@ def _hf_class_names(model: Any) -> list[str]:
     raise ModelError(f"{type(model).__name__} is no HF model.")
 
 
-def _notes_on(model: Any) -> list[str]:
-    """What the report should say of a live module that our decoder replaces."""
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return ["the module has forward hooks, which do not run here"] if hooked else []
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved."""
     from transformers import AutoConfig
 
@@ -115,23 +267,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
     model_type = check_model_type(written.get("model_type"))
     fields = {name: value for name, value in written.items() if name != "model_type"}
     try:
-        config = AutoConfig.for_model(model_type, **fields)
+        return AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # transformers' validation raises many kinds
         raise ModelError(f"{folder / 'config.json'} is not a valid config: {error}") from error
-    return config.to_dict()
 
 
-def _read_generation_config(folder: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_generation_config(folder: Path, config: Any) -> Any:
     """generation_config.json; without one, what config.json says of generation, as in HF."""
-    path = folder / "generation_config.json"
-    if path.is_file():
-        return read_json(path)
     from transformers import GenerationConfig
 
+    path = folder / "generation_config.json"
+    if path.is_file():
+        return GenerationConfig(**read_json(path))
     written = read_json(folder / "config.json")
     known = GenerationConfig().to_dict().keys() - {"output_hidden_states", "output_attentions"}
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {
-        **{name: model_config.get(name) for name in special},
-        **{name: value for name, value in written.items() if name in known},
-    }
+    return GenerationConfig(
+        **{name: getattr(config, name, None) for name in special},
+        **{n: v for n, v in written.items() if n in known and n not in special},
+    )

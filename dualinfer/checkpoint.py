@@ -24,6 +24,8 @@ _SAFETENSORS_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_WRAPPERS = ("module", "model", "state_dict")
 
 
 class SafetensorsSource:
@@ -154,6 +156,30 @@ def open_checkpoint(folder: Path) -> TensorSource:
     )
 
 
+def open_weights(path: str | os.PathLike[str]) -> TensorSource:
+    """The weights of a HF folder, or of one state-dict file: .safetensors, or torch's.
+
+    A torch file may hold its state dict under "module", "model" or "state_dict". It needs torch and
+    is read with `weights_only=True`.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return open_checkpoint(file)
+    if not file.exists():
+        raise CheckpointNotFoundError(
+            f"checkpoint={str(path)!r} does not exist; expected the folder of a HF checkpoint or a "
+            "state-dict file."
+        )
+    if file.suffix == ".safetensors":
+        return SafetensorsSource(file.parent, [file.name])
+    if file.suffix in _TORCH_SUFFIXES:
+        return _open_bin(file.parent, [file.name], str(file))
+    raise CheckpointError(
+        f"checkpoint={str(path)!r} is no checkpoint by its name; expected a folder, .safetensors, "
+        f"{', '.join(_TORCH_SUFFIXES)}."
+    )
+
+
 def _indexed_files(folder: Path, index: str) -> list[str]:
     """The files that an index names; each must lie in the checkpoint's own folder.
 
@@ -173,7 +199,7 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
     return files
 
 
-def _open_bin(folder: Path, files: Iterable[str]) -> TorchSource:
+def _open_bin(folder: Path, files: Iterable[str], description: str = "") -> TorchSource:
     try:
         import torch
     except ImportError as error:
@@ -197,7 +223,13 @@ def _open_bin(folder: Path, files: Iterable[str]) -> TorchSource:
             raise CheckpointError(
                 f"{path} holds a {type(state).__name__}, expected a dict of tensors."
             )
-        for name, tensor in state.items():
+        wrapped = [key for key in _WRAPPERS if isinstance(state.get(key), dict)]
+        if len(wrapped) > 1:
+            raise CheckpointError(
+                f"{path} holds {' and '.join(wrapped)}, each a dict; which one is the model's "
+                "weights? Save that one alone."
+            )
+        for name, tensor in (state[wrapped[0]] if wrapped else state).items():
             if isinstance(tensor, torch.Tensor):
                 tensors[name] = tensor
-    return TorchSource(tensors, str(folder))
+    return TorchSource(tensors, description or str(folder))

@@ -20,9 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from . import backends, embedded
 from .api import init_inference
-from .engine import InferenceEngine
 from .environment import describe_backend, describe_system
 from .errors import ArgumentError, BackendNotAvailableError, DualinferError
+from .fused import FusedEngine
 from .parity import Parity, compare, first_difference
 from .text import TextStream, has_tokenizer, load_tokenizer
 
@@ -152,7 +152,7 @@ def generate(
 class _Run:
     """What the demo knows of one backend."""
 
-    engine: InferenceEngine
+    engine: FusedEngine
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     speed: float = 0.0
@@ -286,9 +286,9 @@ def _encode(tokenizer: Any, prompt: str) -> Any:
 
 
 @contextmanager
-def _engines(folder: Path, dtype: str) -> Iterator[dict[str, InferenceEngine]]:
+def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
-    engines: dict[str, InferenceEngine] = {}
+    engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
             engines[name] = init_inference(folder, backend=name, dtype=dtype)
@@ -326,7 +326,7 @@ def _side_by_side(console: Console, prompt: str, runs: dict[str, _Run]) -> Table
     return table
 
 
-def _tokens_per_second(engine: InferenceEngine, ids: Any, new_tokens: int) -> float:
+def _tokens_per_second(engine: FusedEngine, ids: Any, new_tokens: int) -> float:
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     engine.generate(ids, **options)
     start = time.perf_counter()

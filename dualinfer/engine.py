@@ -1,354 +1,153 @@
-"""InferenceEngine: forward, generate, stream, report; the same on every backend."""
+"""InferenceEngine: what every engine has, whatever runs in it: model, times, report, life cycle."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-import numpy as np
-
-from .arrays import kind_of, to_kind, to_numpy
-from .backends.base import ForwardInputs, Request, Runner, Sampling
 from .config import InferenceConfig
-from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
-from .generation import Generation, Loop, StopStrings
-from .options import GenerationOptions, make_options
-from .outputs import FIELDS, Outputs
-from .prompts import Prompts, check_ids, check_mask, make_prompts
+from .errors import ClosedError
+from .profiling import Profiler
 from .report import Report
 
-_STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
-_CLOSED = "This engine was closed. Make a new one with init_inference()."
+CLOSED = "This engine was closed. Make a new one with init_inference()."
 
 
 class InferenceEngine:
     """A model ready to run. Made by `init_inference`; usable as a context manager.
 
-    `config` is the InferenceConfig, `model_config` the HF config as a dict, `generation_config` the
-    model's own generation defaults.
+    `inference_config` is the InferenceConfig. `config` and `generation_config` are the model's own
+    (HF's objects), or None. On torch the engine is an nn.Module as well. Calls from several threads
+    take turns.
     """
 
     def __init__(
         self,
-        runner: Runner,
-        config: InferenceConfig,
-        model_config: Mapping[str, Any],
-        generation_config: Mapping[str, Any],
+        runner: Any,
+        inference_config: InferenceConfig,
+        config: Any,
+        generation_config: Any,
         source: str,
         notes: Sequence[str],
     ) -> None:
+        self.inference_config = inference_config
         self.config = config
-        self.model_config = dict(model_config)
-        self.generation_config = dict(generation_config)
-        self._runner: Runner | None = runner
-        self._loop = Loop(runner)
-        self._spec = runner.spec
+        self.generation_config = generation_config
+        self._runner: Any = runner
         self._source, self._notes = source, tuple(notes)
+        self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
+        self._profiler = Profiler(runner.stopwatch)
 
     @property
-    def runner(self) -> Runner:
-        """The backend's runner; ClosedError after `close()`."""
+    def runner(self) -> Any:
+        """The backend's Runner or ModuleRunner; ClosedError after `close()`."""
         if self._runner is None:
-            raise ClosedError(_CLOSED)
+            raise ClosedError(CLOSED)
         return self._runner
 
     @property
-    def model(self) -> Any:
-        """On JAX, the model as an nnx module to inspect."""
-        model = getattr(self.runner, "model", None)
-        if model is None:
-            raise UnsupportedError(
-                f"engine.model is for backend='jax'; this one is {self.config.backend!r}."
-            )
-        return model
+    def module(self) -> Any:
+        """The model as an object of its framework.
+
+        In module mode the caller's own module on torch, its cast copy on JAX; in fused mode an
+        nn.Module or nnx module that holds dualinfer's weights.
+        """
+        return self.runner.module
 
     @property
-    def max_tokens(self) -> int:
-        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit."""
-        return self.config.max_out_tokens or self._spec.max_positions
+    def device(self) -> Any:
+        """The torch.device or jax.Device that holds the weights."""
+        return self.runner.device
+
+    @property
+    def dtype(self) -> Any:
+        """The framework's dtype of the weights."""
+        return self.runner.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as `forward`."""
         return self.forward(*args, **kwargs)
 
-    def forward(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        *,
-        position_ids: Any = None,
-        token_type_ids: Any = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        return_tuple: bool | None = None,
-        use_cache: bool | None = None,
-        **unsupported: Any,
-    ) -> Any:
-        """HF's forward over whole sequences: logits, or last_hidden_state and pooler_output.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass of the model, without gradients."""
+        raise NotImplementedError
 
-        `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
-        counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
-        come back in the same framework, in the engine's dtype, on its device. As in HF,
-        `position_ids` that start anew separate packed sequences only without a mask and without a
-        cache: with `use_cache=False` here or in the model's config. Returns Outputs; with
-        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
-        ArgumentError and LengthError before anything runs.
+    def can_generate(self) -> bool:
+        """True if `generate` serves this model."""
+        raise NotImplementedError
+
+    def profile_model_time(self, use_cuda_events: bool = True, enabled: bool = True) -> None:
+        """Time every forward pass of the model from now on; `enabled=False` ends it.
+
+        A generate of N tokens is N passes. With `use_cuda_events` (torch on CUDA) the times are
+        taken on the device without waiting for it; else, and on JAX and CPUs always, by the clock
+        around completed work, which slows generate down.
         """
-        _refuse_arguments("forward", unsupported)
-        if use_cache:
-            raise ArgumentError(
-                "forward does not support use_cache=True: it returns no past_key_values. The cache "
-                "belongs to generate()."
-            )
-        if use_cache is None:
-            use_cache = self.model_config.get("use_cache", True)
-        inputs = self._forward_inputs(
-            input_ids,
-            attention_mask,
-            position_ids,
-            token_type_ids,
-            output_hidden_states,
-            may_pack=not use_cache,
-        )
-        kind = kind_of(input_ids) or "list"
-        results = self.runner.forward(inputs)
-        fields = {
-            name: tuple(to_kind(v, kind) for v in results[name])
-            if isinstance(results[name], tuple)
-            else to_kind(results[name], kind)
-            for name in FIELDS  # a jitted function returns its dict sorted
-            if name in results
-        }
-        outputs = Outputs(fields)
-        if not (self.config.return_tuple if return_tuple is None else return_tuple):
-            return outputs[0]
-        if return_dict is None:
-            return_dict = self.model_config.get("return_dict", True)
-        return outputs if return_dict is not False else outputs.to_tuple()
+        with self._lock:
+            self._watch(self.runner, enabled, use_cuda_events)
 
-    def _forward_inputs(
-        self, ids: Any, mask: Any, positions: Any, types: Any, keep: bool | None, may_pack: bool
-    ) -> ForwardInputs:
-        spec = self._spec
-        if ids is None:
-            raise ArgumentError("input_ids is missing.")
-        tokens = check_ids(ids, "input_ids", spec.vocab)
-        if spec.learned_positions and tokens.shape[1] > spec.learned_positions:
-            raise LengthError(
-                f"input_ids has {tokens.shape[1]} tokens, but the model has "
-                f"{spec.learned_positions} positions."
-            )
-        visible = check_mask(mask, tokens.shape)
-        segments = None
-        if positions is None:
-            at = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
-        else:
-            limit = spec.learned_positions or 2**31 - 1
-            at = check_ids(positions, "position_ids", limit, "positions")
-            at = _broadcast(at, "position_ids", tokens.shape)
-            if spec.causal and visible is None and may_pack:
-                segments = _packed_segments(at)
-        if visible is not None and visible.all():
-            visible = None
-        if types is not None:
-            if not spec.token_types and not _is_zero(types):
-                raise ArgumentError(
-                    f"The {spec.family} family has no token types, but token_type_ids holds other "
-                    "values than 0."
-                )
-            types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
-            types = _broadcast(types, "token_type_ids", tokens.shape) if spec.token_types else None
-        elif spec.token_types and not spec.token_types_from_vocab:
-            types = np.zeros_like(tokens)
-        if keep is None:
-            keep = bool(self.model_config.get("output_hidden_states", False))
-        return ForwardInputs(tokens, at, visible, types, segments, keep)
+    def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
+        """Turn profiling on or off on a runner that is open."""
+        self._profiler.switch(enabled, use_cuda_events)
 
-    def generate(
-        self,
-        input_ids: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
+    @property
+    def model_profile_enabled(self) -> bool:
+        """True while model times are taken."""
+        return self._profiler.enabled
 
-        `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
-        a list of lists of any lengths; rows of the result are left-padded, and filled up with the
-        pad id after their end. Other arguments have HF's names and meanings, with the model's own
-        generation_config as defaults; `streamer` follows HF's protocol, `tokenizer` is needed for
-        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
-        each. Raises before anything runs; an argument that is not supported is refused by name.
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward pass since the last call, oldest first; they are cleared.
+
+        Raises ProfilingError if profiling is off.
         """
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise ArgumentError(
-                f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's have."
-            )
-        prompts, requests, options, stop = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
-        )
-        pad = options.fill_id
-        block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
-        if streamer is not None:
-            streamer.put(self._streamed(block))
-            chunk = _STREAM_CHUNK
-        else:
-            chunk = _STOP_CHUNK if stop else _WHOLE_CHUNK
-        columns = []
-        for tokens in Generation(self._loop, requests, chunk, stop):
-            column = np.array([pad if t is None else t for t in tokens], np.int64)
-            columns.append(column)
-            if streamer is not None:
-                streamer.put(self._streamed(column))
-        if streamer is not None:
-            streamer.end()
-        return self._result(np.column_stack((block, *columns)), prompts)
+        with self._lock:
+            return self._profiler.take()
 
-    def stream(
-        self,
-        input_ids: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
-        """An iterator of new tokens, as they are made; the arguments of `generate`.
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile forward with torch.compile; a second call does nothing.
 
-        One sequence gives ints; several give lists with an int for each, None once it has ended.
-        Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
-        `close()` on the iterator, frees what it holds.
+        `backend` None is torch's default, "inductor". On JAX everything is compiled as it is, so
+        that only None is taken. Raises UnsupportedError where it cannot be done.
         """
-        _, requests, _, stop = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
-        )
-        return self._stream(requests, stop)
+        with self._lock:
+            self.runner.compile(backend, dict(compile_kwargs or {}))
 
-    def _stream(self, requests: Sequence[Request], stop: StopStrings | None) -> Iterator[Any]:
-        if self._runner is None:  # closed since stream() was called
-            raise ClosedError(_CLOSED)
-        for tokens in Generation(self._loop, requests, _STREAM_CHUNK, stop):
-            yield tokens[0] if len(tokens) == 1 else tokens
-
-    def _prepare(
-        self, ids: Any, config: Any, mask: Any, tokenizer: Any, seed: Any, kwargs: dict[str, Any]
-    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
-        """Everything that generate and stream check and derive before anything runs."""
-        spec = self.runner.spec
-        if not spec.can_generate:
-            raise UnsupportedError(
-                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
-                "head."
-            )
-        if "inputs" in kwargs:  # HF's name of its first argument
-            if ids is not None:
-                raise ArgumentError("Both inputs and input_ids were given; they are the same.")
-            ids = kwargs.pop("inputs")
-        if not spec.token_types and _is_zero(kwargs.get("token_type_ids")):
-            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        options = make_options(self.generation_config, config, kwargs, spec.vocab)
-        pad = options.fill_id
-        if options.stop_strings and not hasattr(tokenizer, "decode"):
-            raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
-        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
-        count = options.num_return_sequences
-        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
-            raise ArgumentError(
-                "stop_strings may end some rows before others, but the model names neither a "
-                "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
-            )
-        width = prompts.block.shape[1]
-        new_tokens = options.new_tokens(width, self.max_tokens)
-        self._check_length(prompts, new_tokens)
-        seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
-        requests = [
-            Request(
-                tokens=row,
-                max_new_tokens=new_tokens,
-                min_new_tokens=options.least_tokens(width),
-                eos_ids=options.eos_token_ids,
-                sampling=Sampling(
-                    options.do_sample,
-                    options.temperature,
-                    options.top_k,
-                    options.top_p,
-                    options.min_p,
-                    options.repetition_penalty,
-                    row_seed,
-                    index,
-                ),
-            )
-            for row, row_seed in zip(prompts.rows, seeds, strict=True)
-            for index in range(count)
-        ]
-        stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
-        return prompts, requests, options, stop
-
-    def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
-        longest = max(len(row) for row in prompts.rows)
-        positions = self._spec.learned_positions
-        limit, name = self.max_tokens, "max_out_tokens"
-        if self.config.max_out_tokens is None:
-            name = "the model's max_position_embeddings"
-        elif positions and positions < limit:
-            limit, name = positions, "the number of the model's positions"
-        if longest + new_tokens > limit:
-            way = "" if positions and limit == positions else " or a larger max_out_tokens"
-            raise LengthError(
-                f"A prompt of {longest} tokens and {new_tokens} new ones make "
-                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a "
-                f"shorter prompt{way}."
-            )
-
-    def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
-        if seed is None:
-            return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
-        if kind_of(seed) not in (None, "list"):
-            seed = to_numpy(seed).tolist()
-        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
-        if len(seeds) != prompts:
-            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
-        for value in seeds:
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ArgumentError(f"seed={value!r}; expected an int.")
-            if not 0 <= value.__index__() < 2**64:
-                raise ArgumentError(f"seed={value!r}; expected an int from 0 to 2**64 - 1.")
-        return [value.__index__() for value in seeds]
-
-    def _streamed(self, tokens: np.ndarray) -> Any:
-        """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
-        return to_kind(tokens, "torch" if self.config.backend == "torch" else "numpy")
-
-    def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
-        kind = self.config.backend if prompts.kind == "list" else prompts.kind
-        return to_kind(ids, kind, like=prompts.like)
+    @property
+    def is_compiled(self) -> bool:
+        """True if forward is compiled."""
+        return self.runner.is_compiled
 
     def report(self) -> Report:
         """What runs, where, and what it holds."""
+        raise NotImplementedError
+
+    def _make_report(self, **facts: Any) -> Report:
         return Report(
-            mode="fused",
-            backend=self.config.backend,
-            family=self._spec.family,
-            architecture=self._spec.architecture,
-            layers=len(self._spec.layers),
-            dtype=self.config.dtype or "",
+            backend=self.inference_config.backend,
+            dtype=self.inference_config.dtype or "",
             source=self._source,
-            max_tokens=self.max_tokens,
-            notes=self._notes,
+            notes=(*self._notes, *getattr(self.runner, "notes", ())),
+            **facts,
             **self.runner.report(),
         )
 
     def close(self) -> None:
         """Free what the engine holds on the device; it cannot be used afterwards."""
-        if self._runner is not None:
-            self._loop.lose(ClosedError("The engine was closed while this stream was open."))
-            self._runner.close()
-            self._runner = None
+        with self._lock:
+            if self._runner is None:
+                return
+            self._let_go()
+            self._profiler.switch(False)
+            runner, self._runner = self._runner, None
+            runner.close()
 
-    def __enter__(self) -> "InferenceEngine":
+    def _let_go(self) -> None:
+        """End what is under way, before the runner is closed."""
+
+    def destroy(self) -> None:
+        """DeepSpeed's name of `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
         """The engine itself."""
         return self
 
@@ -357,38 +156,9 @@ class InferenceEngine:
         self.close()
 
     def __repr__(self) -> str:
-        """Family, backend and dtype."""
-        state = "closed" if self._runner is None else f"{self.config.dtype}"
-        return f"InferenceEngine({self._spec.architecture}, {self.config.backend}, {state})"
+        """What runs, on which backend, in which dtype."""
+        state = "closed" if self._runner is None else f"{self.inference_config.dtype}"
+        return f"InferenceEngine({self._name()}, {self.inference_config.backend}, {state})"
 
-
-def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
-    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
-    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
-    if asked:
-        raise ArgumentError(
-            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
-            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
-            "return_tuple."
-        )
-
-
-def _is_zero(ids: Any) -> bool:
-    """True for token types that say nothing."""
-    return kind_of(ids) is not None and not np.any(to_numpy(ids))
-
-
-def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
-    if array.shape not in (shape, (1, shape[1])):
-        raise ArgumentError(f"{name} has shape {array.shape}; expected {shape}.")
-    return np.broadcast_to(array, shape).copy()
-
-
-def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
-    """Numbers of the packed sequences in each row, None if there is one.
-
-    HF starts a new one wherever a position is not its predecessor plus one (`masking_utils.py`).
-    """
-    starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
-    segments = starts.cumsum(axis=1).astype(np.int32)
-    return segments if segments.any() else None
+    def _name(self) -> str:
+        raise NotImplementedError

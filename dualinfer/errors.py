@@ -48,5 +48,17 @@ class StepError(DualinferError, RuntimeError):
     """A step on the device failed in one call; other calls' sequences that it served ended."""
 
 
+class ProfilingError(DualinferError, RuntimeError, AssertionError):
+    """Model times were asked for while profiling was off; DeepSpeed asserts it."""
+
+
+class OutOfMemoryError(DualinferError, RuntimeError, MemoryError):
+    """The device's free memory is smaller than what is needed; told before it is allocated."""
+
+
+class GraphError(DualinferError, RuntimeError):
+    """A forward pass cannot be captured into a CUDA graph."""
+
+
 class ClosedError(DualinferError, RuntimeError):
     """The engine was closed; nothing of it is left on the device."""

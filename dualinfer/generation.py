@@ -9,6 +9,7 @@ from typing import Any
 
 from .backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
 from .errors import StepError
+from .profiling import Profiler
 
 
 class StopStrings:
@@ -63,9 +64,10 @@ class Loop:
     They may belong to several threads, as with HF's TextIteratorStreamer; one at a time drives.
     """
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, profiler: Profiler, lock: threading.RLock):
         self._runner = runner
-        self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
+        self._profiler = profiler
+        self._lock = lock
         self._live: dict[int, Live] = {}
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
 
@@ -76,7 +78,7 @@ class Loop:
             lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
             slots = slots[: len(lives)]
             try:
-                pending = self._runner.prefill(requests, slots)
+                pending = self._profiler.run(self._runner.prefill, requests, slots)
             except BaseException:
                 self._runner.release(slots)
                 raise
@@ -113,10 +115,10 @@ class Loop:
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0 or len(self._chunks) > 1:
             return
-        steps = min(steps, ahead, MAX_STEPS)
+        steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
         columns = dict(self._live)
         try:
-            pending = self._runner.decode(steps)
+            pending = self._profiler.run(self._runner.decode, steps)
         except BaseException as error:  # some of the steps may have run, and their tokens are gone
             self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
             raise

@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_return_sequences": 1,
 }
 _SUPPORTED = ", ".join(sorted([*_DEFAULTS, "seed", "streamer", "tokenizer"]))
-_DEFAULT_NEW_TOKENS = 20
+DEFAULT_NEW_TOKENS = 20
 
 # Arguments that cannot change the tokens, or only together with one that is refused.
 _INERT = frozenset(
@@ -110,7 +110,7 @@ class GenerationOptions:
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.max_length is None:
-            return _DEFAULT_NEW_TOKENS
+            return DEFAULT_NEW_TOKENS
         if self.max_length <= width:
             raise ArgumentError(
                 f"The prompt has {width} tokens and max_length={self.max_length} counts it, so "
@@ -133,7 +133,7 @@ def make_options(
     Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
     unknown, not supported, or out of range.
     """
-    given = {k: v for k, v in _config_dict(generation_config).items() if v is not None}
+    given = {k: v for k, v in config_dict(generation_config).items() if v is not None}
     asked = {**given, **kwargs}
     values = {**_DEFAULTS, **{k: v for k, v in model_defaults.items() if v is not None}, **asked}
     _refuse_unknown(kwargs)
@@ -164,7 +164,8 @@ def make_options(
     )
 
 
-def _config_dict(generation_config: Any) -> dict[str, Any]:
+def config_dict(generation_config: Any) -> dict[str, Any]:
+    """HF's GenerationConfig, a dict or None as a new dict."""
     if generation_config is None:
         return {}
     if isinstance(generation_config, Mapping):
@@ -190,13 +191,18 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse(values: Mapping[str, Any]) -> None:
+def check_beams(values: Mapping[str, Any], way: str) -> None:
+    """Raise UnsupportedError if generation arguments ask for beams; `way` says how to go on."""
     beams = values.get("num_beams")
     if beams not in (None, 1):
         raise UnsupportedError(
-            f"num_beams={beams}: beam search is not supported in fused mode. Set num_beams=1; if "
-            "the model's own generation_config asks for beams, pass num_beams=1 to generate."
+            f"num_beams={beams}: beam search is not supported. Use {way}. If the model's own "
+            "generation_config asks for beams, pass num_beams=1 to generate."
         )
+
+
+def _refuse(values: Mapping[str, Any]) -> None:
+    check_beams(values, "num_beams=1")
     if values.get("cache_implementation") == "quantized":
         raise ArgumentError(
             "cache_implementation='quantized' changes results and is not supported."

@@ -64,7 +64,7 @@ def compare(
     if _shapes(states_a, logits_a) != _shapes(states_b, logits_b):
         raise ArgumentError(f"{engine_a} and {engine_b} are not of one architecture.")
     keep = _visible(attention_mask, states_a[0].shape[:2])
-    rounding = max(ROUNDING[e.config.dtype or "float32"] for e in (engine_a, engine_b))
+    rounding = max(ROUNDING[e.inference_config.dtype or "float32"] for e in (engine_a, engine_b))
     layers = tuple(
         difference(_layer_name(i), a[keep], b[keep])
         for i, (a, b) in enumerate(zip(states_a, states_b, strict=True))

@@ -116,7 +116,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
         (("nowhere", "x"), "'nowhere' does not exist"),
         (("MODEL", ""), "The prompt is empty"),
         (("MODEL", "x", "--max-new-tokens", 500), "over the model's max_position_embeddings"),
-        (("MODEL", "x", "--dtype", "int3"), "dtype='int3' is not supported"),
+        (("MODEL", "x", "--dtype", "int3"), "dtype='int3': a model computes in"),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
         (("MODEL", "x", "--max-new-tokens", 0), "max_new_tokens=0"),
     ],

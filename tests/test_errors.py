@@ -665,11 +665,6 @@ def test_what_is_no_model_is_refused(model, backend):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
 
 
-def test_live_module_without_injection_on_torch_says_what_to_do(hf_model):
-    with pytest.raises(NotImplementedError, match="replace_with_kernel_inject=True"):
-        dualinfer.init_inference(hf_model(CAUSAL))
-
-
 def test_module_on_the_meta_device_is_refused(backend):
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())

@@ -153,7 +153,7 @@ WRITTEN = {
 
 def read(tmp_path, written):
     (tmp_path / "config.json").write_text(json.dumps(written))
-    return _read_config(tmp_path)
+    return _read_config(tmp_path).to_dict()
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -935,7 +935,10 @@ def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):
     reference = np.asarray(engine.generate(rows(), max_new_tokens=10))
     stream = engine.stream(rows()[0], max_new_tokens=20)
     found = [next(stream) for _ in range(4)]
-    for method in ("_reserve", "_put" if engine.config.backend == "torch" else "_run_prefill"):
+    for method in (
+        "_reserve",
+        "_put" if engine.inference_config.backend == "torch" else "_advance",
+    ):
 
         def fail(*args, **kwargs):
             raise MemoryError("mine")

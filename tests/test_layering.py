@@ -25,39 +25,47 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": set(),
     "progress": set(),
     "report": set(),
+    "memory": set(),
     "embedded": set(),
     "kernels.*": {"kernels.*"},
+    "profiling": {"errors"},
     "arrays": {"errors"},
-    "config": {"errors"},
+    "config.*": {"config.*", "errors"},
     "options": {"errors"},
-    "prompts": {"arrays", "errors"},
     "weights": {"arrays", "errors", "spec"},
     "checkpoint": {"errors", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
-    "backends.base": {"errors", "spec"},  # the neutral contract
-    "backends": {"backends.base", "config", "errors", "spec", "weights"},
-    "generation": {"backends.base", "errors", "spec"},
+    "backends.base": {"errors", "profiling", "spec"},  # the neutral contract
+    "backends": {"backends.base", "config.*", "errors", "spec", "weights"},
+    "inputs": {"arrays", "backends.base", "errors", "spec"},
+    "generation": {"backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
-        *("arrays", "config", "errors", "progress", "spec", "weights"),
-        *("backends.base", "backends.torch.*", "kernels.triton.*"),
+        *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
+        *("backends.base", "backends.torch.*", "kernels.triton.*", "weights"),
     },
     "backends.jax.*": {
-        *("arrays", "config", "errors", "progress", "spec", "weights"),
-        *("backends.base", "backends.jax.*", "kernels.pallas.*"),
+        *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
+        *("backends.base", "backends.jax.*", "kernels.pallas.*", "weights"),
     },
-    "engine": {
-        *("arrays", "backends.base", "config", "errors", "generation", "options", "outputs"),
-        *("prompts", "report"),
+    "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
+    "fused": {
+        *("arrays", "backends.base", "config.*", "engine", "errors", "generation", "inputs"),
+        *("options", "outputs", "report"),
     },
-    "api": {"backends", "checkpoint", "config", "engine", "errors", "families.*", "weights"},
+    "modules": {"backends.base", "config.*", "engine", "errors", "options", "report"},
+    "limits": {"config.*", "errors"},
+    "api": {
+        *("backends", "checkpoint", "config.*", "engine", "errors", "families.*", "fused"),
+        *("limits", "modules", "weights"),
+    },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},
     "environment": {"backends", "errors"},
     "cli": {
-        *("api", "backends", "embedded", "engine", "environment", "errors", "parity", "text"),
+        *("api", "backends", "embedded", "environment", "errors", "fused", "parity", "text"),
     },
     "__main__": {"cli"},
-    "": {"api", "config", "embedded", "engine", "errors", "outputs", "report"},
+    "": {"api", "config.*", "embedded", "engine", "errors", "report"},
 }
 
 # Frameworks that a module must not import: while it is being imported, and anywhere in it.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dualinfer
+from dualinfer.outputs import make_outputs
 from dualinfer.parity import compare, difference, first_difference
 
 from .checkpoints import write_llama
@@ -20,13 +21,14 @@ class Shifted:
     """An engine whose results are changed on the way out."""
 
     def __init__(self, engine, change):
-        self.engine, self.change, self.config = engine, change, engine.config
+        self.engine, self.change = engine, change
+        self.inference_config = engine.inference_config
 
     def forward(self, *args, **kwargs):
         outputs = self.engine.forward(*args, **kwargs)
         fields = {"logits": outputs.logits.copy(), "hidden_states": outputs.hidden_states}
         self.change(fields["logits"])
-        return dualinfer.Outputs(fields)
+        return make_outputs(fields)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@
 
 import importlib
 import importlib.util
+from typing import Any
 
 from ..config import InferenceConfig
 from ..errors import BackendNotAvailableError
 from ..spec import ModelSpec
 from ..weights import LoadPlan, TensorSource
-from .base import Runner
+from .base import ModuleRunner, Runner
 
 BACKENDS = ("torch", "jax")
 _NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
@@ -39,14 +40,41 @@ def _is_installed(module: str) -> bool:
 
 def default_dtype(name: str) -> str:
     """The dtype of an unset `dtype`: the contract's float16 on a GPU, float32 on a CPU."""
+    return _import(name).default_dtype()
+
+
+def device_kind(name: str) -> str:
+    """What an engine of this backend would run on now: "cpu", "cuda", "gpu" or another platform."""
+    return _import(name).device_kind()
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raise ConfigError if the backend's device does not compute in `dtype`."""
+    _import(name).check_dtype(dtype)
+
+
+def engine_type(name: str, base: type) -> Any:
+    """The engine class `base` as the backend offers it: on torch it is an nn.Module as well."""
+    return _import(name).engine_type(base)
+
+
+def _import(name: str) -> Any:
     check_backend(name)
-    return importlib.import_module(f".{name}", __name__).default_dtype()
+    return importlib.import_module(f".{name}", __name__)
 
 
 def create_runner(
     config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
 ) -> Runner:
     """A runner of the config's backend and dtype, with the weights loaded on its device."""
-    check_backend(config.backend)
-    backend = importlib.import_module(f".{config.backend}", __name__)
-    return backend.create_runner(config, spec, plan, source)
+    return _import(config.backend).create_runner(config, spec, plan, source)
+
+
+def create_module_runner(
+    config: InferenceConfig, module: Any, source: TensorSource | None = None
+) -> ModuleRunner:
+    """A runner of the user's own module, filled from `source` where one is given.
+
+    On torch an nn.Module; on JAX an nnx module, a bound Linen module, or (Linen module, variables).
+    """
+    return _import(config.backend).create_module_runner(config, module, source)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..profiling import Profiler, Stopwatch
 from ..spec import ModelSpec
 
 NO_TOKEN = -1
@@ -134,6 +135,11 @@ def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
     )
 
 
+def cache_bytes(specs: Sequence[CacheSpec], slots: int, tokens: int, itemsize: int) -> int:
+    """Bytes of the keys and values of `slots` sequences of `tokens` tokens, over all layers."""
+    return slots * tokens * itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in specs)
+
+
 def bucket(count: int, smallest: int = 1) -> int:
     """The next power of two, at least `smallest`: a padded size that few executables serve."""
     return max(smallest, 1 << (max(count, 1) - 1).bit_length())
@@ -206,6 +212,9 @@ class Runner(Protocol):
     """One model on one backend. NumPy integers in; arrays of the backend or token ids out."""
 
     spec: ModelSpec
+    device: Any
+    dtype: Any
+    is_compiled: bool
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -234,10 +243,68 @@ class Runner(Protocol):
         """Fresh seeds below 2**63 from the backend's customary source of randomness."""
         ...
 
+    def stopwatch(self, use_cuda_events: bool) -> Stopwatch:
+        """A running stopwatch: CUDA events, or the clock around completed work."""
+        ...
+
+    def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
+        """Compile forward where that is a choice; UnsupportedError where it cannot be done."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Memory of the device that a cache could take now; None if it is unknown."""
+        ...
+
+    def cache_bytes_for(self, slots: int, tokens: int) -> int:
+        """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
+        ...
+
     def report(self) -> Mapping[str, Any]:
         """The fields of `Report` that a backend knows: device, ops, counts and bytes."""
         ...
 
     def close(self) -> None:
         """Let go of everything on the device."""
+        ...
+
+
+class ModuleRunner(Protocol):
+    """A user's own module on one backend: module mode."""
+
+    module: Any  # cast, placed and in its inference mode
+    device: Any
+    dtype: Any
+    notes: tuple[str, ...]
+    is_compiled: bool
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns for these arguments, without gradients."""
+        ...
+
+    def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module's own `generate` returns; only called where `module` has one."""
+        ...
+
+    def watch(self, profiler: Profiler) -> None:
+        """Follow `profiler`: each forward pass is one entry while it is enabled.
+
+        Those that the module's own generate makes count too where they can be seen: on torch. A
+        compiled generate on JAX is one entry. Called again after a switch.
+        """
+        ...
+
+    def stopwatch(self, use_cuda_events: bool) -> Stopwatch:
+        """A running stopwatch: CUDA events, or the clock around completed work."""
+        ...
+
+    def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
+        """Compile forward where that is a choice; UnsupportedError where it cannot be done."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """As `Runner.report`; `cache_bytes` is 0."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the module, graphs and executables."""
         ...

@@ -1,14 +1,17 @@
 """Forward against Hugging Face, in float32: every family, both backends, modules and folders."""
 
 import json
+import pickle
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 import dualinfer
+from dualinfer.outputs import Outputs
 
 from ..models import ALL, BACKENDS, CASES, CAUSAL, PAD, make_model, random_ids, relative_rms
 
@@ -268,19 +271,22 @@ def test_outputs_may_be_written_to_and_kept(backend, engine_of):
 @pytest.mark.parametrize(
     "name", ["llama-mha", "bert", "bert-masked", "gpt2-headless"], scope="session"
 )
-def test_output_is_tuple_and_named(name, backend, hf_model, engine_of):
+def test_output_is_what_hf_gives(name, backend, hf_model, engine_of):
     ids = random_ids(2, 7)
     engine = engine_of(name, backend)
     reference = expected(hf_model(name), ids)
     names = [n for n in reference if n != "hidden_states"]
     out = engine(ids)
-    assert isinstance(out, tuple) and len(out) == len(names)
+    assert isinstance(out, ModelOutput) and len(out) == len(names)
     assert list(out.keys()) == names
     for i, field in enumerate(names):
         assert out[i] is out[field] is getattr(out, field)
     assert out.hidden_states is None
-    (first, *_) = out
-    assert first is out[0]
+    assert out.to_tuple()[0] is out[0]
+    out["input_ids"] = ids  # as the fill-mask pipeline does
+    assert out.input_ids is ids
+    again = pickle.loads(pickle.dumps(out))
+    assert isinstance(again, Outputs) and list(again) == list(out)
     with pytest.raises(AttributeError, match="nothing"):
         out.nothing  # noqa: B018
 

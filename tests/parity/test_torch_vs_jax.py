@@ -39,7 +39,7 @@ def decode_forced(engine, texts, monkeypatch):
     NaN before the last prompt token of each row. Sampling is replaced by reading the next token, so
     that both backends and the whole-sequence forward see the same past at every position.
     """
-    backend = engine.config.backend
+    backend = engine.inference_config.backend
     module = importlib.import_module(f"dualinfer.backends.{backend}.runner")
     found = np.full((len(texts), TOKENS, VOCAB), np.nan, np.float32)
 

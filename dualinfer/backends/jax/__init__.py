@@ -1,11 +1,16 @@
 """The JAX backend: `create_runner` loads a model onto a JAX device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ...config import InferenceConfig
+from ...errors import UnsupportedError
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
+from .graphs import compiler_options
+from .modules import JaxModuleRunner
 from .params import load_model
 from .runner import JaxRunner
 
@@ -21,9 +26,56 @@ def default_dtype() -> str:
     return "float32" if default_device().platform == "cpu" else "float16"
 
 
+def device_kind() -> str:
+    """What JAX runs on: cpu, gpu or tpu."""
+    return default_device().platform
+
+
+def check_dtype(dtype: str) -> None:
+    """Nothing to refuse: XLA computes in all three dtypes on every device."""
+
+
+def engine_type(base: type) -> type:
+    """The engine class as it is."""
+    return base
+
+
 def create_runner(
     config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
 ) -> JaxRunner:
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), jnp.dtype(config.dtype or default_dtype())
-    return JaxRunner(spec, load_model(spec, plan, source, dtype, device), dtype, device)
+    model = load_model(spec, plan, source, dtype, device)
+    options = compiler_options(config.enable_cuda_graph, device)
+    return JaxRunner(spec, model, dtype, device, options)
+
+
+def create_module_runner(
+    config: InferenceConfig, module: Any, source: TensorSource | None = None
+) -> JaxModuleRunner:
+    """A runner of the caller's Flax module on the default device, or the host's if so configured.
+
+    Raises UnsupportedError for a `source`: there are no agreed names to fill a module by.
+    """
+    if source is not None:
+        raise UnsupportedError(
+            f"checkpoint ({source.description}) for a Flax module: the names of its parameters "
+            "follow no convention that a checkpoint could be matched by. Load the weights into "
+            "the module first, with orbax for example, and leave checkpoint unset."
+        )
+    device = host_device() if config.keep_module_on_host else default_device()
+    dtype = jnp.dtype(config.dtype or default_dtype())
+    return JaxModuleRunner(
+        module, dtype, device, compiler_options(config.enable_cuda_graph, device)
+    )
+
+
+def host_device() -> jax.Device:
+    """The host as a JAX device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "keep_module_on_host=True needs JAX's CPU platform, which JAX_PLATFORMS "
+            f"({jax.config.jax_platforms!r}) leaves out. Add cpu to it."  # pyright: ignore[reportAttributeAccessIssue]
+        ) from error

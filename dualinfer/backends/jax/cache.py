@@ -1,4 +1,4 @@
-"""The JAX KV cache: one pair of arrays a layer, a row a slot, donated to every step."""
+"""The JAX KV cache: one pair of arrays a layer, a row a slot, donated to every step; its room."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...errors import OutOfMemoryError
+from ...memory import host_free_bytes
 from ..base import CacheSpec
 
 
@@ -30,6 +32,31 @@ def make_cache(
         )
         for s in specs
     ]
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Bytes that JAX may still allocate on `device`; None if that is unknown.
+
+    On a GPU of its own share of the card (XLA_PYTHON_CLIENT_MEM_FRACTION).
+    """
+    if device.platform == "cpu":
+        return host_free_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def check_room(needed: int, slots: int, tokens: int, device: jax.Device) -> None:
+    """Raise OutOfMemoryError if a cache of this size, of `needed` bytes, has no room."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise OutOfMemoryError(
+            f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
+            f"({needed / 2**30:.2f} GiB), and {free:,} ({free / 2**30:.2f} GiB) are free on "
+            f"{device.platform}:{device.id}. Ask for fewer sequences at a time or fewer new "
+            "tokens, or set a smaller max_out_tokens."
+        )
 
 
 def grow(cache: Cache, slots: int, tokens: int) -> Cache:

@@ -1,6 +1,7 @@
 """The ops of the JAX decoder, in plain XLA; a kernel takes the place of one by its signature.
 
-Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`.
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. Profilers and
+the HLO see each by its name, below the layer's.
 """
 
 import jax
@@ -30,6 +31,7 @@ def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
     return jnp.einsum(equation, *operands, precision=exact, **kwargs)
 
 
+@jax.named_scope("matmul")
 def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Array:
     """x [..., in] times weight [out, in], plus bias [out]; summed in float32."""
     y = einsum("...i,oi->...o", x, weight.data, preferred_element_type=jnp.float32)
@@ -38,11 +40,13 @@ def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Arra
     return y.astype(x.dtype)
 
 
+@jax.named_scope("embed")
 def embed(ids: jax.Array, weight: Weight) -> jax.Array:
     """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""
     return jnp.take(weight.data, ids, axis=0, mode="clip")
 
 
+@jax.named_scope("rms_norm")
 def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
     """x / rms(x) * weight over the last axis, in float32."""
     y = x.astype(jnp.float32)
@@ -50,6 +54,7 @@ def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
     return (y * weight.data.astype(jnp.float32)).astype(x.dtype)
 
 
+@jax.named_scope("layer_norm")
 def layer_norm(x: jax.Array, weight: Weight, bias: Weight, eps: float) -> jax.Array:
     """(x - mean) / std * weight + bias over the last axis, in float32."""
     y = x.astype(jnp.float32)
@@ -58,6 +63,7 @@ def layer_norm(x: jax.Array, weight: Weight, bias: Weight, eps: float) -> jax.Ar
     return (y * weight.data.astype(jnp.float32) + bias.data.astype(jnp.float32)).astype(x.dtype)
 
 
+@jax.named_scope("rotary")
 def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the halves of x [B, T, heads, D] by cos and sin, float32 [B, T, D/2]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -66,6 +72,7 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(halves, axis=-1).astype(x.dtype)
 
 
+@jax.named_scope("activation")
 def activation(x: jax.Array, kind: Activation) -> jax.Array:
     """An activation by our name of it, in float32."""
     y = x.astype(jnp.float32)
@@ -84,12 +91,14 @@ def activation(x: jax.Array, kind: Activation) -> jax.Array:
     return y.astype(x.dtype)
 
 
+@jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
     gate, up = jnp.split(x, 2, axis=-1)
     return activation(gate, kind) * up
 
 
+@jax.named_scope("attention")
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -137,6 +146,7 @@ def visible_keys(
     return visible | jnp.eye(tokens, dtype=bool)
 
 
+@jax.named_scope("append")
 def append(cache: LayerCache, k: jax.Array, v: jax.Array, lengths: jax.Array) -> LayerCache:
     """The cache with k and v [N, K, D] of one new token a slot at position `lengths` [N]."""
     slots = jnp.arange(k.shape[0])
@@ -144,6 +154,7 @@ def append(cache: LayerCache, k: jax.Array, v: jax.Array, lengths: jax.Array) ->
     return LayerCache(cache.k.at[slots, :, at].set(k), cache.v.at[slots, :, at].set(v))
 
 
+@jax.named_scope("decode_attention")
 def decode_attention(
     q: jax.Array,
     cache: LayerCache,

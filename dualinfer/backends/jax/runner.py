@@ -1,7 +1,9 @@
 """The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
+import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,13 +21,15 @@ from ..base import (
     Request,
     SamplingFeatures,
     bucket,
+    cache_bytes,
     cache_specs,
     sampling_rows,
 )
 from . import decoder, ops
-from .cache import Cache, grow, make_cache, write
+from .cache import Cache, check_room, free_bytes, grow, make_cache, write
+from .graphs import Clock, Executables, check_compile
 from .params import Model, Params, split_model
-from .sampler import WORDS, SlotState, sample
+from .sampler import WORDS, SlotState, book, copy_rows, sample
 
 _SMALLEST_PROMPT = 16
 
@@ -41,23 +45,39 @@ class PendingTokens:
         """int32 [steps, columns]."""
         return np.asarray(self._tokens)[: self._steps, : self._columns]
 
+    def block_until_ready(self) -> "PendingTokens":
+        """Itself, once the step has run: what jax.block_until_ready asks of a leaf."""
+        self._tokens.block_until_ready()
+        return self
+
 
 class JaxRunner:
-    """One model on one JAX device. `compilations` counts the executables traced so far."""
+    """One model on one JAX device. `module` is the nnx container that shares its weights."""
 
-    def __init__(self, spec: ModelSpec, model: Model, dtype: Any, device: jax.Device) -> None:
+    is_compiled = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        module: Model,
+        dtype: Any,
+        device: jax.Device,
+        options: Mapping[str, str | bool] | None = None,
+    ) -> None:
         self.spec = spec
-        self.model: Model | None = model
-        self.params = split_model(model)
+        self.module: Model | None = module
+        self.params = split_model(module)
         self.dtype, self.device = dtype, device
-        self.compilations = 0
+        self._executables = Executables(options)
         self._cache_specs = cache_specs(spec) if spec.causal else ()
         self._cache: Cache = []
         self._state: SlotState | None = None
         self._live = LiveSlots()
-        self._run_forward = jax.jit(self._trace_forward, static_argnums=6)
-        self._run_prefill = jax.jit(self._trace_prefill, static_argnums=6, donate_argnums=(1, 2))
-        self._run_decode = jax.jit(self._trace_decode, static_argnums=4, donate_argnums=(1, 2))
+
+    @property
+    def compilations(self) -> int:
+        """Executables compiled so far: one for each bucket and set of features."""
+        return self._executables.compilations
 
     def _put(self, array: np.ndarray | None) -> jax.Array | None:
         return None if array is None else jax.device_put(array, self.device)
@@ -77,15 +97,15 @@ class JaxRunner:
         mask = inputs.mask
         if mask is None and not self.spec.causal:
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
-        outputs = self._run_forward(
-            self.params,
-            pad(inputs.ids),
-            pad(inputs.positions),
-            pad(mask),
-            pad(inputs.token_types),
-            pad(inputs.segments),
-            inputs.output_hidden_states,
-        )
+        arrays = (inputs.ids, inputs.positions, mask, inputs.token_types, inputs.segments)
+        keep = inputs.output_hidden_states
+        with jax.profiler.TraceAnnotation("dualinfer/forward"):
+            outputs = self._executables.run(
+                ("forward", size, tuple(x is None for x in arrays), keep),
+                partial(self._trace_forward, keep=keep),
+                self.params,
+                *map(pad, arrays),
+            )
 
         def cut(x: jax.Array) -> jax.Array:
             index = (slice(batch), slice(tokens))[: x.ndim - 1]
@@ -93,6 +113,7 @@ class JaxRunner:
 
         return jax.tree.map(cut, outputs)
 
+    @jax.named_scope("dualinfer")
     def _trace_forward(
         self,
         params: Params,
@@ -103,7 +124,6 @@ class JaxRunner:
         segments: jax.Array | None,
         keep: bool,
     ) -> dict[str, Any]:
-        self.compilations += 1
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             a = self.spec.layers[i].attention
@@ -158,24 +178,35 @@ class JaxRunner:
         if rows.seen is not None:
             for i, r in enumerate(requests):
                 rows.seen[i, r.tokens] = True
-        token = self._advance(
-            self._run_prefill, *jax.device_put((ids, where, rows), self.device), features
-        )
+        with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+            token = self._advance(
+                ("prefill", ids.shape, features),
+                partial(self._trace_prefill, features=features),
+                *jax.device_put((ids, where, rows), self.device),
+            )
         return PendingTokens(token[None], 1, len(requests))
 
-    def _advance(self, run: Any, *args: Any) -> jax.Array:
-        """Call a step that takes over cache and state, and keep what it gives back.
+    def _advance(self, key: tuple, step: Callable[..., Any], *args: Any) -> jax.Array:
+        """Run a step that takes over cache and state, and keep what it gives back.
 
-        A step that fails once it runs has consumed them; the next prefill then makes new ones.
+        `key` names what fixes it beside the shapes of those. A step that fails once it runs has
+        consumed them; the next prefill then makes new ones.
         """
+        cache, state = self._cache, self._state
+        assert state is not None
+        slots, _, tokens, _ = cache[0].k.shape
+        key = (*key, slots, tokens, *state.eos.shape, state.seen is not None)
         try:
-            self._cache, self._state, tokens = run(self.params, self._cache, self._state, *args)
+            self._cache, self._state, tokens = self._executables.run(
+                key, step, self.params, cache, state, *args, donate=(1, 2)
+            )
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache, self._state = [], None
             raise
         return tokens
 
+    @jax.named_scope("dualinfer")
     def _trace_prefill(
         self,
         params: Params,
@@ -186,7 +217,6 @@ class JaxRunner:
         rows: SlotState,
         features: SamplingFeatures,
     ) -> tuple[Cache, SlotState, jax.Array]:
-        self.compilations += 1
         filled = list(cache)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -199,7 +229,7 @@ class JaxRunner:
         last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(self.spec, params, last).astype(jnp.float32)
         token = sample(scores, rows, rows.length, features)
-        rows = _count(rows, token)
+        rows = book(rows, token)
         merged = {
             name: column.at[slots].set(getattr(rows, name), mode="drop")
             for name, column in state._asdict().items()
@@ -214,13 +244,18 @@ class JaxRunner:
             raise StepError("The step before failed and took the cache with it.")
         self._live.advance(steps)
         if self._live.reach > self._cache[0].k.shape[2]:
-            tokens = bucket(self._live.reach, SMALLEST_CACHE)
-            self._cache = grow(self._cache, self._live.width, tokens)
+            self._grow(self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
         features = SamplingFeatures.of(self._live.requests)
         slots = self._state.active.shape[0]
-        tokens = self._advance(self._run_decode, np.int32(steps), features)
+        with jax.profiler.TraceAnnotation("dualinfer/decode"):
+            tokens = self._advance(
+                ("decode", features),
+                partial(self._trace_decode, features=features),
+                np.int32(steps),
+            )
         return PendingTokens(tokens, steps, slots)
 
+    @jax.named_scope("dualinfer")
     def _trace_decode(
         self,
         params: Params,
@@ -229,7 +264,6 @@ class JaxRunner:
         steps: jax.Array,
         features: SamplingFeatures,
     ) -> tuple[Cache, SlotState, jax.Array]:
-        self.compilations += 1
 
         def step(carry: tuple) -> tuple:
             i, cache, state, tokens = carry
@@ -265,7 +299,7 @@ class JaxRunner:
         token = sample(scores, state, state.length + 1, features)
         out = jnp.where(state.active, token, NO_TOKEN)
         length = state.length + state.active.astype(jnp.int32)
-        return filled, _count(state._replace(length=length), token), out
+        return filled, book(state._replace(length=length), token), out
 
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
@@ -280,19 +314,34 @@ class JaxRunner:
         old = self._state
         if idle:
             if self._cache and self._cache[0].k.shape[::2] != (count, tokens):
+                with contextlib.suppress(Exception):  # of an abandoned step
+                    jax.block_until_ready(self._cache)  # else its bytes still count as in use
                 self._cache = []
             old = None
-        if not self._cache:
+        if self._cache:
+            self._grow(count, tokens)
+        else:
+            check_room(self.cache_bytes_for(count, tokens), count, tokens, self.device)
             self._cache = make_cache(self._cache_specs, count, tokens, self.dtype, self.device)
-        self._cache = grow(self._cache, count, tokens)
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
             penalty = penalty or old.seen is not None
         state = SlotState.make(count, eos_width, self.spec.vocab, penalty)
         if old is not None:
-            state = _copy_rows(old, state)
+            state = copy_rows(old, state)
         self._state = jax.device_put(state, self.device)
+
+    def _grow(self, slots: int, tokens: int) -> None:
+        """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.
+
+        The old ones are there until all is copied.
+        """
+        held = self._cache[0].k.shape
+        slots, tokens = max(slots, held[0]), max(tokens, held[2])
+        if (slots, tokens) != (held[0], held[2]):
+            check_room(self.cache_bytes_for(slots, tokens), slots, tokens, self.device)
+            self._cache = grow(self._cache, slots, tokens)
 
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
@@ -304,6 +353,23 @@ class JaxRunner:
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from the operating system."""
         return [secrets.randbits(63) for _ in range(count)]
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the device can still allocate; None if it does not say."""
+        return free_bytes(self.device)
+
+    def cache_bytes_for(self, slots: int, tokens: int) -> int:
+        """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
+        slots, tokens = bucket(slots), bucket(tokens, SMALLEST_CACHE)
+        return cache_bytes(self._cache_specs, slots, tokens, jnp.dtype(self.dtype).itemsize)
+
+    def stopwatch(self, use_cuda_events: bool) -> Clock:
+        """A running clock; JAX has no events, so that both forms time to completion."""
+        return Clock()
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Nothing to do, since every step is compiled; UnsupportedError for another compiler."""
+        check_compile(backend, compile_kwargs)
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
@@ -320,34 +386,7 @@ class JaxRunner:
 
     def close(self) -> None:
         """Let go of parameters, cache, state and executables."""
-        self._cache, self._state, self.model = [], None, None
+        self._cache, self._state, self.module = [], None, None
         self._live = LiveSlots()
         self.params = Params({}, ())
-        for run in (self._run_forward, self._run_prefill, self._run_decode):
-            run.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _count(state: SlotState, token: jax.Array) -> SlotState:
-    """Book a sampled token; a slot ends at its EOS or its last allowed token."""
-    active = state.active
-    remaining = state.remaining - active.astype(jnp.int32)
-    is_eos = (token[:, None] == state.eos).any(-1)
-    seen = state.seen
-    if seen is not None:
-        rows = jnp.arange(token.shape[0])
-        seen = seen.at[rows, token].max(active)
-    return state._replace(
-        active=active & ~is_eos & (remaining > 0),
-        last=jnp.where(active, token, state.last),
-        new=state.new + active.astype(jnp.int32),
-        remaining=remaining,
-        seen=seen,
-    )
-
-
-def _copy_rows(old: SlotState, new: SlotState) -> SlotState:
-    """`new` with the rows of a smaller `old`."""
-    for name, column in old._asdict().items():
-        if column is not None:
-            getattr(new, name)[tuple(slice(n) for n in column.shape)] = np.asarray(column)
-    return new
+        self._executables.clear()

@@ -57,6 +57,33 @@ class SlotState(NamedTuple):
         return cls(**columns)
 
 
+def book(state: SlotState, token: jax.Array) -> SlotState:
+    """Book a sampled token; a slot ends at its EOS or its last allowed token."""
+    active = state.active
+    remaining = state.remaining - active.astype(jnp.int32)
+    is_eos = (token[:, None] == state.eos).any(-1)
+    seen = state.seen
+    if seen is not None:
+        rows = jnp.arange(token.shape[0])
+        seen = seen.at[rows, token].max(active)
+    return state._replace(
+        active=active & ~is_eos & (remaining > 0),
+        last=jnp.where(active, token, state.last),
+        new=state.new + active.astype(jnp.int32),
+        remaining=remaining,
+        seen=seen,
+    )
+
+
+def copy_rows(old: SlotState, new: SlotState) -> SlotState:
+    """`new` with the rows of a smaller `old`."""
+    for name, column in old._asdict().items():
+        if column is not None:
+            getattr(new, name)[tuple(slice(n) for n in column.shape)] = np.asarray(column)
+    return new
+
+
+@jax.named_scope("sampling")
 def sample(
     logits: jax.Array, state: SlotState, position: jax.Array, features: SamplingFeatures
 ) -> jax.Array:

@@ -3,22 +3,30 @@
 import torch
 
 from ...config import InferenceConfig
+from ...errors import ConfigError
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
+from .adapter import engine_type as engine_type
+from .device import default_device
+from .device import default_dtype as default_dtype
+from .modules import create_module_runner as create_module_runner
 from .params import load_params
 from .runner import TorchRunner
 
 
-def default_device() -> torch.device:
-    """The current CUDA device, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def device_kind() -> str:
+    """What torch runs on: cuda or cpu."""
+    return default_device().type
 
 
-def default_dtype() -> str:
-    """float16 where there is a GPU, as in the contract; float32 on a CPU."""
-    return "float16" if default_device().type == "cuda" else "float32"
+def check_dtype(dtype: str) -> None:
+    """Raise ConfigError for bfloat16 on a GPU that has none (before Ampere)."""
+    device = default_device()
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise ConfigError(
+            f"dtype={dtype!r}: {torch.cuda.get_device_name(device)} does not compute in bfloat16. "
+            "Use float16 or float32."
+        )
 
 
 def create_runner(
@@ -27,4 +35,5 @@ def create_runner(
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
     params = load_params(spec, plan, source, dtype, device)
-    return TorchRunner(spec, params, dtype, device, config.enable_cuda_graph is not False)
+    graphs = config.enable_cuda_graph
+    return TorchRunner(spec, params, dtype, device, graphs is not False, graphs is True)

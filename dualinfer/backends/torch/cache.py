@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..base import CacheSpec
+from ...errors import OutOfMemoryError
+from ..base import CacheSpec, cache_bytes
+from .device import free_bytes
+from .profiling import named
 
 
 class LayerCache(NamedTuple):
@@ -29,11 +32,35 @@ class KVCache:
         return slots > self.slots or tokens > self.tokens
 
     def grow(self, slots: int, tokens: int) -> None:
-        """Hold at least `slots` by `tokens`; contents stay. A grown cache has new addresses."""
+        """Hold at least `slots` by `tokens`; contents stay. A grown cache has new addresses.
+
+        Raises OutOfMemoryError, with the cache as it was, where the device has no room for the new
+        buffers beside the old ones.
+        """
         if not self.smaller_than(slots, tokens):
             return
         slots, tokens = max(slots, self.slots), max(tokens, self.tokens)
-        kept, layers = self._layers, []  # kept until all is there: memory may run out
+        needed = self.bytes_for(slots, tokens)
+        free = free_bytes(self._device)
+        if free is not None and needed > free:
+            raise self._no_room(slots, tokens, needed, free)
+        try:
+            self._layers = self._grown(slots, tokens)
+        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+            raise self._no_room(slots, tokens, needed, free) from error
+        self.slots, self.tokens = slots, tokens
+
+    def _no_room(self, slots: int, tokens: int, needed: int, free: int | None) -> OutOfMemoryError:
+        there = "unknown" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
+        return OutOfMemoryError(
+            f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
+            f"({needed / 2**30:.2f} GiB), and {there} are free on {self._device}. Ask for fewer "
+            "sequences at a time or fewer new tokens, or set a smaller max_out_tokens."
+        )
+
+    def _grown(self, slots: int, tokens: int) -> list[LayerCache]:
+        """New buffers with the old contents."""
+        kept, layers = self._layers, []
 
         def zeros(heads: int, dim: int) -> torch.Tensor:
             # Zeros, since a masked value still takes part in the product as 0 * value.
@@ -48,13 +75,17 @@ class KVCache:
                 layer.k[: self.slots, :, : self.tokens] = kept[i].k
                 layer.v[: self.slots, :, : self.tokens] = kept[i].v
             layers.append(layer)
-        self._layers = layers
-        self.slots, self.tokens = slots, tokens
+        return layers
+
+    def bytes_for(self, slots: int, tokens: int) -> int:
+        """Bytes of a cache of this size."""
+        return cache_bytes(self._specs, slots, tokens, self._dtype.itemsize)
 
     def view(self, slots: int, tokens: int) -> list[LayerCache]:
         """The first `slots` rows and `tokens` positions of every layer."""
         return [LayerCache(c.k[:slots, :, :tokens], c.v[:slots, :, :tokens]) for c in self._layers]
 
+    @named("append")
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
 

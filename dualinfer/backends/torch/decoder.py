@@ -7,11 +7,11 @@ How a layer attends (a whole sequence, a prompt into the cache, one token from t
 from collections.abc import Callable
 
 import torch
-from torch.profiler import record_function
 
 from ...spec import Layer, ModelSpec, Norm, Rope
 from . import ops, parallel
 from .params import Params, Weights
+from .profiling import span
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -36,7 +36,7 @@ def hidden_states(
     }
     kept = [x] if keep else []
     for i, layer in enumerate(spec.layers):
-        with record_function(f"layer.{i}"):
+        with span(f"layer.{i}"):
             x = _block(layer, params.layers[i], x, ropes.get(layer.attention.rope), i, attend)
         if keep:
             kept.append(x)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ...spec import Activation
 from ...weights import Weight
 from .cache import LayerCache
+from .profiling import named
 
 IMPLEMENTATIONS = {
     "matmul": "torch.nn.functional.linear",
@@ -23,16 +24,19 @@ IMPLEMENTATIONS = {
 }
 
 
+@named("matmul")
 def matmul(x: torch.Tensor, weight: Weight, bias: Weight | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out]."""
     return F.linear(x, weight.data, None if bias is None else bias.data)
 
 
+@named("embed")
 def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of weight [V, E] for ids [...]: [..., E]."""
     return F.embedding(ids, weight.data)
 
 
+@named("rms_norm")
 def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last axis, in float32."""
     y = x.float()
@@ -40,11 +44,13 @@ def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
     return (y * weight.data.float()).to(x.dtype)
 
 
+@named("layer_norm")
 def layer_norm(x: torch.Tensor, weight: Weight, bias: Weight, eps: float) -> torch.Tensor:
     """(x - mean) / std * weight + bias over the last axis."""
     return F.layer_norm(x, x.shape[-1:], weight.data, bias.data, eps)
 
 
+@named("rotary")
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the halves of x [B, T, heads, D] by cos and sin, float32 [B, T, D/2]."""
     first, second = x.float().chunk(2, dim=-1)
@@ -52,6 +58,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+@named("activation")
 def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """An activation by our name of it."""
     if kind == "silu":
@@ -67,12 +74,14 @@ def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return torch.tanh(x)
 
 
+@named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate, kind) * up
 
 
+@named("attention")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,6 +136,7 @@ def visible_keys(
     return (visible | torch.eye(tokens, dtype=torch.bool, device=device))[:, None]
 
 
+@named("append")
 def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
     """Write k and v [N, K, D] of one new token a slot at position `lengths` [N], in place."""
     at = lengths.clamp(max=cache.k.shape[2] - 1)
@@ -135,6 +145,7 @@ def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.T
     cache.v[slots, :, at] = v
 
 
+@named("decode_attention")
 def decode_attention(
     q: torch.Tensor,
     cache: LayerCache,

@@ -1,13 +1,13 @@
 """The torch runner: forward passes, prefill into the cache, decode steps over static buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...profiling import Stopwatch
 from ...spec import ModelSpec
 from ..base import (
     NO_TOKEN,
@@ -22,8 +22,11 @@ from ..base import (
 )
 from . import decoder, ops
 from .cache import KVCache
-from .graphs import StepGraphs
+from .device import device_name, free_bytes
+from .graphs import CallGraphs, StepGraphs
 from .params import Params
+from .precision import own_precision
+from .profiling import make_stopwatch
 from .sampler import SlotState, sample
 
 
@@ -47,26 +50,6 @@ class PendingTokens:
         return self._tokens.numpy().astype(np.int32)
 
 
-@contextmanager
-def own_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """The engine's dtype inside, and no TF32 or bfloat16 where it is float32.
-
-    The caller's autocast and float32 settings stand again after it.
-    """
-    with torch.autocast(device.type, enabled=False):
-        if dtype != torch.float32:
-            yield
-            return
-        backends: Any = torch.backends  # mkldnn.matmul has no type of its own
-        matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
-
-
 class TorchRunner:
     """One model on one torch device."""
 
@@ -77,6 +60,7 @@ class TorchRunner:
         dtype: torch.dtype,
         device: torch.device,
         decode_graphs: bool,
+        forward_graphs: bool = False,
     ) -> None:
         self.spec = spec
         self.params = params
@@ -85,6 +69,9 @@ class TorchRunner:
         self._state: SlotState | None = None
         self._live = LiveSlots()
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
+        name = f"forward of {spec.architecture}"
+        self._calls = CallGraphs(device, name) if forward_graphs else None
+        self._compiled: Callable[..., dict[str, Any]] | None = None
 
     def _put(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.device)
@@ -92,7 +79,24 @@ class TorchRunner:
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
-        mask, segments = self._put(inputs.mask), self._put(inputs.segments)
+        arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
+        args: tuple[Any, ...] = (*map(self._put, arrays), inputs.output_hidden_states)
+        outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
+        with own_precision(self.dtype, self.device):
+            if self._calls is not None:
+                return self._calls.run(outputs, args, {})
+            return outputs(*args)
+
+    def _outputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        keep: bool,
+    ) -> dict[str, Any]:
+        """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
 
         def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             a = self.spec.layers[i].attention
@@ -107,24 +111,17 @@ class TorchRunner:
                 segments=segments,
             )
 
-        with own_precision(self.dtype, self.device):
-            states = decoder.hidden_states(
-                self.spec,
-                self.params,
-                self._put(inputs.ids),
-                self._put(inputs.positions),
-                self._put(inputs.token_types),
-                attend,
-                keep=inputs.output_hidden_states,
-            )
-            outputs: dict[str, Any] = {}
-            if self.spec.head:
-                outputs["logits"] = decoder.logits(self.spec, self.params, states[-1])
-            else:
-                outputs["last_hidden_state"] = states[-1]
-            if "pooler.weight" in self.params.outer:
-                outputs["pooler_output"] = decoder.pooled(self.params, states[-1])
-        if inputs.output_hidden_states:
+        states = decoder.hidden_states(
+            self.spec, self.params, ids, positions, token_types, attend, keep
+        )
+        outputs: dict[str, Any] = {}
+        if self.spec.head:
+            outputs["logits"] = decoder.logits(self.spec, self.params, states[-1])
+        else:
+            outputs["last_hidden_state"] = states[-1]
+        if "pooler.weight" in self.params.outer:
+            outputs["pooler_output"] = decoder.pooled(self.params, states[-1])
+        if keep:
             outputs["hidden_states"] = tuple(states)
         return outputs
 
@@ -275,24 +272,55 @@ class TorchRunner:
         """Seeds from torch's global generator, so that `torch.manual_seed` governs them."""
         return torch.randint(0, 2**63 - 1, (count,)).tolist()
 
+    def stopwatch(self, use_cuda_events: bool) -> Stopwatch:
+        """CUDA events where asked for on CUDA, else the clock around completed work."""
+        return make_stopwatch(self.device, use_cuda_events)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if forward is compiled."""
+        return self._compiled is not None
+
+    def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
+        """Compile forward with torch.compile when it is next called; the second time, do nothing.
+
+        `backend` None is torch's default. Decoding stays as it is: replayed from graphs.
+        """
+        if self.is_compiled:
+            return
+        options = {**compile_kwargs} if backend is None else {"backend": backend, **compile_kwargs}
+        self._compiled = torch.compile(self._outputs, **options)
+        if self._calls is not None:
+            self._calls.clear()
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be allocated on the device; None if that is unknown."""
+        return free_bytes(self.device)
+
+    def cache_bytes_for(self, slots: int, tokens: int) -> int:
+        """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
+        return self._cache.bytes_for(bucket(slots), bucket(tokens, SMALLEST_CACHE))
+
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
         weights = self.params.weights()
+        graphs = (self._graphs, self._calls)
         return {
             "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else "CPU",
+            "device_name": device_name(self.device),
             "ops": dict(ops.IMPLEMENTATIONS),
             "parameters": sum(w.data.numel() for w in weights),
             "parameter_bytes": sum(w.data.nbytes for w in weights),
             "cache_bytes": self._cache.bytes,
-            "compilations": self._graphs.captures if self._graphs else 0,
+            "compilations": sum(g.captures for g in graphs if g is not None),
         }
 
     def close(self) -> None:
-        """Let go of parameters, cache and state."""
+        """Let go of parameters, graphs, cache and state."""
         self._forget_graphs()
+        if self._calls is not None:
+            self._calls.clear()
+        self._compiled = None
         self._cache.clear()
         self._state = None
         self._live = LiveSlots()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..base import NO_TOKEN, SamplingFeatures
+from .profiling import named
 
 _WORD = 0xFFFFFFFF
 
@@ -95,6 +96,7 @@ class SlotState:
                 self.seen = seen
 
 
+@named("sampling")
 def sample(
     logits: torch.Tensor, state: SlotState, position: torch.Tensor, features: SamplingFeatures
 ) -> torch.Tensor:

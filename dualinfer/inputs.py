@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 
 from .arrays import Kind, kind_of, to_numpy
-from .errors import ArgumentError
+from .backends.base import ForwardInputs
+from .errors import ArgumentError, LengthError
+from .spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -128,3 +130,71 @@ def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts
     for i, row in enumerate(rows):
         block[i, width - len(row) :] = row
     return Prompts(tuple(rows), block, "list", None)
+
+
+def make_forward_inputs(
+    spec: ModelSpec,
+    ids: Any,
+    mask: Any,
+    positions: Any,
+    types: Any,
+    output_hidden_states: bool,
+    may_pack: bool,
+) -> ForwardInputs:
+    """One forward pass's inputs. `may_pack`: positions that start anew separate sequences.
+
+    Raises ArgumentError for ids, mask, positions or token types that do not fit the model, and
+    LengthError for more tokens than it has positions.
+    """
+    if ids is None:
+        raise ArgumentError("input_ids is missing.")
+    tokens = check_ids(ids, "input_ids", spec.vocab)
+    if spec.learned_positions and tokens.shape[1] > spec.learned_positions:
+        raise LengthError(
+            f"input_ids has {tokens.shape[1]} tokens, but the model has "
+            f"{spec.learned_positions} positions."
+        )
+    visible = check_mask(mask, tokens.shape)
+    segments = None
+    if positions is None:
+        at = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
+    else:
+        limit = spec.learned_positions or 2**31 - 1
+        at = check_ids(positions, "position_ids", limit, "positions")
+        at = _broadcast(at, "position_ids", tokens.shape)
+        if spec.causal and visible is None and may_pack:
+            segments = _packed_segments(at)
+    if visible is not None and visible.all():
+        visible = None
+    if types is not None:
+        if not spec.token_types and not is_zero(types):
+            raise ArgumentError(
+                f"The {spec.family} family has no token types, but token_type_ids holds other "
+                "values than 0."
+            )
+        types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
+        types = _broadcast(types, "token_type_ids", tokens.shape) if spec.token_types else None
+    elif spec.token_types and not spec.token_types_from_vocab:
+        types = np.zeros_like(tokens)
+    return ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
+
+
+def is_zero(ids: Any) -> bool:
+    """True for token types that say nothing."""
+    return kind_of(ids) is not None and not np.any(to_numpy(ids))
+
+
+def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
+    if array.shape not in (shape, (1, shape[1])):
+        raise ArgumentError(f"{name} has shape {array.shape}; expected {shape}.")
+    return np.broadcast_to(array, shape).copy()
+
+
+def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
+    """Numbers of the packed sequences in each row, None if there is one.
+
+    HF starts a new one wherever a position is not its predecessor plus one (`masking_utils.py`).
+    """
+    starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
+    segments = starts.cumsum(axis=1).astype(np.int32)
+    return segments if segments.any() else None

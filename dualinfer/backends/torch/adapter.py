@@ -1,0 +1,153 @@
+"""The engine as an nn.Module: its weights are parameters, its methods those that users expect."""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from .params import Params
+
+
+class _InferenceModule(torch.nn.Module):
+    """What the engine takes of nn.Module, and refuses: it is for inference, where it was made."""
+
+    _modules: dict[str, Any]
+
+    def train(self, mode: bool = True) -> Any:
+        """Only `train(False)`, which is `eval()`: the engine never trains."""
+        if mode:
+            raise UnsupportedError(
+                "The engine is for inference and stays in eval mode; train the model itself."
+            )
+        return super().train(False)
+
+
+class _FusedModule(_InferenceModule):
+    """dualinfer's weights by their names, with the engine's forward and generate."""
+
+    def __init__(self, weights: torch.nn.Module, engine: Any):
+        super().__init__()
+        for name, child in weights.named_children():
+            self.add_module(name, child)
+        self._engine = (engine,)  # in a tuple: the engine is not a part of its own module
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's forward."""
+        return self._engine[0].forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Parts of the module, then what the engine has: generate, config, device, dtype."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self._engine[0], name)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        _refuse_change(fn, self._engine[0])
+        return self
+
+
+def _refuse_change(fn: Callable, engine: Any) -> None:
+    """Raise if `fn`, with which nn.Module casts and moves, would change fused weights."""
+    before = torch.empty(0, dtype=engine.dtype, device=engine.device)
+    after = fn(before)
+    if (after.dtype, after.device) != (before.dtype, before.device):
+        raise UnsupportedError(
+            f"This engine was made in {engine.dtype} on {engine.device} and stays so; asked was "
+            f"{after.dtype} on {after.device}. Make another one with init_inference()."
+        )
+
+
+def _weights_module(params: Params) -> torch.nn.Module:
+    """A tree of plain modules with the weights as parameters: `layers.0.qkv.weight` and so on."""
+    root = torch.nn.Module()
+    groups: Mapping[str, Any] = {"": params.outer} | {
+        f"layers.{i}.": layer for i, layer in enumerate(params.layers)
+    }
+    for prefix, group in groups.items():
+        for name, weight in group.items():
+            *path, leaf = f"{prefix}{name}".split(".")
+            node = root
+            for part in path:
+                if part not in node._modules:
+                    node.add_module(part, torch.nn.Module())
+                node = node.get_submodule(part)
+            node.register_parameter(leaf, torch.nn.Parameter(weight.data, requires_grad=False))
+    return root
+
+
+class _FusedEngine(_InferenceModule):
+    """Of a FusedEngine: its `module` is made when it is asked for, so that no cycle keeps it."""
+
+    def _adopt(self: Any, runner: Any) -> None:
+        self._modules["module"] = _weights_module(runner.params)
+        self._view: Any = lambda: None
+
+    @property
+    def module(self: Any) -> torch.nn.Module:
+        """dualinfer's weights as an nn.Module, which runs and generates as the engine does."""
+        self.runner  # noqa: B018 (raises when closed)
+        view = self._view()
+        if view is None:
+            view = _FusedModule(self._modules["module"], self)
+            self._view = weakref.ref(view)
+        return view
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        _refuse_change(fn, self)
+        return self
+
+
+class _ModuleEngine(_InferenceModule):
+    """Of a ModuleEngine: the caller's module is the one part, and answers for what it has."""
+
+    def _adopt(self: Any, runner: Any) -> None:
+        self._modules["module"] = runner.module
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the module that the engine lacks, such as HF's `base_model_prefix`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_") or name == "generate":
+                raise
+            return getattr(module, name)
+
+    def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
+        self.runner.forget_graphs()  # they hold the addresses of what moves now
+        return super()._apply(fn, recurse)
+
+
+@functools.cache
+def engine_type(base: type) -> type:
+    """`base`, one of dualinfer's engines, as an nn.Module as well."""
+    from_torch = _FusedEngine if base.__name__ == "FusedEngine" else _ModuleEngine
+
+    def __init__(self: Any, runner: Any, *args: Any) -> None:
+        torch.nn.Module.__init__(self)
+        base.__init__(self, runner, *args)  # pyright: ignore
+        self._adopt(runner)
+        self.eval()
+
+    def close(self: Any) -> None:
+        """Free what the engine holds on the device; it cannot be used afterwards."""
+        base.close(self)  # pyright: ignore
+        self._modules.pop("module", None)
+
+    namespace = {
+        "__init__": __init__,
+        "__call__": torch.nn.Module.__call__,  # with the hooks that users put on the engine
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "close": close,
+    }
+    if from_torch is _FusedEngine:
+        namespace["module"] = _FusedEngine.module
+    return type(base.__name__, (base, from_torch), namespace)

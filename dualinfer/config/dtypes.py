@@ -1,0 +1,38 @@
+"""Spellings of dtypes: strings as users write them, and the frameworks' own dtype objects."""
+
+import re
+from types import MappingProxyType
+from typing import Any
+
+DTYPES = MappingProxyType(
+    {
+        "float32": "float32",
+        "float": "float32",
+        "fp32": "float32",
+        "float16": "float16",
+        "half": "float16",
+        "fp16": "float16",
+        "bfloat16": "bfloat16",
+        "bfloat": "bfloat16",
+        "bf16": "bfloat16",
+    }
+)
+
+
+def dtype_name(value: Any) -> str:
+    """`float32`, `float16` or `bfloat16` for any spelling or framework's dtype object.
+
+    Strings count in any case, with or without a prefix such as `torch.`. Raises ValueError.
+    """
+    name = value if isinstance(value, str) else str(value)
+    if isinstance(value, type):  # numpy.float16, jax.numpy.bfloat16; Python's float has 64 bits
+        name = "" if value.__module__ == "builtins" else value.__name__
+    key = re.sub(r"^(torch|numpy|np|jax\.numpy|jnp)\.", "", name.strip().lower())
+    if key in DTYPES:
+        return DTYPES[key]
+    if re.fullmatch(r"u?int\d+", key):
+        raise ValueError(
+            "a model computes in float32, float16 or bfloat16; weights in int8 or int4 are asked "
+            "for by `quant`, which is not in this version"
+        )
+    raise ValueError("this dtype is not supported; use float32, float16 or bfloat16")

@@ -1,0 +1,188 @@
+"""InferenceConfig: every field of the contract."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .dtypes import dtype_name
+from .model import Model, Place
+from .nested import CheckpointConfig, MoEConfig, QuantizationConfig, TensorParallelConfig
+from .values import Count, Integer, PathText, empty_is_none, only, path_or_dict
+
+# A field of DeepSpeed's with one harmless value: out of dumps, so that these warn of nothing.
+_STALE: dict[str, Any] = {"exclude": True, "repr": False}
+
+
+class InferenceConfig(Model):
+    """How a model is turned into an engine; frozen once built. Unset fields serve the user.
+
+    What depends on the mode, the device or this version is checked by `init_inference`.
+    """
+
+    moved: ClassVar[Mapping[str, Place]] = MappingProxyType(
+        {
+            "mp_size": ("tensor_parallel", "tp_size"),
+            "mpu": ("tensor_parallel", "mpu"),
+            "ep_size": ("moe", "ep_size"),
+            "ep_group": ("moe", "ep_group"),
+            "expert_group": ("moe", "ep_group"),
+            "ep_mp_group": ("moe", "ep_mp_group"),
+            "expert_mp_group": ("moe", "ep_mp_group"),
+            "moe_experts": ("moe", "moe_experts"),
+            "moe_type": ("moe", "type"),
+        }
+    )
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"quantization_setting": "quant"})
+
+    backend: Literal["torch", "jax"] = "torch"
+    """The framework that runs the model. DeepSpeed has torch only."""
+
+    replace_with_kernel_inject: bool = Field(default=False, validation_alias="kernel_inject")
+    """Run dualinfer's own decoder in place of a live module's forward (fused mode).
+
+    A checkpoint's folder always runs it, and so does a live HF module on JAX. A model of no
+    supported family is refused where DeepSpeed replaces nothing and says nothing.
+    """
+
+    dtype: Annotated[str, BeforeValidator(dtype_name)] | None = None
+    """What the model computes in: float32, float16 or bfloat16, in any spelling or as a torch,
+    NumPy or JAX dtype.
+
+    Unset: float16 on a GPU, as in the contract, and float32 on a CPU, where DeepSpeed fails.
+    """
+
+    tensor_parallel: TensorParallelConfig = Field(
+        default=TensorParallelConfig(), validation_alias="tp"
+    )
+    """Tensor parallelism; one device in this version."""
+
+    enable_cuda_graph: bool | None = None
+    """On torch, True needs CUDA: forward is captured once for each signature of its inputs, in
+    both modes, and decoding for each bucket. False: no graphs. Unset: decoding only, in fused mode.
+
+    On JAX every bucket is an executable compiled ahead of time, which meets True; False turns off
+    the command buffers, which are XLA's CUDA graphs. DeepSpeed has False for unset, one graph, and
+    the caller's own tensors as its buffers.
+    """
+
+    use_triton: bool | None = None
+    """Triton kernels: unset, where they can run; True, required; False, never.
+
+    This version has none, and refuses True. DeepSpeed's serve BERT only.
+    """
+
+    triton_autotune: bool = False
+    """Tune Triton's kernels at the start; True is refused while there are none."""
+
+    zero: Annotated[dict[str, Any], only({}, "ZeRO is for training", {"stage": 0})] = Field(
+        default_factory=dict, **_STALE
+    )
+    """{} or {"stage": 0}: ZeRO is for training. DeepSpeed never reads it at inference."""
+
+    triangular_masking: Annotated[
+        bool, only(True, "whether attention is causal follows from the model")
+    ] = Field(default=True, validation_alias="tm", **_STALE)
+    """True only: whether attention is causal follows from the model. DeepSpeed overwrites it."""
+
+    moe: MoEConfig = MoEConfig()
+    """Mixtures of experts; a bool is `enabled`. One device and no experts in this version."""
+
+    keep_module_on_host: bool = False
+    """True: the module stays in the host's memory. Module mode only; fused mode puts weights
+    straight on the device."""
+
+    quant: QuantizationConfig | None = None
+    """Quantized weights, refused in this version. {} asks for nothing. DeepSpeed never reads it."""
+
+    checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
+    """What fills the module, one on the meta device too: a HF folder or a state-dict file
+    (.safetensors, .bin, .pt, .pth). A Path is kept as a str.
+
+    DeepSpeed's JSON, as a path or a dict, is refused in this version. DeepSpeed ignores the field
+    in some modes, and runs a meta module with uninitialised weights.
+    """
+
+    base_dir: PathText = ""
+    """Where the files are that DeepSpeed's checkpoint JSON names; refused with that JSON."""
+
+    set_empty_params: Annotated[bool, only(False, "modules are never left without weights")] = (
+        Field(default=False, **_STALE)
+    )
+    """False only: modules are never left without weights."""
+
+    save_mp_checkpoint_path: PathText | None = None
+    """A folder to write sharded weights to; refused in this version, which shards nothing."""
+
+    checkpoint_config: Annotated[
+        CheckpointConfig,
+        only(CheckpointConfig(), "use the fields `checkpoint` and `base_dir` instead"),
+    ] = Field(default=CheckpointConfig(), validation_alias="ckpt_config", **_STALE)
+    """All unset only: use `checkpoint` and `base_dir`. DeepSpeed never reads it."""
+
+    return_tuple: bool = True
+    """True: forward returns a named tuple as HF does. False: the bare first array.
+
+    Fused mode only, on both backends; in module mode forward returns what the module returns. In
+    DeepSpeed it is what an injected layer returns inside of the model.
+    """
+
+    training_mp_size: Annotated[Integer, only(1, "a HF checkpoint is not split")] = Field(
+        default=1, **_STALE
+    )
+    """1 only: a HF checkpoint is not split. DeepSpeed never reads it."""
+
+    replace_method: Annotated[str, only("auto", "there is one method of replacement", "")] = Field(
+        default="auto", **_STALE
+    )
+    """"auto" or "" only. Deprecated in DeepSpeed, too, which never reads it."""
+
+    injection_policy: Annotated[dict[Any, Any] | None, BeforeValidator(empty_is_none)] = Field(
+        default=None, validation_alias="injection_dict"
+    )
+    """Which outputs of which layer class are summed over devices: {class: name or names}.
+
+    Module mode on torch: the names are checked, and with one device nothing is split. Refused in
+    fused mode, as in DeepSpeed, and on JAX.
+    """
+
+    injection_policy_tuple: Annotated[
+        tuple[Any, ...] | None, only(None, "it is internal to DeepSpeed", ())
+    ] = Field(default=None, **_STALE)
+    """None or () only: internal to DeepSpeed."""
+
+    config: Annotated[dict[str, Any] | None, BeforeValidator(empty_is_none)] = Field(
+        default=None, validation_alias="args"
+    )
+    """Fields laid over the model's HF config in fused mode; in module mode, what `engine.config`
+    gives. DeepSpeed replaces the whole config by it."""
+
+    max_out_tokens: Count | None = Field(default=None, validation_alias="max_tokens")
+    """Hard limit of generate on prompt plus new tokens, 1 or more, on both backends.
+
+    Unset: the model's own limit in fused mode, and none in module mode. DeepSpeed has 1024 for
+    unset, takes negative numbers, and checks the prompt alone.
+    """
+
+    min_out_tokens: Count = Field(default=1, validation_alias="min_tokens")
+    """Tokens of one sequence, prompt included, that the device's cache must have room for, 1 or
+    more and no more than `max_out_tokens`.
+
+    Fused mode: without that room, making the engine fails with the bytes needed and free. In
+    module mode the cache is the module's own, and more than 1 is refused.
+    """
+
+    transposed_mode: Annotated[bool, only(False, "the layout is known from the checkpoint")] = (
+        Field(default=False, **_STALE)
+    )
+    """False only: the layout of weights is known from the checkpoint."""
+
+    @model_validator(mode="after")
+    def _room_for_min_out_tokens(self) -> Self:
+        if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
+            raise ValueError(
+                f"min_out_tokens={self.min_out_tokens} is more than max_out_tokens="
+                f"{self.max_out_tokens}; lower the one or raise the other"
+            )
+        return self

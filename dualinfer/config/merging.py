@@ -1,0 +1,75 @@
+"""One InferenceConfig from an object, a dict or a JSON file, and keyword arguments."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import ConfigError, ConfigNotFoundError
+from .fields import InferenceConfig
+from .model import GATHERED, Gathering, Source, shown
+
+
+def make_config(
+    config: InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+) -> InferenceConfig:
+    """One InferenceConfig from `config` (object, dict or a JSON file's path) and keyword arguments.
+
+    Nested dicts are merged key by key. The same field may be given twice with the same meaning, and
+    None for a field whose default is None is not given. Raises ConfigError with every problem
+    there is: conflicts, unknown keys, bad values. The caller's dicts stay as they are.
+    """
+    sources = [Source(_as_dict(config), "in config"), Source(overrides, "as a keyword argument")]
+    gathering = Gathering(InferenceConfig, sources)
+    built = None
+    try:
+        built = InferenceConfig.model_validate(gathering.values, context=GATHERED)
+    except ValidationError as error:
+        gathering.add(error)
+    if built is None or gathering.problems:
+        texts = [f"{p.text}{'' if p.text.endswith('?') else '.'}" for p in gathering.problems]
+        head = [f"The config has {len(texts)} problems:"] if len(texts) > 1 else []
+        raise ConfigError("\n- ".join([*head, *texts]))
+    gathering.warn()
+    return built
+
+
+def default_inference_config() -> dict[str, Any]:
+    """A fresh dict of the defaults, JSON-able, to change and pass as `config`.
+
+    Without `backend`, which is an argument of `init_inference`, and without the fields that have
+    one harmless value only. A field that is None counts as not given.
+    """
+    return InferenceConfig().model_dump(mode="json", exclude={"backend"})
+
+
+def _as_dict(config: Any) -> Mapping[Any, Any]:
+    if config is None:
+        return {}
+    given = InferenceConfig.unfold(config)
+    if given is not None:
+        return given
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; expected a dict, an InferenceConfig or the path "
+            "of a JSON file."
+        )
+    path = Path(config)
+    try:
+        if not path.exists():
+            raise ConfigNotFoundError(f"config={str(config)!r}: there is no such file.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ConfigNotFoundError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"config={shown(config)} cannot be read as a file: {reason}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
+    return value

@@ -1,0 +1,138 @@
+"""The configs inside an InferenceConfig: parallelism, experts, quantization, checkpoints."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from .model import Model
+from .values import AnyCase, Count, PathText, one_of
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+class TensorParallelConfig(Model):
+    """How one model is shared by several devices."""
+
+    enabled: bool = True
+    """False: one device, whatever `tp_size` says. DeepSpeed never reads it."""
+
+    tp_size: Count = 1
+    """Number of devices that share the model, 1 or more. Degrees above 1 are refused in this
+    version, on both backends."""
+
+    tp_grain_size: Count = 64
+    """The widths of MLP and head shards are multiples of this many columns, 1 or more. With one
+    device there are no shards."""
+
+    mpu: Any = None
+    """A model-parallel unit (an object with `get_model_parallel_world_size`). In this version one
+    of a single rank only; DeepSpeed lets it override `tp_size`."""
+
+    tp_group: Any = None
+    """A process group to share the model over. In this version one of a single rank only;
+    DeepSpeed overwrites it when `tp_size` is above 1."""
+
+    @property
+    def degree(self) -> int:
+        """The number of devices that share the model: `tp_size`, or 1 if not enabled."""
+        return self.tp_size if self.enabled else 1
+
+
+class MoEConfig(Model):
+    """How a mixture of experts is shared by several devices. `True` is `{"enabled": True}`."""
+
+    enabled: bool = True
+    """False: the other fields ask for nothing. DeepSpeed never reads it."""
+
+    ep_size: Count = 1
+    """Number of devices that share the experts, 1 or more. Above 1 is refused in this version."""
+
+    moe_experts: Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+        default=[1], validation_alias="num_experts"
+    )
+    """Number of experts of each MoE layer, 1 or more; an int is a list of one. Other than [1] is
+    refused in this version. DeepSpeed never reads it, and refuses the int that its tutorial
+    shows."""
+
+    type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
+    """`standard`, or `residual`: a dense MLP beside the experts, refused in this version."""
+
+    ep_mp_group: Any = None
+    """A process group for tensor parallelism inside experts; refused in this version."""
+
+    ep_group: Any = Field(default=None, validation_alias="expert_group")
+    """A process group to share the experts over; refused in this version."""
+
+    @classmethod
+    def unfold(cls, value: Any) -> Mapping[Any, Any] | None:
+        """As in Model; a bool is `enabled`."""
+        return {"enabled": value} if isinstance(value, bool) else super().unfold(value)
+
+
+class BaseQuantConfig(Model):
+    """How one kind of tensor is quantized."""
+
+    enabled: bool = True
+    """Whether this kind of tensor is quantized at all."""
+
+    num_bits: Annotated[Count, AfterValidator(one_of(4, 8))] = 8
+    """Bits of a quantized value: 4 or 8. DeepSpeed takes any number."""
+
+    q_type: Annotated[Literal["symmetric", "asymmetric"], AnyCase] = "symmetric"
+    """`symmetric`: a scale; `asymmetric`: a scale and a zero point."""
+
+    q_groups: Count = 1
+    """Number of groups with a scale of their own, 1 or more."""
+
+
+class ActivationQuantConfig(BaseQuantConfig):
+    """How activations are quantized."""
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """How weights are quantized."""
+
+    quantized_initialization: dict[str, Any] = Field(default_factory=dict)
+    """Quantization of weights while the model is loaded."""
+
+    post_init_quant: dict[str, Any] = Field(default_factory=dict)
+    """Quantization, by patterns of names, of weights of a loaded model."""
+
+
+class QKVQuantConfig(Model):
+    """How the query, key and value projections are quantized."""
+
+    enabled: bool = True
+    """Whether they are quantized as the other weights are."""
+
+
+class QuantizationConfig(Model):
+    """Quantized weights and activations. Refused in this version unless `enabled` is False."""
+
+    enabled: bool = True
+    """False: nothing is quantized, whatever the rest says."""
+
+    activation: ActivationQuantConfig = ActivationQuantConfig()
+    """Activations."""
+
+    weight: WeightQuantConfig = Field(default_factory=WeightQuantConfig)
+    """Weights."""
+
+    qkv: QKVQuantConfig = QKVQuantConfig()
+    """The query, key and value projections."""
+
+
+class CheckpointConfig(Model):
+    """DeepSpeed's block of paths, which it never reads; `checkpoint` is what loads weights."""
+
+    checkpoint_dir: PathText | None = None
+    """Use the field `checkpoint` instead."""
+
+    save_mp_checkpoint_path: PathText | None = None
+    """Use the field `save_mp_checkpoint_path` instead."""
+
+    base_dir: PathText | None = None
+    """Use the field `base_dir` instead."""

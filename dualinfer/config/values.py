@@ -1,0 +1,74 @@
+"""Types of single values that the config models share."""
+
+import operator
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def _integer(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected an int, not a bool")
+    if isinstance(value, int | float | str):
+        return value  # pydantic reads these
+    try:
+        return operator.index(value)  # NumPy's integers
+    except TypeError:
+        raise ValueError("expected an int") from None
+
+
+def _lower(value: Any) -> Any:
+    return str.lower(value).strip() if isinstance(value, str) else value
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def empty_is_none(value: Any) -> Any:
+    """None for an empty dict, which asks for nothing; else the value."""
+    return None if isinstance(value, dict) and not value else value
+
+
+def path_or_dict(value: Any) -> Any:
+    """A str, also from a Path, a dict, or None for what is empty. Raises ValueError for others."""
+    value = _path_text(value)
+    if value is not None and not isinstance(value, str | dict):
+        raise ValueError("expected a path or a dict")
+    return value or None
+
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+"""Also a string of digits; no bool, no fraction."""
+
+Count = Annotated[Integer, Field(ge=1)]
+
+AnyCase = BeforeValidator(_lower)
+"""Marks words that may be written in any case."""
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
+"""A str, also from a Path."""
+
+
+def only(wanted: Any, reason: str, *others: Any) -> AfterValidator:
+    """A validator that lets `wanted` through, turns `others` into it, and refuses the rest."""
+
+    def check(value: Any) -> Any:
+        if value != wanted and value not in others:
+            raise ValueError(f"cannot be honoured: {reason}")
+        return wanted
+
+    return AfterValidator(check)
+
+
+def one_of(*allowed: int) -> Callable[[int], int]:
+    """A validator's function for a number out of a few."""
+
+    def check(value: int) -> int:
+        if value not in allowed:
+            raise ValueError(f"expected {' or '.join(map(str, allowed))}")
+        return value
+
+    return check

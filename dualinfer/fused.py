@@ -1,0 +1,296 @@
+"""FusedEngine: forward, generate and stream over a backend's runner."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import kind_of, to_kind, to_numpy
+from .backends.base import Request, Runner, Sampling
+from .config import InferenceConfig
+from .engine import CLOSED, InferenceEngine
+from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
+from .generation import Generation, Loop, StopStrings
+from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts
+from .options import GenerationOptions, config_dict, make_options
+from .outputs import FIELDS, make_outputs
+from .report import Report
+
+_STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+
+
+class FusedEngine(InferenceEngine):
+    """dualinfer's own decoder in the place of the model's forward."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        inference_config: InferenceConfig,
+        config: Any,
+        generation_config: Any,
+        source: str,
+        notes: Sequence[str],
+    ) -> None:
+        super().__init__(runner, inference_config, config, generation_config, source, notes)
+        self._spec = runner.spec
+        self._loop = Loop(runner, self._profiler, self._lock)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit."""
+        return self.inference_config.max_out_tokens or self._spec.max_positions
+
+    def can_generate(self) -> bool:
+        """True for a causal model with a vocabulary head."""
+        return self._spec.can_generate
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        *,
+        position_ids: Any = None,
+        token_type_ids: Any = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        return_tuple: bool | None = None,
+        use_cache: bool | None = None,
+        **unsupported: Any,
+    ) -> Any:
+        """HF's forward over whole sequences: logits, or last_hidden_state and pooler_output.
+
+        `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
+        counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
+        come back in the same framework, in the engine's dtype, on its device. As in HF,
+        `position_ids` that start anew separate packed sequences only without a mask and without a
+        cache: with `use_cache=False` here or in the model's config. Returns HF's ModelOutput; with
+        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
+        ArgumentError and LengthError before anything runs.
+        """
+        _refuse_arguments("forward", unsupported)
+        if use_cache:
+            raise ArgumentError(
+                "forward does not support use_cache=True: it returns no past_key_values. The cache "
+                "belongs to generate()."
+            )
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", True)
+        if output_hidden_states is None:
+            output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+        inputs = make_forward_inputs(
+            self._spec,
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            output_hidden_states,
+            may_pack=not use_cache,
+        )
+        kind = kind_of(input_ids) or "list"
+        with self._lock:
+            results = self._profiler.run(self.runner.forward, inputs)
+        fields = {
+            name: tuple(to_kind(v, kind) for v in results[name])
+            if isinstance(results[name], tuple)
+            else to_kind(results[name], kind)
+            for name in FIELDS  # a jitted function returns its dict sorted
+            if name in results
+        }
+        if return_tuple is None:
+            return_tuple = self.inference_config.return_tuple
+        if not return_tuple:
+            return next(iter(fields.values()))
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return make_outputs(fields) if return_dict is not False else tuple(fields.values())
+
+    def generate(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
+
+        `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
+        a list of lists of any lengths; rows of the result are left-padded, and filled up with the
+        pad id after their end. Other arguments have HF's names and meanings, with the model's own
+        generation_config as defaults; `streamer` follows HF's protocol, `tokenizer` is needed for
+        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
+        each. Raises before anything runs; an argument that is not supported is refused by name.
+        """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ArgumentError(
+                f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's have."
+            )
+        prompts, requests, options, stop = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        )
+        pad = options.fill_id
+        block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
+        if streamer is not None:
+            streamer.put(self._streamed(block))
+            chunk = _STREAM_CHUNK
+        else:
+            chunk = _STOP_CHUNK if stop else _WHOLE_CHUNK
+        columns = []
+        for tokens in Generation(self._loop, requests, chunk, stop):
+            column = np.array([pad if t is None else t for t in tokens], np.int64)
+            columns.append(column)
+            if streamer is not None:
+                streamer.put(self._streamed(column))
+        if streamer is not None:
+            streamer.end()
+        return self._result(np.column_stack((block, *columns)), prompts)
+
+    def stream(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """An iterator of new tokens, as they are made; the arguments of `generate`.
+
+        One sequence gives ints; several give lists with an int for each, None once it has ended.
+        Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
+        `close()` on the iterator, frees what it holds.
+        """
+        _, requests, _, stop = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        )
+        return self._stream(requests, stop)
+
+    def _stream(self, requests: Sequence[Request], stop: StopStrings | None) -> Iterator[Any]:
+        if self._runner is None:  # closed since stream() was called
+            raise ClosedError(CLOSED)
+        for tokens in Generation(self._loop, requests, _STREAM_CHUNK, stop):
+            yield tokens[0] if len(tokens) == 1 else tokens
+
+    def _prepare(
+        self, ids: Any, config: Any, mask: Any, tokenizer: Any, seed: Any, kwargs: dict[str, Any]
+    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+        """Everything that generate and stream check and derive before anything runs."""
+        spec = self.runner.spec
+        if not spec.can_generate:
+            raise UnsupportedError(
+                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
+                "head."
+            )
+        if "inputs" in kwargs:  # HF's name of its first argument
+            if ids is not None:
+                raise ArgumentError("Both inputs and input_ids were given; they are the same.")
+            ids = kwargs.pop("inputs")
+        if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
+            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
+        options = make_options(config_dict(self.generation_config), config, kwargs, spec.vocab)
+        pad = options.fill_id
+        if options.stop_strings and not hasattr(tokenizer, "decode"):
+            raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
+        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+        count = options.num_return_sequences
+        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
+            raise ArgumentError(
+                "stop_strings may end some rows before others, but the model names neither a "
+                "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
+            )
+        width = prompts.block.shape[1]
+        new_tokens = options.new_tokens(width, self.max_tokens)
+        self._check_length(prompts, new_tokens)
+        seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
+        requests = [
+            Request(
+                tokens=row,
+                max_new_tokens=new_tokens,
+                min_new_tokens=options.least_tokens(width),
+                eos_ids=options.eos_token_ids,
+                sampling=Sampling(
+                    options.do_sample,
+                    options.temperature,
+                    options.top_k,
+                    options.top_p,
+                    options.min_p,
+                    options.repetition_penalty,
+                    row_seed,
+                    index,
+                ),
+            )
+            for row, row_seed in zip(prompts.rows, seeds, strict=True)
+            for index in range(count)
+        ]
+        stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
+        return prompts, requests, options, stop
+
+    def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
+        longest = max(len(row) for row in prompts.rows)
+        positions = self._spec.learned_positions
+        limit, name = self.max_tokens, "max_out_tokens"
+        if self.inference_config.max_out_tokens is None:
+            name = "the model's max_position_embeddings"
+        elif positions and positions < limit:
+            limit, name = positions, "the number of the model's positions"
+        if longest + new_tokens > limit:
+            way = "" if positions and limit == positions else " or a larger max_out_tokens"
+            raise LengthError(
+                f"A prompt of {longest} tokens and {new_tokens} new ones make "
+                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a "
+                f"shorter prompt{way}."
+            )
+
+    def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
+        if seed is None:
+            return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
+        if kind_of(seed) not in (None, "list"):
+            seed = to_numpy(seed).tolist()
+        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
+        if len(seeds) != prompts:
+            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
+        for value in seeds:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ArgumentError(f"seed={value!r}; expected an int.")
+            if not 0 <= value.__index__() < 2**64:
+                raise ArgumentError(f"seed={value!r}; expected an int from 0 to 2**64 - 1.")
+        return [value.__index__() for value in seeds]
+
+    def _streamed(self, tokens: np.ndarray) -> Any:
+        """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
+        return to_kind(tokens, "torch" if self.inference_config.backend == "torch" else "numpy")
+
+    def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
+        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        return to_kind(ids, kind, like=prompts.like)
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        return self._make_report(
+            mode="fused",
+            family=self._spec.family,
+            architecture=self._spec.architecture,
+            layers=len(self._spec.layers),
+            max_tokens=self.max_tokens,
+        )
+
+    def _name(self) -> str:
+        return self._spec.architecture
+
+    def _let_go(self) -> None:
+        self._loop.lose(ClosedError("The engine was closed while this stream was open."))
+
+
+def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
+    if asked:
+        raise ArgumentError(
+            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
+            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
+            "return_tuple."
+        )

@@ -1,0 +1,115 @@
+"""What a backend, a mode or this version cannot honour: refused before anything is loaded."""
+
+from typing import Any, Literal
+
+from .config import InferenceConfig
+from .config.model import shown
+from .errors import ConfigError
+
+Mode = Literal["fused", "module"]
+
+
+def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
+    """Raise ConfigError for the first field that cannot be honoured; `device` is cpu, cuda ...
+
+    Fields at values that ask for nothing pass.
+    """
+    _check_parallelism(config)
+    _check_later(config)
+    on_torch = config.backend == "torch"
+    if config.enable_cuda_graph and on_torch and device != "cuda":
+        raise ConfigError(
+            f"enable_cuda_graph=True needs a CUDA device, but torch runs on {device} here. Leave "
+            "enable_cuda_graph unset."
+        )
+    if mode == "module":
+        _check_module_mode(config)
+    else:
+        _check_fused_mode(config, device)
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    raise ConfigError(f"{name}={shown(value)}: {reason}")
+
+
+def _check_parallelism(config: InferenceConfig) -> None:
+    tp, moe = config.tensor_parallel, config.moe
+    if tp.degree > 1:
+        _refuse("tensor_parallel.tp_size", tp.tp_size, "this version runs on one device. Use 1.")
+    ranks = {
+        "tensor_parallel.mpu": (tp.mpu, "get_model_parallel_world_size"),
+        "tensor_parallel.tp_group": (tp.tp_group, "size"),
+    }
+    for name, (group, method) in ranks.items():
+        size = 1 if group is None else _size(name, group, method)
+        if size != 1:
+            _refuse(name, size, "this version runs on one device. Pass a group of one, or none.")
+    if moe.enabled:
+        if moe.ep_size != 1:
+            _refuse("moe.ep_size", moe.ep_size, "this version runs on one device. Use 1.")
+        if moe.moe_experts != [1] or moe.type != "standard":
+            value = moe.moe_experts if moe.moe_experts != [1] else moe.type
+            name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
+            _refuse(name, value, "mixtures of experts are not in this version's fused families.")
+        for name in ("ep_group", "ep_mp_group"):
+            if getattr(moe, name) is not None:
+                _refuse(
+                    f"moe.{name}",
+                    getattr(moe, name),
+                    "this version runs on one device. Leave it unset.",
+                )
+
+
+def _size(name: str, group: Any, method: str) -> int:
+    size = getattr(group, method, None)
+    if not callable(size):
+        raise ConfigError(f"{name} is a {type(group).__name__}, which has no {method}().")
+    return int(size())  # pyright: ignore[reportArgumentType]
+
+
+def _check_later(config: InferenceConfig) -> None:
+    """What the contract has and this version does not serve yet."""
+    if config.quant is not None and config.quant.enabled:
+        _refuse("quant", config.quant, "quantized weights are not in this version. Leave it unset.")
+    if config.use_triton and config.backend == "jax":
+        _refuse("use_triton", True, "Triton is torch's; use backend='torch', or leave it unset.")
+    if config.use_triton:
+        _refuse("use_triton", True, "Triton kernels are not in this version. Leave it unset.")
+    if config.triton_autotune:
+        _refuse("triton_autotune", True, "there are no Triton kernels to tune in this version.")
+    if config.save_mp_checkpoint_path is not None:
+        reason = "sharded checkpoints are written with several devices, which this version lacks."
+        _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
+    if config.base_dir:
+        reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
+        _refuse("base_dir", config.base_dir, reason)
+    if isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json"):
+        reason = (
+            "DeepSpeed's checkpoint JSON is not read in this version. Pass the folder of a HF "
+            "checkpoint or a state-dict file (.safetensors, .bin, .pt, .pth)."
+        )
+        _refuse("checkpoint", config.checkpoint, reason)
+
+
+def _check_module_mode(config: InferenceConfig) -> None:
+    if config.min_out_tokens > 1:
+        reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
+        _refuse("min_out_tokens", config.min_out_tokens, reason)
+    if not config.return_tuple:
+        reason = "in module mode forward returns what the module returns. Leave it unset."
+        _refuse("return_tuple", False, reason)
+    if config.backend == "jax" and config.injection_policy:
+        reason = "with one device a Flax module has nothing to split. Leave it unset."
+        _refuse("injection_policy", config.injection_policy, reason)
+
+
+def _check_fused_mode(config: InferenceConfig, device: str) -> None:
+    if config.injection_policy:
+        reason = (
+            "a policy says how the model's own layers are split, and in fused mode dualinfer's "
+            "run instead. Leave out one of injection_policy and replace_with_kernel_inject."
+        )
+        _refuse("injection_policy", config.injection_policy, reason)
+    if config.keep_module_on_host and device != "cpu":
+        reason = "in fused mode weights go straight to the device. Leave it unset."
+        _refuse("keep_module_on_host", True, reason)

@@ -1,0 +1,137 @@
+"""ModuleEngine: the user's own module, with the contract's guard around its own generate."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .backends.base import ModuleRunner
+from .config import InferenceConfig
+from .engine import InferenceEngine
+from .errors import LengthError
+from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict
+from .report import Report
+
+
+class ModuleEngine(InferenceEngine):
+    """Module mode: what the caller's module computes, cast and placed, without gradients."""
+
+    def __init__(
+        self,
+        runner: ModuleRunner,
+        inference_config: InferenceConfig,
+        config: Any,
+        generation_config: Any,
+        source: str,
+        notes: Sequence[str],
+    ) -> None:
+        super().__init__(runner, inference_config, config, generation_config, source, notes)
+        self._architecture = type(runner.module).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments."""
+        with self._lock:
+            return self.runner.forward(args, kwargs)
+
+    def can_generate(self) -> bool:
+        """What the module says, if it says; else whether it has a generate."""
+        module = self.runner.module
+        own = getattr(module, "can_generate", None)
+        return bool(own()) if callable(own) else hasattr(module, "generate")
+
+    @property
+    def generate(self) -> Any:
+        """The module's own generate, refused where the contract does; absent if it has none.
+
+        UnsupportedError for beams, in whatever way they are asked for; LengthError if prompt and
+        new tokens exceed `max_out_tokens`. `engine.module.generate` is without this guard.
+        """
+        if not hasattr(self.runner.module, "generate"):
+            raise AttributeError(f"{self._architecture} has no generate, so the engine has none.")
+        return self._generate
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self.runner.generate(args, {**kwargs, **self._check(args, kwargs)})
+
+    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise for what the contract's guard refuses, before anything runs.
+
+        Gives max_new_tokens where the caller asked for no length and the default is over the limit.
+        """
+        passed = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        own = config_dict(getattr(self.runner.module, "generation_config", None))
+        asked = {
+            name: value
+            for name, value in (config_dict(passed) | dict(kwargs)).items()
+            if value is not None
+        }
+        check_beams(own | asked, "num_beams=1, or engine.module.generate, which has no guard")
+        limit = self.inference_config.max_out_tokens
+        if limit is None:
+            return {}
+        width = self._prompt_width(args[0] if args else None, kwargs, limit)
+        by_caller = {"max_new_tokens", "max_length"} & asked.keys()
+        new = _new_tokens(asked if by_caller else own, width)
+        capped = {}
+        if not by_caller and width < limit < width + new:
+            new = limit - width
+            capped["max_new_tokens"] = new
+        if width + new > limit:
+            raise LengthError(
+                f"A prompt of {width} tokens and {new} new ones make {width + new}, over "
+                f"max_out_tokens ({limit}). Ask for fewer new tokens, a shorter prompt or a larger "
+                "max_out_tokens."
+            )
+        return capped
+
+    def _prompt_width(self, first: Any, kwargs: Mapping[str, Any], limit: int) -> int:
+        """Tokens that the generated sequence begins with: the decoder's, where there are two."""
+        prompt = first
+        for name in ("inputs", "input_ids", "inputs_embeds"):
+            if prompt is None:
+                prompt = kwargs.get(name)
+        if getattr(self.config, "is_encoder_decoder", False):
+            if _is_text(prompt) and _width(prompt) > limit:
+                raise LengthError(
+                    f"The encoder's input has {_width(prompt)} tokens, over max_out_tokens "
+                    f"({limit}). Shorten it, or set a larger max_out_tokens."
+                )
+            prompt = kwargs.get("decoder_input_ids")
+        return _width(prompt)
+
+    def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
+        super()._watch(runner, enabled, use_cuda_events)
+        runner.watch(self._profiler)
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        return self._make_report(
+            mode="module",
+            family="",
+            architecture=self._architecture,
+            layers=0,
+            max_tokens=self.inference_config.max_out_tokens or 0,
+        )
+
+    def _name(self) -> str:
+        return self._architecture
+
+
+def _width(prompt: Any) -> int:
+    """Tokens of a prompt [T], [B, T] or [B, T, E]."""
+    shape = tuple(getattr(prompt, "shape", ()))
+    if not shape:
+        return 1  # HF starts with one token: BOS, or the decoder's start
+    return int(shape[1] if len(shape) > 1 else shape[0])
+
+
+def _is_text(prompt: Any) -> bool:
+    """False for features, which the limit on tokens does not concern: sound, pictures."""
+    return len(getattr(prompt, "shape", ())) <= 2
+
+
+def _new_tokens(values: Mapping[str, Any], width: int) -> int:
+    if values.get("max_new_tokens") is not None:
+        return int(values["max_new_tokens"])
+    if values.get("max_length") is not None:
+        return max(0, int(values["max_length"]) - width)
+    return DEFAULT_NEW_TOKENS

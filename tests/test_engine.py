@@ -1,0 +1,293 @@
+"""What every engine has: module, model times, life cycle, threads; in both modes and backends."""
+
+import gc
+import threading
+import time
+import weakref
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from flax import nnx
+
+import dualinfer
+
+from .models import BACKENDS, random_ids
+
+CAUSAL = "llama-gqa"
+
+
+class Perceptron(nnx.Module):
+    """A Flax module of the user's."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.second = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def make_module(backend):
+    """A module of the backend's framework and an input for it."""
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
+    if backend == "jax":
+        return Perceptron(nnx.Rngs(0)), x
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4)
+    return torch.nn.Sequential(*layers), torch.from_numpy(x)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=["fused", "module"])
+def running(request, backend, hf_model):
+    """An engine of its own, and a function that runs one forward pass of it."""
+    if request.param == "fused":
+        engine = dualinfer.init_inference(
+            hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+        )
+        inputs = random_ids(2, 5)
+    else:
+        module, inputs = make_module(backend)
+        engine = dualinfer.init_inference(module, backend=backend, dtype="fp32")
+    yield engine, lambda: engine(inputs)
+    engine.close()
+
+
+def test_model_times_are_one_entry_a_forward_and_are_cleared(running):
+    engine, run = running
+    with pytest.raises(dualinfer.ProfilingError, match="profile_model_time"):
+        engine.model_times()
+    with pytest.raises(AssertionError):  # as DeepSpeed
+        engine.model_times()
+    run()
+    for use_cuda_events in (True, False):
+        engine.profile_model_time(use_cuda_events=use_cuda_events)
+        assert engine.model_profile_enabled
+        run()
+        engine.model_times()
+        whole = []
+        for _ in range(10):
+            start = time.perf_counter()
+            run()
+            whole.append((time.perf_counter() - start) * 1e3)
+        times = engine.model_times()
+        assert len(times) == 10
+        assert all(0 < model < end_to_end for model, end_to_end in zip(times, whole, strict=True))
+        assert engine.model_times() == []
+    engine.profile_model_time(enabled=False)
+    run()
+    assert not engine.model_profile_enabled
+    with pytest.raises(dualinfer.ProfilingError):
+        engine.model_times()
+    engine.profile_model_time()
+    assert engine.model_times() == []
+
+
+def test_every_pass_of_generate_is_an_entry(backend, hf_model):
+    with dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    ) as engine:
+        ids = random_ids(2, 5)
+        expected = engine.generate(ids, max_new_tokens=9, do_sample=False)
+        engine.profile_model_time()
+        start = time.perf_counter()
+        ids = engine.generate(ids, max_new_tokens=9, do_sample=False)
+        whole = (time.perf_counter() - start) * 1e3
+        times = engine.model_times()
+        assert len(times) == 9 and all(t > 0 for t in times) and sum(times) < whole
+        np.testing.assert_array_equal(ids, expected)
+
+
+def test_every_pass_of_a_modules_own_generate_is_an_entry(hf_model):
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    with dualinfer.init_inference(model, dtype="fp32") as engine:
+        engine.profile_model_time()
+        engine.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=7, min_new_tokens=7)
+        assert len(engine.model_times()) == 7
+        engine(torch.tensor([[1, 2, 3]]))
+        assert len(engine.model_times()) == 1
+        engine.profile_model_time(enabled=False)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_closed_engine_says_so_and_may_be_closed_again(running):
+    engine, run = running
+    run()
+    engine.destroy()
+    engine.close()
+    for use in (run, engine.report, engine.profile_model_time, lambda: engine.module):
+        with pytest.raises(dualinfer.ClosedError, match="init_inference"):
+            use()
+    assert "closed" in repr(engine)
+
+
+def test_engine_that_is_dropped_is_freed_at_once(backend, hf_model):
+    gc.collect()
+    gc.disable()
+    try:
+        engine = dualinfer.init_inference(
+            hf_model(CAUSAL), backend=backend, dtype="bf16", kernel_inject=True
+        )
+        engine.generate(random_ids(1, 4), max_new_tokens=3)
+        engine.module  # noqa: B018
+        gone = weakref.ref(engine)
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_torch_engine_is_an_nn_module(hf_model):
+    model = hf_model(CAUSAL)
+    engine = dualinfer.init_inference(model, dtype="fp32", kernel_inject=True)
+    assert isinstance(engine, torch.nn.Module) and isinstance(engine, dualinfer.InferenceEngine)
+    assert engine.eval() is engine and not engine.training
+    with pytest.raises(dualinfer.UnsupportedError, match="inference"):
+        engine.train()
+    count = sum(p.numel() for p in engine.parameters())
+    assert count == engine.report().parameters
+    assert not any(p.requires_grad for p in engine.parameters())
+    state = engine.state_dict()
+    torch.testing.assert_close(
+        state["module.layers.0.down.weight"],
+        model.state_dict()["model.layers.0.mlp.down_proj.weight"],
+    )
+    assert {f"module.{name}" for name in engine.module.state_dict()} == state.keys()
+    ids = torch.from_numpy(random_ids(2, 5))
+    module = engine.module
+    assert module is engine.module
+    torch.testing.assert_close(module(ids).logits, engine(ids).logits)
+    assert module.config is model.config and module.dtype == torch.float32
+    expected = engine.generate(ids, max_new_tokens=3, do_sample=False)
+    del engine
+    gc.collect()
+    # A script that keeps only `engine.module` keeps the engine with it.
+    assert torch.equal(module.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    assert module.to("cpu") is module and module.float() is module
+    for change in (module.half, lambda: module.to("meta")):
+        with pytest.raises(dualinfer.UnsupportedError, match="init_inference"):
+            change()
+
+
+def test_hooks_on_a_torch_engine_run(hf_model):
+    engine = dualinfer.init_inference(hf_model(CAUSAL), dtype="fp32", kernel_inject=True)
+    seen = []
+    handle = engine.register_forward_hook(lambda m, args, output: seen.append(output.logits.shape))
+    engine(torch.from_numpy(random_ids(2, 5)))
+    handle.remove()
+    engine(torch.from_numpy(random_ids(2, 5)))
+    assert seen == [(2, 5, 1001)]
+
+
+def test_module_engine_on_torch_is_the_callers_module():
+    module, x = make_module("torch")
+    module.train()
+    engine = dualinfer.init_inference(module, dtype="fp32")
+    assert engine.module is module and not module.training and not engine.training
+    assert {name for name, _ in engine.named_parameters()} == {
+        f"module.{name}" for name, _ in module.named_parameters()
+    }
+    y = engine(x)
+    assert not y.requires_grad and torch.equal(y, module(x))
+    assert engine.device == torch.device("cpu") and engine.dtype == torch.float32
+    assert not hasattr(engine, "generate") and engine.config is None
+    assert engine.can_generate() is False
+    engine.close()
+    assert torch.equal(module(x), y)  # the caller's, and still there
+
+
+def test_module_engine_on_jax_leaves_the_callers_module():
+    module, x = make_module("jax")
+    before = jax.tree.map(lambda p: np.array(p), nnx.state(module))
+    engine = dualinfer.init_inference(module, backend="jax", dtype="bf16")
+    y = engine(x)
+    assert y.dtype == "bfloat16" or y.dtype == "float32"
+    assert engine.module is not module and engine.module.first.kernel[...].dtype == "bfloat16"
+    after = jax.tree.map(lambda p: np.array(p), nnx.state(module))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert not hasattr(engine, "generate")
+
+
+def test_calls_from_several_threads_take_turns(backend, hf_model):
+    engine = dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    )
+    prompts = [random_ids(1 + i % 2, 4 + i, seed=i) for i in range(6)]
+
+    def serve(ids):
+        text = engine.generate(ids, max_new_tokens=8, do_sample=False)
+        return np.asarray(text), np.asarray(engine(ids).logits)
+
+    expected = [serve(ids) for ids in prompts]
+    results, errors = {}, []
+
+    def work(i):
+        try:
+            results[i] = serve(prompts[i])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for i, (text, logits) in enumerate(expected):
+        np.testing.assert_array_equal(results[i][0], text)
+        np.testing.assert_allclose(results[i][1], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_engines_of_several_kinds_live_side_by_side(hf_model):
+    ids = random_ids(2, 6)
+    model = hf_model(CAUSAL)
+    options = [
+        dict(backend="torch", dtype="fp32"),
+        dict(backend="jax", dtype="fp32"),
+        dict(backend="torch", dtype="bf16", max_out_tokens=20),
+        dict(backend="jax", dtype="fp32", max_out_tokens=30),
+    ]
+    engines = [dualinfer.init_inference(model, kernel_inject=True, **o) for o in options]
+    alone = [np.asarray(e.generate(ids, max_new_tokens=6, do_sample=False)) for e in engines]
+    streams = [e.stream(ids, max_new_tokens=6, do_sample=False) for e in engines]
+    together = [np.array([next(s) for s in streams]) for _ in range(5)]
+    engines[1].close()
+    engines[2].close()
+    for i, tokens in enumerate(zip(*together, strict=True)):
+        np.testing.assert_array_equal(np.stack(tokens, 1), alone[i][:, 6:11])
+    again = np.asarray(engines[0].generate(ids, max_new_tokens=6, do_sample=False))
+    np.testing.assert_array_equal(again, alone[0])
+    np.testing.assert_array_equal(np.asarray(next(streams[3])), alone[3][:, 11])
+
+
+def test_callers_state_stays_as_it_was(backend, hf_model):
+    model = hf_model(CAUSAL)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    numpy_state = np.random.get_state()[1].copy()
+    grad, default = torch.is_grad_enabled(), torch.get_default_dtype()
+    threads = torch.get_num_threads()
+    x64 = jax.config.jax_enable_x64
+    precision = torch.backends.cuda.matmul.fp32_precision
+    with dualinfer.init_inference(
+        model, backend=backend, dtype="bf16", kernel_inject=True
+    ) as engine:
+        engine.generate(random_ids(2, 5), max_new_tokens=4, do_sample=True, seed=1)
+        engine(random_ids(2, 5))
+    assert torch.equal(torch.rand(3), expected)
+    assert (np.random.get_state()[1] == numpy_state).all()
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (grad, default)
+    assert torch.get_num_threads() == threads and jax.config.jax_enable_x64 == x64
+    assert torch.backends.cuda.matmul.fp32_precision == precision
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())

@@ -1,0 +1,283 @@
+"""init_inference: what it takes, and what it refuses before anything is loaded."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+
+from .models import BACKENDS, CASES, random_ids
+from .test_engine import Perceptron, make_module
+
+CAUSAL = "llama-gqa"
+
+
+class Group:
+    """A process group of `n` ranks, and a Megatron-style model-parallel unit."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __repr__(self):
+        return f"Group({self.n})"
+
+    def size(self):
+        return self.n
+
+    def get_model_parallel_world_size(self):
+        return self.n
+
+
+ANYWHERE = [
+    ({"tensor_parallel": {"tp_size": 2}}, r"tp_size=2.*one device"),
+    ({"tensor_parallel": {"mpu": Group(2)}}, r"mpu=2.*one device"),
+    ({"tensor_parallel": {"tp_group": Group(4)}}, r"tp_group=4.*one device"),
+    ({"tensor_parallel": {"tp_group": "world"}}, r"tp_group.*no size"),
+    ({"moe": {"ep_size": 2}}, r"ep_size=2.*one device"),
+    ({"moe": {"moe_experts": 8}}, r"moe_experts=\[8\]"),
+    ({"moe": {"type": "residual"}}, "moe.type='residual'"),
+    ({"moe": {"ep_group": Group(1)}}, "ep_group"),
+    ({"quant": {"enabled": True}}, "quant"),
+    ({"quant": {"weight": {"num_bits": 4}}}, "quant"),
+    ({"use_triton": True}, "use_triton=True"),
+    ({"triton_autotune": True}, "triton_autotune=True"),
+    ({"save_mp_checkpoint_path": "somewhere"}, "save_mp_checkpoint_path='somewhere'"),
+    ({"base_dir": "/shards"}, "base_dir='/shards'"),
+    ({"checkpoint": "shards.json"}, r"checkpoint='shards.json'.*folder of a HF"),
+    ({"checkpoint": {"type": "ds_model", "checkpoints": []}}, "checkpoint=.*DeepSpeed"),
+]
+FUSED = [
+    ({"injection_policy": {torch.nn.Linear: "out"}}, "injection_policy.*fused"),
+]
+MODULE = [
+    ({"min_out_tokens": 5}, "min_out_tokens=5.*module mode"),
+    ({"return_tuple": False}, "return_tuple=False.*module mode"),
+    ({"replace_with_kernel_inject": True}, "no HF model|runs as it is"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("fields", "message"), ANYWHERE + FUSED, ids=str)
+def test_what_fused_mode_cannot_honour_is_refused(backend, fields, message, hf_model):
+    with pytest.raises((dualinfer.ConfigError, dualinfer.ModelError), match=message):
+        dualinfer.init_inference(hf_model(CAUSAL), backend=backend, kernel_inject=True, **fields)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("fields", "message"), ANYWHERE + MODULE, ids=str)
+def test_what_module_mode_cannot_honour_is_refused(backend, fields, message):
+    module, _ = make_module(backend)
+    with pytest.raises((dualinfer.ConfigError, dualinfer.ModelError), match=message):
+        dualinfer.init_inference(module, backend=backend, **fields)
+    if backend == "torch":
+        assert module.training  # not touched
+
+
+def test_refusal_comes_before_anything_is_read(tmp_path):
+    # The folder has no weights: reading them would be another error.
+    CASES[CAUSAL].make_config().save_pretrained(tmp_path)
+    with pytest.raises(dualinfer.ConfigError, match="enable_cuda_graph=True needs a CUDA device"):
+        dualinfer.init_inference(tmp_path, enable_cuda_graph=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fields_that_ask_for_nothing_pass(backend, hf_model):
+    harmless = {
+        "tensor_parallel": {"tp_size": 1, "mpu": Group(1), "tp_group": Group(1)},
+        "moe": False,
+        "quant": {"enabled": False},
+        "enable_cuda_graph": False,
+        "use_triton": False,
+        "min_out_tokens": 8,
+        "max_out_tokens": 32,
+    }
+    engine = dualinfer.init_inference(
+        hf_model(CAUSAL), harmless, backend=backend, dtype="fp32", kernel_inject=True
+    )
+    assert engine.generate(random_ids(1, 4), max_new_tokens=2).shape == (1, 6)
+    off = {"tensor_parallel": {"tp_size": 4, "enabled": False}}
+    dualinfer.init_inference(hf_model(CAUSAL), off, backend=backend, kernel_inject=True).close()
+
+
+def test_enable_cuda_graph_is_met_on_jax(hf_model):
+    for value in (True, False, None):
+        with dualinfer.init_inference(
+            hf_model(CAUSAL), backend="jax", dtype="fp32", enable_cuda_graph=value
+        ) as engine:
+            ids = random_ids(1, 4)
+            engine.generate(ids, max_new_tokens=3)
+            made = engine.report().compilations
+            engine.generate(ids, max_new_tokens=3)
+            assert engine.report().compilations == made > 0
+
+
+def test_old_scripts_run(hf_model):
+    """The forms of call that DeepSpeed's tutorials and forum posts show."""
+    model = hf_model("gpt2")
+    ids = torch.from_numpy(random_ids(1, 5))
+    calls = [
+        dict(mp_size=1, dtype=torch.float32, replace_with_kernel_inject=True),
+        dict(
+            mp_size=1,
+            dtype=torch.float32,
+            replace_method="auto",
+            replace_with_kernel_inject=True,
+            triangular_masking=True,
+            max_tokens=40,
+        ),
+        dict(tensor_parallel={"tp_size": 1}, dtype="fp32", kernel_inject=True),
+        dict(config={"tp": {"tp_size": 1}, "dtype": "fp32", "replace_with_kernel_inject": True}),
+        dict(dtype=torch.float32, checkpoint=None, injection_policy=None, moe_experts=1),
+        dict(dtype=torch.float, injection_dict={}, ep_size=1, mpu=None, zero={}, quant={}),
+    ]
+    with torch.no_grad():
+        expected = model(ids).logits
+    for arguments in calls:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated and stale fields warn
+            engine = dualinfer.init_inference(model, **arguments)
+        engine.module.eval()
+        torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        text = engine.module.generate(ids, max_new_tokens=3, do_sample=False)
+        assert text.shape == (1, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_config_fields_are_laid_over_the_models_own(backend, hf_model):
+    model = hf_model(CAUSAL)
+    engine = dualinfer.init_inference(
+        model,
+        {"config": {"rms_norm_eps": 0.5}},
+        backend=backend,
+        dtype="fp32",
+        kernel_inject=True,
+    )
+    assert engine.config.rms_norm_eps == 0.5 and model.config.rms_norm_eps != 0.5
+    other = hf.LlamaForCausalLM(hf.LlamaConfig(**model.config.to_dict() | {"rms_norm_eps": 0.5}))
+    other.load_state_dict(model.state_dict())
+    ids = torch.from_numpy(random_ids(2, 5))
+    with torch.no_grad():
+        expected = other.eval()(ids).logits
+    torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    for fields, message in [
+        ({"rms_norm_epsilon": 1}, "rms_norm_eps"),
+        ({"model_type": "gpt2"}, "model_type"),
+    ]:
+        with pytest.raises(dualinfer.ConfigError, match=message):
+            dualinfer.init_inference(model, backend=backend, kernel_inject=True, args=fields)
+    if backend == "torch":  # in module mode it is what engine.config says, as in DeepSpeed
+        module, _ = make_module("torch")
+        assert dualinfer.init_inference(module, args={"a": 1}).config == {"a": 1}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoint_fills_a_meta_model_in_fused_mode(backend, tmp_path, hf_model):
+    model = hf_model(CAUSAL)
+    model.save_pretrained(tmp_path / "folder")
+    torch.save({"module": model.state_dict()}, tmp_path / "state.pt")
+    ids = torch.from_numpy(random_ids(2, 5))
+    with torch.no_grad():
+        expected = model(ids).logits
+    for checkpoint in (tmp_path / "folder", str(tmp_path / "folder" / "model.safetensors"),
+                       tmp_path / "state.pt"):  # fmt: skip
+        with torch.device("meta"):
+            empty = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+        engine = dualinfer.init_inference(
+            empty, backend=backend, dtype="fp32", kernel_inject=True, checkpoint=checkpoint
+        )
+        torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(dualinfer.ConfigError, match="folder already"):
+        dualinfer.init_inference(tmp_path / "folder", backend=backend, checkpoint=tmp_path)
+    (tmp_path / "weights.zip").touch()
+    for bad, message in [("nowhere", "does not exist"), ("weights.zip", "no checkpoint by its")]:
+        with pytest.raises(dualinfer.CheckpointError, match=message):
+            dualinfer.init_inference(
+                empty, backend=backend, kernel_inject=True, checkpoint=tmp_path / bad
+            )
+
+
+def test_state_dict_file_with_two_models_is_refused(tmp_path, hf_model):
+    state = hf_model(CAUSAL).state_dict()
+    torch.save({"module": state, "model": state}, tmp_path / "state.pt")
+    with pytest.raises(dualinfer.CheckpointError, match="module and model"):
+        dualinfer.init_inference(
+            hf_model(CAUSAL), kernel_inject=True, checkpoint=tmp_path / "state.pt"
+        )
+
+
+def test_model_of_the_wrong_framework_is_refused():
+    from flax import nnx
+
+    with pytest.raises(dualinfer.ModelError, match="backend='jax'"):
+        dualinfer.init_inference(Perceptron(nnx.Rngs(0)))
+    with pytest.raises(dualinfer.ModelError, match="no HF model"):
+        dualinfer.init_inference(torch.nn.Linear(2, 2), backend="jax")
+    for model in (None, 5, object(), {"a": 1}, torch.nn.Linear):
+        for backend in BACKENDS:
+            with pytest.raises(dualinfer.ModelError, match="expected the folder of a HF"):
+                dualinfer.init_inference(model, backend=backend)
+
+
+def test_linen_module_takes_its_variables_in_every_form():
+    import jax
+    from flax import linen
+
+    module = linen.Dense(4)
+    x = np.ones((2, 3), np.float32)
+    variables = module.init(jax.random.key(0), x)
+    expected = np.asarray(module.apply(variables, x))
+    for arguments in (
+        ((module, variables),),
+        (module.bind(variables),),
+    ):
+        engine = dualinfer.init_inference(*arguments, backend="jax", dtype="fp32")
+        np.testing.assert_allclose(engine(x), expected, rtol=1e-6)
+    engine = dualinfer.init_inference(module, backend="jax", dtype="fp32", params=variables)
+    np.testing.assert_allclose(engine(x), expected, rtol=1e-6)
+    with pytest.raises(dualinfer.ModelError, match="variables"):
+        dualinfer.init_inference(module, backend="jax")
+    with pytest.raises(dualinfer.ModelError, match="params"):
+        dualinfer.init_inference(torch.nn.Linear(2, 2), params=variables)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_min_out_tokens_is_promised_or_refused_with_bytes(backend, hf_model):
+    model = hf_model(CAUSAL)
+    with dualinfer.init_inference(model, backend=backend, dtype="fp32", kernel_inject=True) as e:
+        free = e.runner.free_bytes()
+        if free is None:
+            pytest.skip("this system does not say what is free")
+        a = e.runner.spec.layers[0].attention
+        one = len(e.runner.spec.layers) * 2 * a.kv_heads * a.head_dim * 4
+        assert e.runner.cache_bytes_for(1, 10) == 64 * one  # the smallest cache
+    too_many = 1 << (10 * free // one).bit_length()
+    with pytest.raises(dualinfer.OutOfMemoryError, match=rf"{too_many * one:,} bytes") as caught:
+        dualinfer.init_inference(
+            model, backend=backend, dtype="fp32", kernel_inject=True, min_out_tokens=too_many
+        )
+    assert isinstance(caught.value, RuntimeError) and "free on" in str(caught.value)
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", kernel_inject=True, max_out_tokens=too_many
+    )
+    assert any(f"{too_many * one:,} bytes" in note for note in engine.report().notes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cache_that_does_not_fit_is_refused_before_it_is_allocated(backend, hf_model, monkeypatch):
+    with dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    ) as engine:
+        small = random_ids(1, 4)
+        expected = np.asarray(engine.generate(small, max_new_tokens=3, do_sample=False))
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dualinfer.backends.{backend}.cache.free_bytes", lambda device: 10_000)
+            with pytest.raises(dualinfer.OutOfMemoryError, match=r"10,000") as caught:
+                engine.generate(random_ids(16, 300), max_new_tokens=200)
+        assert isinstance(caught.value, RuntimeError) and "bytes" in str(caught.value)
+        np.testing.assert_array_equal(
+            np.asarray(engine.generate(small, max_new_tokens=3, do_sample=False)), expected
+        )
+        assert engine.generate(random_ids(16, 30), max_new_tokens=5).shape == (16, 35)

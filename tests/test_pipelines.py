@@ -1,0 +1,188 @@
+"""Drop-in use: HF pipelines and streamers with an engine in the model's place."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+
+from .models import BACKENDS
+
+WORDS = "the cat sat on a mat and dog ran far away home with it ! . , x y z".split()
+SPECIAL = ["<pad>", "<s>", "</s>", "[MASK]", "[UNK]"]
+VOCAB = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
+GREEDY = dict(max_new_tokens=8, do_sample=False)
+
+
+def make_tokenizer(**options):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="[UNK]")
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="[MASK]", model_max_length=32, **names, **options
+    )
+
+
+def make_gpt2():
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        vocab_size=len(VOCAB), n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=2
+    )
+    return hf.GPT2LMHeadModel(config).eval()
+
+
+def make_bert(model, **fields):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config = hf.BertConfig(vocab_size=len(VOCAB), max_position_embeddings=64, **sizes, **fields)
+    return model(config).eval()
+
+
+def fused(pipe, backend):
+    pipe.model = dualinfer.init_inference(
+        pipe.model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def test_text_generation_pipeline(backend):
+    tokenizer = make_tokenizer(padding_side="left")
+    pipe = hf.pipeline("text-generation", model=make_gpt2(), tokenizer=tokenizer)
+    batch = ["the cat sat", "a dog ran far away"]
+    before = pipe("the cat sat", **GREEDY), pipe(batch, batch_size=2, **GREEDY)
+    fused(pipe, backend)
+    assert (pipe("the cat sat", **GREEDY), pipe(batch, batch_size=2, **GREEDY)) == before
+    sampled = pipe("the cat", do_sample=True, top_k=5, max_new_tokens=6, num_return_sequences=3)
+    assert len(sampled) == 3 and all("the cat" in x["generated_text"] for x in sampled)
+
+
+def test_fill_mask_pipeline(backend):
+    pipe = hf.pipeline("fill-mask", model=make_bert(hf.BertForMaskedLM), tokenizer=make_tokenizer())
+    texts = ["the cat [MASK] on a mat", "a [MASK] ran"]
+    before = pipe(texts, top_k=3)
+    fused(pipe, backend)
+    after = pipe(texts, top_k=3)
+    for one, other in zip(before, after, strict=True):
+        assert [x["token"] for x in one] == [x["token"] for x in other]
+        np.testing.assert_allclose(
+            [x["score"] for x in one], [x["score"] for x in other], rtol=1e-4
+        )
+
+
+def test_feature_extraction_pipeline(backend):
+    pipe = hf.pipeline(
+        "feature-extraction", model=make_bert(hf.BertModel), tokenizer=make_tokenizer()
+    )
+    texts = ["the cat sat on a mat", "x y"]
+    before = pipe(texts)
+    fused(pipe, backend)
+    for one, other in zip(before, pipe(texts), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert isinstance(pipe("x y", return_tensors=True), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("text-classification", hf.BertForSequenceClassification),
+        ("token-classification", hf.BertForTokenClassification),
+    ],
+)
+def test_classification_pipelines_run_in_module_mode(task, model):
+    pipe = hf.pipeline(task, model=make_bert(model, num_labels=3), tokenizer=make_tokenizer())
+    text = "the cat sat on a mat"
+    before = pipe(text)
+    assert before
+    pipe.model = dualinfer.init_inference(pipe.model, dtype="fp32")
+    assert pipe(text) == before
+
+
+def test_pipeline_is_built_around_an_engine_in_module_mode():
+    model = make_gpt2()
+    tokenizer = make_tokenizer()
+    expected = hf.pipeline("text-generation", model=model, tokenizer=tokenizer)("a dog", **GREEDY)
+    engine = dualinfer.init_inference(model, dtype="fp32")
+    pipe = hf.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    pipe.model = engine
+    assert pipe("a dog", **GREEDY) == expected
+
+
+def test_attributes_that_users_read_from_a_model(backend):
+    model = make_gpt2()
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    assert engine.config is model.config
+    assert engine.generation_config is model.generation_config
+    assert engine.can_generate() is True
+    assert str(engine.dtype).removeprefix("torch.") == "float32"
+    if backend == "torch":
+        assert engine.device == model.device and engine.dtype == model.dtype
+    else:
+        assert engine.device.platform == "cpu"
+    bert = dualinfer.init_inference(
+        make_bert(hf.BertModel), backend=backend, replace_with_kernel_inject=True
+    )
+    assert bert.can_generate() is False
+
+
+def test_streamers_of_hf(backend, capsys):
+    tokenizer = make_tokenizer()
+    model = make_gpt2()
+    ids = tokenizer("the cat sat", return_tensors="pt").input_ids
+    model.generate(ids, streamer=hf.TextStreamer(tokenizer), **GREEDY)
+    expected = capsys.readouterr().out
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    engine.generate(ids, streamer=hf.TextStreamer(tokenizer), **GREEDY)
+    assert capsys.readouterr().out == expected
+    streamer = hf.TextIteratorStreamer(tokenizer, timeout=60)
+    arguments = dict(input_ids=ids, streamer=streamer, **GREEDY)
+    thread = threading.Thread(target=engine.generate, kwargs=arguments)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text.split() == expected.split()
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda e: {"num_beams": 2},
+        lambda e: {"generation_config": hf.GenerationConfig(num_beams=4)},
+        lambda e: {"generation_config": {"num_beams": 4}},
+        lambda e: setattr(e.generation_config, "num_beams", 3) or {},
+        lambda e: (
+            setattr(e.generation_config, "num_beams", 3)
+            or {"generation_config": hf.GenerationConfig(max_new_tokens=3)}
+        ),
+    ],
+    ids=["keyword", "generation_config", "dict", "the model's own", "the model's own beside one"],
+)
+@pytest.mark.parametrize("mode", ["fused-torch", "fused-jax", "module"])
+def test_beams_are_refused_in_every_spelling(spelling, mode):
+    model = make_gpt2()
+    kind, _, backend = mode.partition("-")
+    engine = dualinfer.init_inference(
+        model, backend=backend or "torch", dtype="fp32", kernel_inject=kind == "fused"
+    )
+    ids = torch.tensor([[5, 6, 7]])
+    arguments = spelling(engine)
+    with pytest.raises(NotImplementedError, match="num_beams=1"):
+        engine.generate(ids, **arguments)
+    assert engine.generate(ids, num_beams=1, max_new_tokens=2).shape == (1, 5)
+    if kind == "module":
+        with pytest.raises(NotImplementedError, match=r"engine\.module\.generate"):
+            engine.generate(ids, **arguments)
+        beams = engine.module.generate(ids, num_beams=2, max_new_tokens=2, pad_token_id=0)
+        assert beams.shape == (1, 5)
