@@ -71,6 +71,7 @@ class TorchModuleRunner:
         self.is_compiled = False
         name = f"{type(module).__name__}.forward"
         self._calls = CallGraphs(device, name) if forward_graphs else None
+        self._groups = [m._parameters for m in module.modules() if m._parameters]
         self._addresses: list[int] = []
         self._profiler: Profiler | None = None
         self._unwatch: Callable[[], None] | None = None
@@ -99,7 +100,10 @@ class TorchModuleRunner:
     def _check_addresses(self) -> None:
         """Drop the graphs if weights have moved since: they hold the old addresses."""
         assert self._calls is not None
-        addresses = [p.data_ptr() for p in self.module.parameters()]
+        # Walking the modules each time would take longer than many a replay.
+        addresses = [
+            p.data_ptr() for group in self._groups for p in group.values() if p is not None
+        ]
         if addresses != self._addresses:
             self._calls.clear()
             self._addresses = addresses
@@ -218,7 +222,7 @@ class TorchModuleRunner:
         """Let go of the module, which stays the caller's, of hooks and graphs."""
         self._stop_watching()
         self.forget_graphs()
-        self.module = None
+        self.module, self._groups = None, []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
