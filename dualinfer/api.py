@@ -65,8 +65,11 @@ def init_inference(
     backends.check_backend(settings.backend)
     kind = _kind_of_model(model, settings.backend)
     if params is not None:
-        if kind != "flax":
-            raise ModelError("params are the variables of a Linen module; this model has its own.")
+        if kind != "flax" or not hasattr(model, "apply"):
+            raise ModelError(
+                f"params are the variables of a Linen module; a {_class_name(model)} has its own. "
+                "Leave params out."
+            )
         model = (model, params)
     fused = kind == "folder" or (
         kind == "torch" and (settings.backend == "jax" or settings.replace_with_kernel_inject)
@@ -128,7 +131,10 @@ def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
         open_source = partial(open_weights, str(settings.checkpoint))
     config = _overlay(found.config, settings.config)
     notes = found.notes
-    spec, table = describe_model(config.to_dict(), found.class_names)
+    try:
+        spec, table = describe_model(config.to_dict(), found.class_names)
+    except ModelError as error:
+        raise ModelError(f"{error} {_other_way(model, settings)}") from error
     source = open_source()
     plan = make_load_plan(table, source)
     if not found.class_names:
@@ -152,8 +158,8 @@ def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
 
 def _make_module_engine(model: Any, settings: InferenceConfig) -> ModuleEngine:
     notes: list[str] = []
-    settings = _with_dtype(settings, notes, set())
     source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+    settings = _with_dtype(settings, notes, _stored_dtypes(model, source))
     runner = backends.create_module_runner(settings, model, source)
     module = runner.module
     config = settings.config if settings.config is not None else getattr(module, "config", None)
@@ -161,6 +167,15 @@ def _make_module_engine(model: Any, settings: InferenceConfig) -> ModuleEngine:
     description = source.description if source else f"the caller's {_class_name(model)}"
     engine_type = backends.engine_type(settings.backend, ModuleEngine)
     return engine_type(runner, settings, config, own, description, notes)
+
+
+def _other_way(model: Any, settings: InferenceConfig) -> str:
+    """How to run a model that fused mode does not serve."""
+    if isinstance(model, str | os.PathLike):
+        return "Load it with transformers and pass the module, with backend='torch'."
+    if settings.backend == "jax":
+        return "With backend='torch' any module runs as it is."
+    return "Leave replace_with_kernel_inject unset to run the module as it is."
 
 
 def _with_dtype(settings: InferenceConfig, notes: list[str], stored: set[str]) -> InferenceConfig:
@@ -176,6 +191,14 @@ def _with_dtype(settings: InferenceConfig, notes: list[str], stored: set[str]) -
             stacklevel=4,
         )
     return settings.model_copy(update={"dtype": dtype})
+
+
+def _stored_dtypes(model: Any, source: TensorSource | None) -> set[str]:
+    """The dtypes of what a torch module will hold, before it is cast."""
+    if source is not None:
+        return {source.dtype(name) for name in source.names()}
+    parameters = getattr(model, "parameters", tuple)
+    return {str(getattr(p, "dtype", "")).removeprefix("torch.") for p in parameters()}
 
 
 def _check_memory(runner: Any, settings: InferenceConfig, notes: list[str]) -> None:
@@ -226,6 +249,11 @@ def _from_module(module: Any) -> _Model:
         raise ModelError(
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             "own decoder, does not know it. On torch, leave replace_with_kernel_inject unset."
+        )
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's own is fine
+        raise ModelError(
+            f"This {type(module).__name__} has a forward of its own set on it, which fused mode "
+            "would not run. Remove it, or leave replace_with_kernel_inject unset."
         )
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     notes = ["the module has forward hooks, which do not run here"] if hooked else []

@@ -22,6 +22,10 @@ _SAFETENSORS_DTYPES = {
     "I16": "int16",
     "I8": "int8",
     "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
     "BOOL": "bool",
 }
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -31,10 +35,10 @@ _WRAPPERS = ("module", "model", "state_dict")
 class SafetensorsSource:
     """Tensors of one or several safetensors files, memory-mapped; a read copies one tensor."""
 
-    def __init__(self, folder: Path, files: Iterable[str]):
+    def __init__(self, folder: Path, files: Iterable[str], description: str = ""):
         from safetensors import SafetensorError, safe_open
 
-        self.description = str(folder)
+        self.description = description or str(folder)
         self._handles: dict[str, Any] = {}
         for file in files:
             path = folder / file
@@ -171,7 +175,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
             "state-dict file."
         )
     if file.suffix == ".safetensors":
-        return SafetensorsSource(file.parent, [file.name])
+        return SafetensorsSource(file.parent, [file.name], str(file))
     if file.suffix in _TORCH_SUFFIXES:
         return _open_bin(file.parent, [file.name], str(file))
     raise CheckpointError(
@@ -217,7 +221,9 @@ def _open_bin(folder: Path, files: Iterable[str], description: str = "") -> Torc
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # torch raises many kinds for a damaged or unsafe file
             raise CheckpointError(
-                f"{path} could not be read with weights_only=True: {error}"
+                f"{path} ({path.stat().st_size} bytes) is no state dict that torch reads with "
+                "weights_only=True: it is damaged, or holds other objects than tensors, such as a "
+                f"whole pickled module. Save module.state_dict() instead. ({type(error).__name__})"
             ) from error
         if not isinstance(state, dict):
             raise CheckpointError(
@@ -229,7 +235,12 @@ def _open_bin(folder: Path, files: Iterable[str], description: str = "") -> Torc
                 f"{path} holds {' and '.join(wrapped)}, each a dict; which one is the model's "
                 "weights? Save that one alone."
             )
-        for name, tensor in (state[wrapped[0]] if wrapped else state).items():
-            if isinstance(tensor, torch.Tensor):
-                tensors[name] = tensor
+        inner = state[wrapped[0]] if wrapped else state
+        found = {name: t for name, t in inner.items() if isinstance(t, torch.Tensor)}
+        if not found:
+            held = ", ".join(map(str, list(inner)[:8])) or "nothing"
+            raise CheckpointError(
+                f"{path} holds no tensors by name, but {held}. Save the state dict itself."
+            )
+        tensors |= found
     return TorchSource(tensors, description or str(folder))

@@ -29,10 +29,10 @@ class InferenceEngine:
         source: str,
         notes: Sequence[str],
     ) -> None:
+        self._runner: Any = runner
         self.inference_config = inference_config
         self.config = config
         self.generation_config = generation_config
-        self._runner: Any = runner
         self._source, self._notes = source, tuple(notes)
         self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
         self._profiler = Profiler(runner.stopwatch)

@@ -1,5 +1,6 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from .engine import CLOSED, InferenceEngine
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
 from .generation import Generation, Loop, StopStrings
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts
-from .options import GenerationOptions, config_dict, make_options
+from .options import GenerationOptions, config_dict, make_options, over_limit
 from .outputs import FIELDS, make_outputs
 from .report import Report
 
@@ -118,9 +119,10 @@ class FusedEngine(InferenceEngine):
         """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
 
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
-        a list of lists of any lengths; rows of the result are left-padded, and filled up with the
-        pad id after their end. Other arguments have HF's names and meanings, with the model's own
-        generation_config as defaults; `streamer` follows HF's protocol, `tokenizer` is needed for
+        a list of lists of any lengths, or None for the model's BOS alone; rows of the result are
+        left-padded, and filled up with the pad id after their end. Other arguments have HF's names
+        and meanings, with the model's own generation_config as defaults; `streamer` follows HF's
+        protocol, `tokenizer` is needed for
         `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
         each. Raises before anything runs; an argument that is not supported is refused by name.
         """
@@ -195,6 +197,8 @@ class FusedEngine(InferenceEngine):
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
+        if ids is None and options.bos_token_id is not None:
+            ids, mask = [[options.bos_token_id]], None  # as in HF
         prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
         if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
@@ -204,13 +208,20 @@ class FusedEngine(InferenceEngine):
             )
         width = prompts.block.shape[1]
         new_tokens = options.new_tokens(width, self.max_tokens)
+        least_tokens = options.least_tokens(width)
+        if least_tokens > new_tokens:
+            warnings.warn(
+                f"At least {least_tokens} new tokens are asked for, and at most {new_tokens}: "
+                "the maximum counts.",
+                stacklevel=3,
+            )
         self._check_length(prompts, new_tokens)
         seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
         requests = [
             Request(
                 tokens=row,
                 max_new_tokens=new_tokens,
-                min_new_tokens=options.least_tokens(width),
+                min_new_tokens=least_tokens,
                 eos_ids=options.eos_token_ids,
                 sampling=Sampling(
                     options.do_sample,
@@ -238,12 +249,8 @@ class FusedEngine(InferenceEngine):
         elif positions and positions < limit:
             limit, name = positions, "the number of the model's positions"
         if longest + new_tokens > limit:
-            way = "" if positions and limit == positions else " or a larger max_out_tokens"
-            raise LengthError(
-                f"A prompt of {longest} tokens and {new_tokens} new ones make "
-                f"{longest + new_tokens}, over {name} ({limit}). Ask for fewer new tokens, a "
-                f"shorter prompt{way}."
-            )
+            way = "" if positions and limit == positions else " or set a larger max_out_tokens"
+            raise LengthError(over_limit(longest, new_tokens, name, limit, way))
 
     def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
         if seed is None:
@@ -282,7 +289,7 @@ class FusedEngine(InferenceEngine):
         return self._spec.architecture
 
     def _let_go(self) -> None:
-        self._loop.lose(ClosedError("The engine was closed while this stream was open."))
+        self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
 
 
 def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:

@@ -68,12 +68,15 @@ class Loop:
         self._runner = runner
         self._profiler = profiler
         self._lock = lock
+        self._closed: Exception | None = None
         self._live: dict[int, Live] = {}
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
         with self._lock:
+            if self._closed is not None:
+                raise self._closed
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
             lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
             slots = slots[: len(lives)]
@@ -95,8 +98,12 @@ class Loop:
                 self._pump(steps)
 
     def _pump(self, steps: int) -> None:
-        """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it."""
-        self._enqueue(steps)
+        """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it.
+
+        While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
+        """
+        if not (self._profiler.enabled and self._chunks):
+            self._enqueue(steps)
         pending, columns = self._chunks[0]  # stays there if the wait is interrupted
         try:
             tokens = pending.fetch()
@@ -133,6 +140,12 @@ class Loop:
             for live in lives:
                 live.error = None if live.ended else error
             self.finish(lives)
+
+    def close(self, error: Exception) -> None:
+        """End every sequence, and refuse new ones, with `error`."""
+        with self._lock:
+            self._closed = error
+            self.lose(error)
 
     def finish(self, lives: Sequence[Live]) -> None:
         """Free the slots of these sequences, ended or not."""

@@ -77,18 +77,21 @@ def _check_later(config: InferenceConfig) -> None:
         _refuse("use_triton", True, "Triton kernels are not in this version. Leave it unset.")
     if config.triton_autotune:
         _refuse("triton_autotune", True, "there are no Triton kernels to tune in this version.")
-    if config.save_mp_checkpoint_path is not None:
+    if config.save_mp_checkpoint_path:
         reason = "sharded checkpoints are written with several devices, which this version lacks."
         _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
-    if config.base_dir:
-        reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
-        _refuse("base_dir", config.base_dir, reason)
+    if str(config.checkpoint).endswith(".index.json"):
+        reason = "this is the index of a HF checkpoint. Pass its folder."
+        _refuse("checkpoint", config.checkpoint, reason)
     if isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json"):
         reason = (
             "DeepSpeed's checkpoint JSON is not read in this version. Pass the folder of a HF "
             "checkpoint or a state-dict file (.safetensors, .bin, .pt, .pth)."
         )
         _refuse("checkpoint", config.checkpoint, reason)
+    if config.base_dir:
+        reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
+        _refuse("base_dir", config.base_dir, reason)
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
@@ -105,9 +108,12 @@ def _check_module_mode(config: InferenceConfig) -> None:
 
 def _check_fused_mode(config: InferenceConfig, device: str) -> None:
     if config.injection_policy:
+        way = "Leave it unset, or pass the live module with backend='torch'."
+        if config.replace_with_kernel_inject and config.backend == "torch":
+            way = "Leave out one of injection_policy and replace_with_kernel_inject."
         reason = (
             "a policy says how the model's own layers are split, and in fused mode dualinfer's "
-            "run instead. Leave out one of injection_policy and replace_with_kernel_inject."
+            f"run instead. {way}"
         )
         _refuse("injection_policy", config.injection_policy, reason)
     if config.keep_module_on_host and device != "cpu":

@@ -1,5 +1,6 @@
 """ModuleEngine: the user's own module, with the contract's guard around its own generate."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from .backends.base import ModuleRunner
 from .config import InferenceConfig
 from .engine import InferenceEngine
 from .errors import LengthError
-from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict
+from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
 from .report import Report
 
 
@@ -25,6 +26,16 @@ class ModuleEngine(InferenceEngine):
     ) -> None:
         super().__init__(runner, inference_config, config, generation_config, source, notes)
         self._architecture = type(runner.module).__name__
+
+    @property
+    def generation_config(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The module's own, which its generate reads."""
+        return getattr(self.runner.module, "generation_config", None)
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        if value is not self.generation_config:
+            self.runner.module.generation_config = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments."""
@@ -44,7 +55,7 @@ class ModuleEngine(InferenceEngine):
         UnsupportedError for beams, in whatever way they are asked for; LengthError if prompt and
         new tokens exceed `max_out_tokens`. `engine.module.generate` is without this guard.
         """
-        if not hasattr(self.runner.module, "generate"):
+        if self._runner is not None and not hasattr(self._runner.module, "generate"):
             raise AttributeError(f"{self._architecture} has no generate, so the engine has none.")
         return self._generate
 
@@ -57,46 +68,47 @@ class ModuleEngine(InferenceEngine):
 
         Gives max_new_tokens where the caller asked for no length and the default is over the limit.
         """
+        module = self.runner.module
         passed = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        own = config_dict(getattr(self.runner.module, "generation_config", None))
-        asked = {
-            name: value
-            for name, value in (config_dict(passed) | dict(kwargs)).items()
-            if value is not None
-        }
+        own = _options(getattr(module, "generation_config", None))
+        given = _options(passed) | dict(kwargs)
+        asked = {name: value for name, value in given.items() if value is not None}
         check_beams(own | asked, "num_beams=1, or engine.module.generate, which has no guard")
         limit = self.inference_config.max_out_tokens
         if limit is None:
             return {}
-        width = self._prompt_width(args[0] if args else None, kwargs, limit)
+        width = self._prompt_width(module, args[0] if args else None, kwargs, limit)
         by_caller = {"max_new_tokens", "max_length"} & asked.keys()
-        new = _new_tokens(asked if by_caller else own, width)
+        if not by_caller and not _takes_length(module):
+            new = 0  # how many it makes is its own affair
+        else:
+            new = _new_tokens(asked if by_caller else own, width)
         capped = {}
         if not by_caller and width < limit < width + new:
             new = limit - width
             capped["max_new_tokens"] = new
         if width + new > limit:
-            raise LengthError(
-                f"A prompt of {width} tokens and {new} new ones make {width + new}, over "
-                f"max_out_tokens ({limit}). Ask for fewer new tokens, a shorter prompt or a larger "
-                "max_out_tokens."
-            )
+            raise LengthError(over_limit(width, new if by_caller else 0, "max_out_tokens", limit))
         return capped
 
-    def _prompt_width(self, first: Any, kwargs: Mapping[str, Any], limit: int) -> int:
+    def _prompt_width(self, module: Any, first: Any, kwargs: Mapping[str, Any], limit: int) -> int:
         """Tokens that the generated sequence begins with: the decoder's, where there are two."""
-        prompt = first
+        prompt, is_text = first, False
         for name in ("inputs", "input_ids", "inputs_embeds"):
             if prompt is None:
-                prompt = kwargs.get(name)
-        if getattr(self.config, "is_encoder_decoder", False):
-            if _is_text(prompt) and _width(prompt) > limit:
+                prompt, is_text = kwargs.get(name), name == "inputs_embeds"
+        is_text = is_text or _is_ids(prompt)
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            if is_text and _width(prompt) > limit:
                 raise LengthError(
                     f"The encoder's input has {_width(prompt)} tokens, over max_out_tokens "
                     f"({limit}). Shorten it, or set a larger max_out_tokens."
                 )
-            prompt = kwargs.get("decoder_input_ids")
-        return _width(prompt)
+            for name in ("decoder_input_ids", "prompt_ids"):  # Whisper's prompt is the second
+                if kwargs.get(name) is not None:
+                    return _width(kwargs[name])
+            return 1
+        return _width(prompt) if is_text else 0
 
     def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
         super()._watch(runner, enabled, use_cuda_events)
@@ -116,17 +128,36 @@ class ModuleEngine(InferenceEngine):
         return self._architecture
 
 
+def _options(generation_config: Any) -> dict[str, Any]:
+    """HF's GenerationConfig or a dict as a dict; anything else is the module's own affair."""
+    is_known = isinstance(generation_config, Mapping) or hasattr(generation_config, "to_dict")
+    return config_dict(generation_config) if is_known else {}
+
+
+def _takes_length(module: Any) -> bool:
+    """True if the module's generate knows `max_new_tokens`, as HF's does."""
+    if hasattr(getattr(module, "generation_config", None), "to_dict"):
+        return True
+    try:
+        return "max_new_tokens" in inspect.signature(module.generate).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 def _width(prompt: Any) -> int:
-    """Tokens of a prompt [T], [B, T] or [B, T, E]."""
+    """Tokens of a prompt [T], [B, T] or [B, T, E]; HF starts with one where there is none."""
     shape = tuple(getattr(prompt, "shape", ()))
     if not shape:
-        return 1  # HF starts with one token: BOS, or the decoder's start
+        return 1
     return int(shape[1] if len(shape) > 1 else shape[0])
 
 
-def _is_text(prompt: Any) -> bool:
-    """False for features, which the limit on tokens does not concern: sound, pictures."""
-    return len(getattr(prompt, "shape", ())) <= 2
+def _is_ids(prompt: Any) -> bool:
+    """False for features, which a limit on tokens does not concern: noise, sound, pictures."""
+    if prompt is None:
+        return True
+    kind = str(getattr(prompt, "dtype", ""))
+    return len(getattr(prompt, "shape", ())) <= 2 and "int" in kind
 
 
 def _new_tokens(values: Mapping[str, Any], width: int) -> int:

@@ -21,6 +21,7 @@ _DEFAULTS: dict[str, Any] = {
     "top_p": 1.0,
     "min_p": None,
     "repetition_penalty": 1.0,
+    "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
     "stop_strings": None,
@@ -32,7 +33,7 @@ DEFAULT_NEW_TOKENS = 20
 # Arguments that cannot change the tokens, or only together with one that is refused.
 _INERT = frozenset(
     """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
-    assistant_lookbehind bos_token_id cache_config cache_implementation compile_config
+    assistant_lookbehind cache_config cache_implementation compile_config
     decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
     num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size renormalize_logits
     return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache""".split()
@@ -85,6 +86,7 @@ class GenerationOptions:
     top_p: float
     min_p: float
     repetition_penalty: float
+    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     stop_strings: tuple[str, ...]
@@ -157,6 +159,7 @@ def make_options(
         top_p=1.0 if greedy else _number(values, "top_p", 1.0, low=0.0, high=1.0),
         min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
+        bos_token_id=_bos(values["bos_token_id"]),
         eos_token_ids=_eos(values["eos_token_id"], vocab),
         pad_token_id=_pad(values),
         stop_strings=_strings(values["stop_strings"]),
@@ -199,6 +202,19 @@ def check_beams(values: Mapping[str, Any], way: str) -> None:
             f"num_beams={beams}: beam search is not supported. Use {way}. If the model's own "
             "generation_config asks for beams, pass num_beams=1 to generate."
         )
+
+
+def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> str:
+    """What to say of a prompt and new tokens over a limit; `new` 0 where none were asked for."""
+    if new == 0:
+        return (
+            f"A prompt of {prompt} tokens leaves no room for a new one within {name} ({limit}). "
+            f"Shorten the prompt{way}."
+        )
+    return (
+        f"A prompt of {prompt} tokens and {new} new ones make {prompt + new}, over {name} "
+        f"({limit}). Ask for fewer new tokens, a shorter prompt{way}."
+    )
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
@@ -265,6 +281,11 @@ def _number(
 def _pad(values: Mapping[str, Any]) -> int | None:
     """The pad id; the first Llama checkpoints write -1 for none."""
     return None if values["pad_token_id"] == -1 else _integer(values, "pad_token_id", 0, None)
+
+
+def _bos(value: Any) -> int | None:
+    """The BOS id, which only a missing prompt needs: one that is none is as good as absent."""
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _eos(value: Any, vocab: int) -> tuple[int, ...]:

@@ -6,11 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs.
+    """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs, else `module`.
 
     `ops` names the implementation of each op; bytes are those on the device now; `compilations`
-    counts CUDA graphs captured, or XLA executables traced, so far; `notes` say what was decided for
-    the user.
+    counts CUDA graphs captured, or XLA executables compiled, so far; `max_tokens` is 0 where there
+    is no limit; `notes` say what was decided for the user.
     """
 
     mode: str
@@ -36,11 +36,13 @@ class Report:
 
     def __str__(self) -> str:
         """A short text for a terminal."""
+        what = f" ({self.family}, {self.layers} layers)" if self.family else ""
+        most = f"at most {self.max_tokens:,} tokens" if self.max_tokens else "no limit on tokens"
         lines = [
-            f"{self.architecture} ({self.family}, {self.layers} layers) from {self.source}",
+            f"{self.architecture}{what} from {self.source}",
             f"  {self.mode} on {self.backend}, {self.device} ({self.device_name}), {self.dtype}",
             f"  {self.parameters:,} parameters in {self.parameter_bytes / 2**20:,.1f} MiB, "
-            f"cache {self.cache_bytes / 2**20:,.1f} MiB, at most {self.max_tokens:,} tokens",
+            f"cache {self.cache_bytes / 2**20:,.1f} MiB, {most}",
             *(f"  {op}: {by}" for op, by in self.ops.items()),
             *(f"  note: {note}" for note in self.notes),
         ]

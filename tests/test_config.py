@@ -807,3 +807,19 @@ def test_page_holds_every_deprecated_field_and_dtype():
 @pytest.mark.parametrize("model", [InferenceConfig, *NESTED.values()], ids=lambda m: m.__name__)
 def test_every_field_has_a_docstring(model):
     assert all(field.description for field in model.model_fields.values())
+
+
+def test_auto_beside_an_alias_is_unset_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+    config = make_config({"tensor_parallel": "auto", "tp": {"tp_size": 2}}, {})
+    assert config.tensor_parallel.tp_size == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.json").write_text('{"dtype": "bf16"}')
+    assert make_config("~/c.json", {}).dtype == "bfloat16"
+
+
+def test_hints_point_to_fields_that_work():
+    with pytest.raises(ConfigError) as caught:
+        make_config({"train_batch_size": 1, "zero_stage": 0, "torch_dtype": 1, "mp": 2}, {})
+    text = str(caught.value)
+    assert "training_mp_size" not in text and "'zero'?" not in text
+    assert "did you mean 'dtype'" in text and "did you mean 'tensor_parallel'" in text

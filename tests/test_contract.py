@@ -365,10 +365,14 @@ def test_encoder_and_decoder_are_each_held_to_the_limit():
             engine.generate(*arguments, **options)
 
 
-def test_no_prompt_is_the_modules_own_affair_and_an_error_in_fused_mode(backend, hf_model):
-    engine = make_generating(f"fused-{backend}", hf_model)
+def test_without_a_prompt_generate_starts_as_the_module_does(backend, hf_model):
+    model = hf_model("llama-gqa")
+    bos = {"bos_token_id": 1, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    engine = init_inference(model, backend=backend, dtype="fp32", **INJECT)
+    expected = model.generate(**bos)
+    np.testing.assert_array_equal(np.asarray(engine.generate(**bos)), expected.numpy())
     with pytest.raises(dualinfer.ArgumentError, match="input_ids is missing"):
-        engine.generate(input_ids=None)
+        make_generating(f"fused-{backend}", hf_model).generate(bos_token_id=None)
     engine = make_generating(f"module-{backend}", hf_model, max_out_tokens=9)
     out = engine.generate(input_ids=None, max_new_tokens=4)
     np.testing.assert_array_equal(out, engine.module.generate(max_new_tokens=4))

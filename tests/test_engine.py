@@ -105,6 +105,18 @@ def test_every_pass_of_generate_is_an_entry(backend, hf_model):
         np.testing.assert_array_equal(ids, expected)
 
 
+def test_text_that_ends_early_has_an_entry_for_each_pass(backend, hf_model):
+    with dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    ) as engine:
+        ids = random_ids(1, 5)
+        text = np.asarray(engine.generate(ids, max_new_tokens=12, do_sample=False))[0, 5:]
+        end = next(i for i in range(1, 12) if text[i] not in text[:i])
+        engine.profile_model_time()
+        engine.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=int(text[end]))
+        assert len(engine.model_times()) == end + 1
+
+
 def test_every_pass_of_a_modules_own_generate_is_an_entry(hf_model):
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
     with dualinfer.init_inference(model, dtype="fp32") as engine:
@@ -126,6 +138,22 @@ def test_closed_engine_says_so_and_may_be_closed_again(running):
         with pytest.raises(dualinfer.ClosedError, match="init_inference"):
             use()
     assert "closed" in repr(engine)
+
+
+def test_engine_closed_while_a_call_is_on_its_way_says_so(backend, hf_model):
+    engine = dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    )
+
+    class Closing:  # stands for another thread
+        def put(self, value):
+            engine.close()
+
+        def end(self):
+            pass
+
+    with pytest.raises(dualinfer.ClosedError, match="init_inference"):
+        engine.generate(random_ids(1, 4), streamer=Closing(), max_new_tokens=5)
 
 
 def test_engine_that_is_dropped_is_freed_at_once(backend, hf_model):

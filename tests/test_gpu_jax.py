@@ -101,6 +101,21 @@ def test_tensors_on_the_card_are_taken():
     assert runner.compilations == 1
 
 
+def test_engine_is_where_scripts_put_it_and_its_module_generates(model):
+    import dualinfer
+
+    with dualinfer.init_inference(model, backend="jax", dtype="bf16", kernel_inject=True) as engine:
+        for wanted in ("cuda", "cuda:0", 0, torch.device("cuda"), engine.device, torch.bfloat16):
+            assert engine.to(wanted) is engine
+        for wanted in ("cpu", torch.device("cpu"), "cuda:1", torch.float16):
+            with pytest.raises(dualinfer.UnsupportedError, match="init_inference"):
+                engine.to(wanted)
+        ids = torch.tensor([[5, 6, 7]]).cuda()
+        options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+        found = engine.module.generate(ids, **options)
+        assert found.is_cuda and torch.equal(found, engine.generate(ids, **options))
+
+
 def test_unset_dtype_is_float16():
     assert make_runner(make_module()).module.first.kernel.dtype == np.float16
 

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.jax.*", "kernels.pallas.*", "weights"),
+        *("backends.base", "backends.jax.*", "kernels.pallas.*", "outputs", "weights"),
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {

@@ -281,3 +281,55 @@ def test_cache_that_does_not_fit_is_refused_before_it_is_allocated(backend, hf_m
             np.asarray(engine.generate(small, max_new_tokens=3, do_sample=False)), expected
         )
         assert engine.generate(random_ids(16, 30), max_new_tokens=5).shape == (16, 35)
+
+
+def test_messages_name_what_was_given_and_the_way_on(hf_model, tmp_path):
+    layer = torch.nn.Linear
+    cases = [
+        (dict(backend="jax", injection_policy={layer: "x"}), r"backend='torch'(?!.*kernel_inject)"),
+        (dict(kernel_inject=True, injection_policy={layer: "x"}), "replace_with_kernel_inject"),
+        (dict(kernel_inject=True, checkpoint="model.safetensors.index.json"), "Pass its folder"),
+        (dict(kernel_inject=True, checkpoint={"a": 1}, base_dir="/x"), "checkpoint="),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(dualinfer.ConfigError, match=message):
+            dualinfer.init_inference(hf_model(CAUSAL), **arguments)
+    t5 = hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(dualinfer.ModelError, match="Leave replace_with_kernel_inject unset"):
+        dualinfer.init_inference(t5, kernel_inject=True)
+    with pytest.raises(dualinfer.ModelError, match="backend='torch' any module"):
+        dualinfer.init_inference(t5, backend="jax")
+
+
+def test_forward_set_on_an_instance_is_not_passed_over(hf_model):
+    model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+    model.forward = lambda *args, **kwargs: None
+    with pytest.raises(dualinfer.ModelError, match="a forward of its own set on it"):
+        dualinfer.init_inference(model, kernel_inject=True)
+
+
+def test_state_dict_file_of_something_else_is_told(tmp_path, hf_model):
+    torch.save({"model_state_dict": {"a": torch.zeros(1)}}, tmp_path / "odd.pt")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    (tmp_path / "empty.pt").touch()
+    for name, message in [
+        ("odd.pt", "no tensors by name, but model_state_dict"),
+        ("whole.pt", r"whole pickled module\. Save module\.state_dict\(\)"),
+        ("empty.pt", "0 bytes"),
+    ]:
+        with pytest.raises(dualinfer.CheckpointError, match=message):
+            dualinfer.init_inference(
+                hf_model(CAUSAL), kernel_inject=True, checkpoint=tmp_path / name
+            )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minimum_above_the_maximum_is_told(backend, hf_model):
+    engine = dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    )
+    with pytest.warns(UserWarning, match="At least 30 .* at most 5"):
+        ids = engine.generate(random_ids(1, 4), min_new_tokens=30, max_new_tokens=5)
+    assert ids.shape == (1, 9)

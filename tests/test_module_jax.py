@@ -229,6 +229,94 @@ def test_part_with_a_dtype_of_its_own_keeps_it_and_is_named():
     assert make(Mixed(nnx.Rngs(0)), dtype="fp32").notes == ()
 
 
+@pytest.mark.parametrize("foreign", ["bf16", "nothing", 5, int, object(), lambda: 1, jnp.ones(2)])
+def test_dtype_attribute_of_another_meaning_is_let_be(foreign):
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(4, 2, rngs=rngs)
+            self.dtype = nnx.data(foreign) if isinstance(foreign, jax.Array) else foreign
+
+        def __call__(self, x):
+            return self.out(x)
+
+    module, x = Own(nnx.Rngs(0)), inputs(2, 4)
+    runner = make(module, dtype="fp32")
+    np.testing.assert_allclose(runner.forward((x,), {}), module(x), rtol=1e-5, atol=1e-6)
+    assert runner.notes == ()
+
+
+class Plain(nn.Module):
+    """Parameters directly in the module, none in parts."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("factor", nn.initializers.ones, (x.shape[-1],))
+
+
+class Nested(nn.Module):
+    """Parts by names of the author's own."""
+
+    def setup(self):
+        self.body = nn.Sequential([nn.Dense(5), nn.LayerNorm()])
+
+    def __call__(self, x):
+        return self.body(x)
+
+
+class Counting(nn.Module):
+    """State, and no parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + self.variable("state", "count", lambda: jnp.ones(())).value
+
+
+@pytest.mark.parametrize("freeze", [dict, flax.core.freeze], ids=["dict", "FrozenDict"])
+@pytest.mark.parametrize("module", [Plain(), Nested(), nn.Dense(3)], ids=lambda m: type(m).__name__)
+def test_parameters_of_a_linen_module_may_come_alone(module, freeze):
+    x = inputs(2, 6)
+    variables = variables_of(module, x)
+    expected = module.apply(variables, x)
+    for given in (variables["params"], variables):
+        runner = make((module, freeze(given)), dtype="fp32")
+        np.testing.assert_allclose(runner.forward((x,), {}), expected, rtol=1e-5, atol=1e-6)
+        assert runner.module.variables.keys() == {"params"}
+        assert runner.report()["parameters"] == _count(variables["params"])
+
+
+def _count(tree):
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def test_abstract_parameters_that_come_alone_are_missing_weights():
+    variables = jax.eval_shape(nn.Dense(3).init, jax.random.key(0), inputs(1, 6))
+    with pytest.raises(ModelError, match="weights are missing"):
+        make((nn.Dense(3), variables["params"]))
+
+
+def test_linen_module_without_parameters_needs_none():
+    x = inputs(2, 6)
+    variables = variables_of(Counting(), x)
+    assert variables.keys() == {"state"}
+    found = make((Counting(), variables)).forward((x,), {})
+    np.testing.assert_allclose(found, Counting().apply(variables, x))
+    relu = nn.Sequential([nn.relu])
+    np.testing.assert_array_equal(make((relu, {})).forward((x,), {}), nn.relu(x))
+
+
+@pytest.mark.parametrize("kept", [(), ("params",), ("batch_stats",), ("empty params",)])
+def test_variables_that_are_missing_are_named_at_the_first_call(kept):
+    x = inputs(2, 6)
+    variables = {**variables_of(Classifier(), x), "empty params": {}}
+    runner = make((Classifier(), {name.split()[-1]: variables[name] for name in kept}))
+    what = "batch_stats" if kept == ("params",) else "Dense_0"
+    with pytest.raises(ModelError, match=rf"variables of Classifier lack .*{what}.*collections"):
+        runner.forward((x,), {})
+    alone = make((Classifier(), variables["params"]))
+    with pytest.raises(ModelError, match="batch_stats"):
+        alone.forward((x,), {})
+
+
 @pytest.mark.parametrize("form", ["bound", "tuple", "bound in tuple"])
 def test_linen_module_gives_what_apply_gives(form):
     module, x = Classifier(), inputs(5, 6)
@@ -621,7 +709,8 @@ def test_closed_engine_leaves_no_array(hf_model):
 
 
 def compiled_text(runner):
-    return "\n".join(runner._executables.texts())
+    """The optimised HLO of every executable; its metadata names layers and ops."""
+    return "\n".join(made.as_text() for made in runner._executables._made.values())
 
 
 def test_compiled_code_names_layers_and_ops(hf_model):
@@ -629,7 +718,7 @@ def test_compiled_code_names_layers_and_ops(hf_model):
         hf_model("llama-gqa"), backend="jax", dtype="fp32", kernel_inject=True
     ) as engine:
         engine(random_ids(1, 5))
-        (text,) = engine.runner._executables.texts()
+        text = compiled_text(engine.runner)
         for name in (r"layer\.0/matmul", r"layer\.1/matmul", r"layer\.1/attention", "rms_norm"):
             assert re.search(rf'op_name="[^"]*dualinfer/([^"]*/)?{name}/', text), name
         engine.generate(random_ids(1, 5), max_new_tokens=3)

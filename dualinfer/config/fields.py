@@ -34,7 +34,14 @@ class InferenceConfig(Model):
             "moe_type": ("moe", "type"),
         }
     )
-    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"quantization_setting": "quant"})
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "enable_qkv_quantization": "quant",
+            "mp": "tensor_parallel",
+            "quantization_setting": "quant",
+            "torch_dtype": "dtype",
+        }
+    )
 
     backend: Literal["torch", "jax"] = "torch"
     """The framework that runs the model. DeepSpeed has torch only."""

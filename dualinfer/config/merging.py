@@ -58,7 +58,7 @@ def _as_dict(config: Any) -> Mapping[Any, Any]:
             f"config is a {type(config).__name__}; expected a dict, an InferenceConfig or the path "
             "of a JSON file."
         )
-    path = Path(config)
+    path = Path(config).expanduser()
     try:
         if not path.exists():
             raise ConfigNotFoundError(f"config={str(config)!r}: there is no such file.")

@@ -196,12 +196,12 @@ class Gathering:
                 continue
             is_old = key in model.moved
             place, given = (*parent, *places[key]), _Given(f"{path}{key}", value, source.origin)
+            if _is_auto(key, value) and not self._strict:
+                continue
             first = seen.setdefault((place, is_old), key)
             if first != key:
                 text = f"{_dotted(place)}: given twice, as {first} and as {key}; give one"
                 self._refuse(place, value, text)
-            elif _is_auto(key, value) and not self._strict:
-                pass
             elif _is_auto(key, value) and len(place) > 1:
                 # A nested model, which knows nothing of `strict`, would take it as unset.
                 self._refuse(place, value, f"{given}: with strict=True this is no valid value")
@@ -350,12 +350,12 @@ def _unknown(model: type[Model], path: str, key: Any) -> str:
     near = [f"{name}.{key}" for name, nested in inner if nested and key in nested.places()]
     if key in model.elsewhere:
         near = [model.elsewhere[key]]
-    near = near or difflib.get_close_matches(str(key), places, 1, 0.5)
+    live = [k for k, place in places.items() if not is_stale(model.model_fields[place[0]])]
+    near = near or difflib.get_close_matches(str(key), live, 1, 0.54)
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"
     else:
-        named = [key for key, place in places.items() if len(place) == 1]
-        known = [key for key in named if not is_stale(model.model_fields[places[key][0]])]
+        known = [k for k in live if len(places[k]) == 1]
         hint = f"known are {', '.join(sorted(known))}"
     return f"unknown key {f'{path}{key}'!r}; {hint}"
 

@@ -103,8 +103,8 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it. A key whose `mask` [B, T] is False is seen by no other query; queries and
-    keys of different `segments` [B, T] do not see each other. A query always sees itself.
+    those before it. A key whose `mask` [B, T] is False is seen by no query; queries and keys of
+    different `segments` [B, T] do not see each other. A query left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -117,7 +117,7 @@ def visible_keys(
         seen = seen & mask[:, None, :]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return seen | (age == 0)
+    return seen | ((age == 0) & ~seen.any(-1, keepdims=True))
 
 
 def attention(

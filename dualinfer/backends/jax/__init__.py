@@ -9,6 +9,8 @@ from ...config import InferenceConfig
 from ...errors import UnsupportedError
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
+from .adapter import engine_type as engine_type
+from .adapter import register_outputs
 from .graphs import compiler_options
 from .modules import JaxModuleRunner
 from .params import load_model
@@ -35,16 +37,12 @@ def check_dtype(dtype: str) -> None:
     """Nothing to refuse: XLA computes in all three dtypes on every device."""
 
 
-def engine_type(base: type) -> type:
-    """The engine class as it is."""
-    return base
-
-
 def create_runner(
     config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
 ) -> JaxRunner:
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), jnp.dtype(config.dtype or default_dtype())
+    register_outputs()
     model = load_model(spec, plan, source, dtype, device)
     options = compiler_options(config.enable_cuda_graph, device)
     return JaxRunner(spec, model, dtype, device, options)

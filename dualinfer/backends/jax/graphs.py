@@ -2,14 +2,26 @@
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ...errors import UnsupportedError
 
+TRACED = (
+    "An engine does not run inside of jax.jit, jax.vmap or jax.grad: it runs executables of its "
+    "own, on arrays whose values are known. Call it outside; in module mode, engine.module may be "
+    "called inside."
+)
 _MOST = 64
+
+
+def check_concrete(arrays: Iterable[Any]) -> None:
+    """Raise UnsupportedError if one of `arrays` is traced."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise UnsupportedError(TRACED)
 
 
 def compiler_options(
@@ -60,10 +72,6 @@ class Executables:
                     del self._made[next(iter(self._made))]
             self._made[key] = made
         return made(*args)
-
-    def texts(self) -> list[str]:
-        """The optimised HLO of every executable held; its metadata names layers and ops."""
-        return [made.as_text() for made in self._made.values()]
 
     def clear(self) -> None:
         """Let go of every executable."""

@@ -1,6 +1,7 @@
 """Module mode on JAX: a Flax module of the caller's, cast, placed, compiled per signature."""
 
 import enum
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import errors as flax_errors
 from flax import linen, nnx
 from flax.core.scope import LazyRng
 
 from ...arrays import kind_of, to_numpy
 from ...errors import ArgumentError, ModelError, UnsupportedError
 from ...profiling import Profiler
-from .graphs import Clock, Executables, check_compile
+from .graphs import Clock, Executables, check_compile, check_concrete
 
 FORMS = "a flax nnx.Module, a bound Linen module (module.bind(variables)) or (module, variables)"
 _NEED_VALUES = (
@@ -23,6 +25,7 @@ _NEED_VALUES = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+_NO_WEIGHTS = (flax_errors.ScopeParamNotFoundError, flax_errors.ScopeCollectionNotFound)
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 
@@ -91,7 +94,8 @@ class JaxModuleRunner:
         anywhere in dicts, lists and other pytrees), and the values of all else: flags, strings,
         Python numbers, functions. A number that varies goes in as an array, or each of its values
         is compiled; the last 64 signatures are kept. Raises ArgumentError for an argument that is
-        neither, UnsupportedError if Python control flow needs the values of arrays.
+        neither, UnsupportedError if Python control flow needs the values of arrays, or if they are
+        traced; ModelError if a Linen module lacks variables.
         """
         return self._timed(self._forward, args, kwargs)
 
@@ -113,6 +117,7 @@ class JaxModuleRunner:
                 signature.append((type(leaf), leaf))
             else:
                 raise _bad_argument(args, kwargs, i)
+        check_concrete(arrays)
         key = (tree, tuple(signature))
         try:
             hash(key)
@@ -138,6 +143,11 @@ class JaxModuleRunner:
                 f"{name} decides in Python by the values of an array, which are not known while it "
                 f"is compiled ({type(error).__name__}). Use jax.lax.cond or jnp.where there, or "
                 "pass that argument as a Python value: each value is compiled on its own."
+            ) from error
+        except _NO_WEIGHTS as error:
+            raise ModelError(
+                f"The variables of {name} lack what it reads: {error} Pass all of its collections, "
+                'as {"params": ..., "batch_stats": ...}.'
             ) from error
         return jax.tree.map(_open, result, is_leaf=lambda x: isinstance(x, _Constant))
 
@@ -209,7 +219,7 @@ def take_apart(module: Any, dtype: Any, device: jax.Device) -> Parts:
             )
         if inner.scope is not None:
             inner, _ = inner.unbind()
-        return _take_linen(inner, variables, None, False, dtype, device)
+        return _take_linen(inner, _with_params(variables), None, False, dtype, device)
     if isinstance(module, linen.Module):
         if module.scope is None:
             raise ModelError(
@@ -243,12 +253,43 @@ def _settle_dtypes(module: nnx.Module, copy: nnx.Module, dtype: Any) -> list[str
     """The parts of `copy` that compute in a dtype of their own, whatever that of the weights."""
     pinned = []
     for (path, old), (_, new) in zip(nnx.iter_modules(module), nnx.iter_modules(copy), strict=True):
-        own = getattr(old, "dtype", None)
+        own = _floating_dtype(getattr(old, "dtype", None))
         if isinstance(old, nnx.Embed) and isinstance(new, nnx.Embed) and own == old.embedding.dtype:
             new.dtype = new.embedding.dtype  # its default, which it took when it was made
-        elif own is not None and jnp.dtype(own) != dtype:
-            pinned.append(f"{'.'.join(map(str, path)) or 'the module'} ({jnp.dtype(own)})")
+        elif own is not None and own != dtype:
+            pinned.append(f"{'.'.join(map(str, path)) or 'the module'} ({own})")
     return pinned
+
+
+def _floating_dtype(value: Any) -> Any:
+    """A part's `dtype` attribute as a dtype; None for what else authors call so."""
+    try:
+        dtype = None if value is None or _is_array(value) else jnp.dtype(value)
+    except (TypeError, ValueError):
+        return None
+    return dtype if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else None
+
+
+def _with_params(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables by collection, also where the parameters came alone, without their "params".
+
+    A module may have no parameters at all: a collection by another name stays what it is, unless
+    it holds arrays or names of its parts, as only parameters do.
+    """
+    if "params" in variables or {"batch_stats", "cache"} & set(variables):
+        return variables
+    keys = {
+        str(getattr(key, "key", ""))
+        for path, _ in jax.tree_util.tree_flatten_with_path(dict(variables))[0]
+        for key in path
+    }
+    if (
+        any(not isinstance(part, Mapping) for part in variables.values())
+        or keys & {"kernel", "bias", "scale", "embedding"}
+        or any(re.fullmatch(r"[A-Z]\w*_\d+", name) for name in variables)
+    ):
+        return {"params": variables}
+    return variables
 
 
 def _take_linen(

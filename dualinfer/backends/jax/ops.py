@@ -112,8 +112,8 @@ def attention(
 ) -> jax.Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query always
-    sees itself, so that a padded one stays finite.
+    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
+    would see nothing sees itself, so that it stays finite.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -143,7 +143,8 @@ def visible_keys(
         visible = visible & mask[:, None, :]
     if segments is not None:
         visible = visible & (segments[:, :, None] == segments[:, None, :])
-    return visible | jnp.eye(tokens, dtype=bool)
+    blind = ~visible.any(axis=-1, keepdims=True)
+    return visible | (blind & jnp.eye(tokens, dtype=bool))
 
 
 @jax.named_scope("append")

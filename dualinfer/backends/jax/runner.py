@@ -27,7 +27,7 @@ from ..base import (
 )
 from . import decoder, ops
 from .cache import Cache, check_room, free_bytes, grow, make_cache, write
-from .graphs import Clock, Executables, check_compile
+from .graphs import Clock, Executables, check_compile, check_concrete
 from .params import Model, Params, split_model
 from .sampler import WORDS, SlotState, book, copy_rows, sample
 
@@ -98,13 +98,15 @@ class JaxRunner:
         if mask is None and not self.spec.causal:
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
         arrays = (inputs.ids, inputs.positions, mask, inputs.token_types, inputs.segments)
+        padded = [pad(x) for x in arrays]
+        check_concrete(padded)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
             outputs = self._executables.run(
                 ("forward", size, tuple(x is None for x in arrays), keep),
                 partial(self._trace_forward, keep=keep),
                 self.params,
-                *map(pad, arrays),
+                *padded,
             )
 
         def cut(x: jax.Array) -> jax.Array:

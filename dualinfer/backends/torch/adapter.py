@@ -24,8 +24,47 @@ class _InferenceModule(torch.nn.Module):
             )
         return super().train(False)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """UnsupportedError: neither copied nor pickled."""
+        raise UnsupportedError(
+            "An engine holds state on its device, and is neither copied nor pickled. Make another "
+            "one with init_inference(); copy or save the model, or the engine's state_dict()."
+        )
 
-class _FusedModule(_InferenceModule):
+
+class _Engine(_InferenceModule):
+    """An engine as a module whose one part, `module`, is set when it is made."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            _refuse_module("set")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "module":
+            _refuse_module("deleted")
+        super().__delattr__(name)
+
+
+def _refuse_module(what: str) -> None:
+    raise UnsupportedError(
+        f"engine.module cannot be {what}: the engine was made for the one it has. Make another "
+        "engine with init_inference(), or end this one with close()."
+    )
+
+
+class _FusedWeights(_InferenceModule):
+    """What holds fused weights, which may be the memory of the caller's own model."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """UnsupportedError: the weights are given when the engine is made."""
+        raise UnsupportedError(
+            "A fused engine's weights may be the caller's own, and are not written. Load them into "
+            "the model, then make an engine of it with init_inference()."
+        )
+
+
+class _FusedModule(_FusedWeights):
     """dualinfer's weights by their names, with the engine's forward and generate."""
 
     def __init__(self, weights: torch.nn.Module, engine: Any):
@@ -82,7 +121,7 @@ def _weights_module(params: Params) -> torch.nn.Module:
     return root
 
 
-class _FusedEngine(_InferenceModule):
+class _FusedEngine(_Engine, _FusedWeights):
     """Of a FusedEngine: its `module` is made when it is asked for, so that no cycle keeps it."""
 
     def _adopt(self: Any, runner: Any) -> None:
@@ -104,7 +143,7 @@ class _FusedEngine(_InferenceModule):
         return self
 
 
-class _ModuleEngine(_InferenceModule):
+class _ModuleEngine(_Engine):
     """Of a ModuleEngine: the caller's module is the one part, and answers for what it has."""
 
     def _adopt(self: Any, runner: Any) -> None:
@@ -121,8 +160,22 @@ class _ModuleEngine(_InferenceModule):
             return getattr(module, name)
 
     def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
-        self.runner.forget_graphs()  # they hold the addresses of what moves now
-        return super()._apply(fn, recurse)
+        before = torch.empty(0, dtype=self.dtype, device=self.device)
+        after = fn(before)
+        if after.dtype != before.dtype or after.is_meta:
+            asked = "the meta device" if after.is_meta else after.dtype
+            raise UnsupportedError(
+                f"This engine was made in {before.dtype} and stays so; asked was {asked}. Make "
+                "another one with init_inference()."
+            )
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)  # a cast to the engine's dtype leaves what is in another one
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        with self._lock:
+            self.runner.forget_graphs()  # they hold the addresses of what moves now
+            return super()._apply(move, recurse)
 
 
 @functools.cache

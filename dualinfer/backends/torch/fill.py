@@ -54,8 +54,8 @@ class Slot(NamedTuple):
 
 
 def slots(module: torch.nn.Module) -> Iterator[Slot]:
-    """Every place that holds a tensor; a tied one once for each of its names."""
-    for prefix, owner in module.named_modules():
+    """Every place that holds a tensor; a tied or shared one once for each of its names."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers", "__dict__"):
             held = vars(owner) if kind == "__dict__" else getattr(owner, kind)
             for key, tensor in held.items():
@@ -132,7 +132,8 @@ def _from_numpy(array: Any) -> torch.Tensor:
 def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype) -> list[str]:
     """Let transformers fill another model of the same config, and take its tensors over."""
     state = {name: _read(source, name) for name in source.names()}
-    with _quiet(), _marked_memory(), torch.device("cpu"):
+    # What is drawn to initialise it is not taken from the caller's generator.
+    with _quiet(), _marked_memory(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
             filled, info = type(module).from_pretrained(
                 None,

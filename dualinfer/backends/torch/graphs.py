@@ -129,6 +129,12 @@ class CallGraphs:
             self._graphs.move_to_end(key)
         return lambda: self._replay(captured, inputs)
 
+    def move(self, device: torch.device) -> None:
+        """Capture on `device` from now on; if that is another one, the graphs go."""
+        if device != self._device:
+            self.clear()
+            self._device = device
+
     def clear(self) -> None:
         """Let go of every graph and its memory."""
         with self._lock:

@@ -1,22 +1,23 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
-import re
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...config import InferenceConfig
-from ...errors import ConfigError, ModelError, OutOfMemoryError, UnsupportedError
+from ...errors import ConfigError, ModelError, UnsupportedError
 from ...profiling import Profiler, Stopwatch
 from ...weights import TensorSource
-from .device import default_device, default_dtype, device_name, free_bytes
-from .fill import check_values, fill, is_hf, slots
+from .compiling import compile_options, is_optimized
+from .device import default_device, default_dtype, device_name
+from .fill import check_values, fill, listing, slots
 from .graphs import CallGraphs
+from .placing import check_room, convert_module
+from .policy import check_policy
 from .precision import own_precision
 from .profiling import make_stopwatch
+from .watch import ModuleWatch, compiled_call
 
 
 @torch.inference_mode(False)  # else a caller's inference mode would mark the weights as its own
@@ -34,28 +35,29 @@ def create_module_runner(
     """
     _check_module(module)
     dtype = getattr(torch, config.dtype or default_dtype())
-    notes = _check_policy(module, config.injection_policy or {})
+    notes = check_policy(module, config.injection_policy or {})
     own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
     device = default_device()
     if config.keep_module_on_host:
         device = own or torch.device("cpu")
-    if config.enable_cuda_graph and device.type != "cuda":
-        raise ConfigError(
-            f"enable_cuda_graph=True: the {type(module).__name__} stays on {device}, and graphs "
-            "need it on a CUDA device. Leave keep_module_on_host or enable_cuda_graph unset."
-        )
+    if config.enable_cuda_graph:
+        _check_graph_device(module, device)
     if source is None:
         check_values(module)
-    _check_room(module, device, dtype)
+    check_room(module, device, dtype)
     if source is not None:
         notes += fill(module, source, dtype)
         check_values(module)
-    _convert(module, device, dtype)
+    convert_module(module, device, dtype)
     return TorchModuleRunner(module.eval(), device, dtype, config.enable_cuda_graph is True, notes)
 
 
 class TorchModuleRunner:
-    """A module on one torch device. `notes` are for the report."""
+    """A module on one torch device. `notes` are for the report.
+
+    The module stays the caller's: each call puts it back in eval mode and follows it to the device
+    where it is now. In another dtype than the engine's it is refused.
+    """
 
     def __init__(
         self,
@@ -66,136 +68,165 @@ class TorchModuleRunner:
         notes: Sequence[str] = (),
     ) -> None:
         self.module: Any = module
-        self.device, self.dtype = device, dtype
+        self.dtype = dtype
         self.notes = tuple(notes)
-        self.is_compiled = False
+        self._device = device
         name = f"{type(module).__name__}.forward"
         self._calls = CallGraphs(device, name) if forward_graphs else None
-        self._groups = [m._parameters for m in module.modules() if m._parameters]
+        self._parts: list[torch.nn.Module] = []
+        self._children: list[Mapping[str, Any]] = []
+        self._tensors: list[Any] = []
+        self._layout: list[int] = []
         self._addresses: list[int] = []
-        self._profiler: Profiler | None = None
-        self._unwatch: Callable[[], None] | None = None
-        self._thread = threading.local()
+        self._sample_name = ""
+        self._watch: ModuleWatch | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        sample = None if self.module is None else self._sample()
+        if sample is not None and not sample.is_meta:
+            self._device = sample.device
+        return self._device
+
+    def _sample(self) -> torch.Tensor | None:
+        """A tensor that tells the module's dtype and device; None if it has no tensors.
+
+        Found by its name, because walking the modules each time would cost more.
+        """
+        prefix, _, key = self._sample_name.rpartition(".")
+        try:
+            owner = self.module.get_submodule(prefix)
+        except AttributeError:
+            owner = None
+        tensor = None if owner is None else owner._parameters.get(key, owner._buffers.get(key))
+        return self._choose_sample() if tensor is None else tensor
+
+    def _choose_sample(self) -> torch.Tensor | None:
+        """One in the engine's dtype if there is one: HF keeps some in float32."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        ranks = [2 * t.is_floating_point() + (t.dtype == self.dtype) for _, t in named]
+        if not ranks:
+            return None
+        self._sample_name, tensor = named[ranks.index(max(ranks))]
+        return tensor
+
+    def _look(self) -> None:
+        """Take note of what others did to the module, or refuse it."""
+        if self.module.training:
+            self.module.eval()
+        sample, kind = self._sample(), type(self.module).__name__
+        if sample is not None and sample.is_floating_point() and sample.dtype != self.dtype:
+            raise ModelError(
+                f"The {kind} is in {sample.dtype} now, and this engine was made in {self.dtype}: "
+                "another engine or a cast changed it. Give each engine a copy of its own "
+                "(copy.deepcopy(model)), or make a new engine with init_inference()."
+            )
+        if sample is not None and sample.is_meta:
+            raise ModelError(
+                f"The {kind} was moved to the meta device, where it has no values. Load it again "
+                "and make a new engine with init_inference()."
+            )
+        if self._calls is not None:
+            _check_graph_device(self.module, self.device)
+            self._calls.move(self.device)
+            self._check_addresses()
 
     @torch.no_grad()
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns; from a graph, copies of what it returned when captured."""
+        """What the module returns in eval mode, into which it is put again if need be.
+
+        From a graph, copies of what it returned when captured. Raises ModelError if the module is
+        no longer in the engine's dtype.
+        """
+        self._look()
         with own_precision(self.dtype, self.device):
-            if self._calls is None:
-                return self.module(*args, **kwargs)
-            self._check_addresses()
-            replay = self._calls.ready(self._untimed, args, kwargs)
-            if self._profiler is None:
-                return replay()
-            return self._profiler.run(replay)
+            if self._calls is not None:
+                work = self._calls.ready(self._untimed, args, kwargs)
+                return work() if self._watch is None else self._watch.run(work)
+            if self._watch is not None and isinstance(self.module, torch.jit.ScriptModule):
+                return self._watch.run(self.module, *args, **kwargs)
+            return self.module(*args, **kwargs)
 
     def _untimed(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward while it is warmed up and captured, which is nobody's pass."""
-        self._thread.muted = True
-        try:
+        if self._watch is None:
             return self.module(*args, **kwargs)
-        finally:
-            self._thread.muted = False
+        with self._watch.muted():
+            return self.module(*args, **kwargs)
 
     def _check_addresses(self) -> None:
-        """Drop the graphs if weights have moved since: they hold the old addresses."""
-        assert self._calls is not None
+        """Drop the graphs if the module has other parts or tensors now: they hold addresses."""
         # Walking the modules each time would take longer than many a replay.
-        addresses = [
-            p.data_ptr() for group in self._groups for p in group.values() if p is not None
-        ]
+        groups = self._tensors
+        layout = [id(part) for group in self._children for part in group.values()]
+        if layout != self._layout or not self._parts:
+            self._parts = list(self.module.modules())  # kept: an id must stay its owner's
+            self._children = [m._modules for m in self._parts]
+            groups = [m._parameters for m in self._parts] + [m._buffers for m in self._parts]
+            self._tensors = groups
+            self._layout = [id(part) for group in self._children for part in group.values()]
+            self.forget_graphs()
+        addresses = [t.data_ptr() for group in groups for t in group.values() if t is not None]
         if addresses != self._addresses:
-            self._calls.clear()
+            self.forget_graphs()
             self._addresses = addresses
 
     @torch.no_grad()
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's own generate returns, its `reset_cache()` called first if it has one.
 
-        Its forward passes are not replayed from graphs.
+        In eval mode and the engine's dtype, as `forward`. Its forward passes are not replayed from
+        graphs.
         """
+        self._look()
         reset = getattr(self.module, "reset_cache", None)
         if callable(reset):
             reset()
         with own_precision(self.dtype, self.device):
-            return self.module.generate(*args, **kwargs)
+            if self._watch is None or not is_optimized(self.module):
+                return self.module.generate(*args, **kwargs)
+            with self._watch.also(self.module._orig_mod):  # whose generate it is
+                return self.module.generate(*args, **kwargs)
 
     def watch(self, profiler: Profiler) -> None:
-        """Time the module's forward passes while `profiler` is enabled; see `base.ModuleRunner`."""
+        """Time the module's forward passes while `profiler` is enabled; see `base.ModuleRunner`.
+
+        A ScriptModule's are seen in `forward` alone.
+        """
         self._stop_watching()
-        if not profiler.enabled:
-            return
-        self._profiler = profiler
-        if self.is_compiled:
-            self._unwatch = self._watch_compiled(profiler)
-            return
-        module: torch.nn.Module = self.module
-        hooks = [
-            module.register_forward_pre_hook(self._started),
-            module.register_forward_hook(self._ended, always_call=True),
-        ]
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        self._unwatch = remove
-
-    def _watch_compiled(self, profiler: Profiler) -> Callable[[], None]:
-        """Time the compiled call itself: torch.compile does not see hooks that come later."""
-        module, compiled = self.module, self.module._compiled_call_impl
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._is_muted():
-                return compiled(*args, **kwargs)
-            return profiler.run(lambda: compiled(*args, **kwargs))
-
-        def restore() -> None:
-            module._compiled_call_impl = compiled
-
-        module._compiled_call_impl = timed
-        return restore
-
-    def _is_muted(self) -> bool:
-        return getattr(self._thread, "muted", False)
-
-    def _started(self, module: torch.nn.Module, args: Any) -> None:
-        """Before a forward pass: start its stopwatch, on top of those of passes around it."""
-        if self._profiler is not None and not self._is_muted():
-            running = self._thread.__dict__.setdefault("running", [])
-            running.append((self._profiler.start(), sys.exception()))
-
-    def _ended(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """After a forward pass, one that raised included: book it, or forget it."""
-        running = self._thread.__dict__.get("running")
-        if self._is_muted() or not running:
-            return
-        watch, error = running.pop()
-        if self._profiler is not None and sys.exception() is error:
-            self._profiler.book(watch, result)
+        if profiler.enabled:
+            self._watch = ModuleWatch(self.module, profiler)
 
     def _stop_watching(self) -> None:
-        if self._unwatch is not None:
-            self._unwatch()
-        self._unwatch = self._profiler = None
-        self._thread = threading.local()  # passes under way are not booked
+        if self._watch is not None:
+            self._watch.end()
+        self._watch = None
 
     def stopwatch(self, use_cuda_events: bool) -> Stopwatch:
         """CUDA events where asked for on CUDA, else the clock around completed work."""
         return make_stopwatch(self.device, use_cuda_events)
 
+    @property
+    def is_compiled(self) -> bool:
+        """True if the module is compiled, by the engine or before it."""
+        return compiled_call(self.module) is not None or is_optimized(self.module)
+
     def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile the module in place, when it is next called; the second time, do nothing.
 
-        `backend` None is torch's default.
+        `backend` None is torch's default. Raises UnsupportedError for a ScriptModule.
         """
         if self.is_compiled:
             return
-        options = {**compile_kwargs} if backend is None else {"backend": backend, **compile_kwargs}
-        profiler = self._profiler
+        if isinstance(self.module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"The {type(self.module).__name__} is TorchScript, which torch.compile does not "
+                "take. Make the engine of the module that was scripted or traced."
+            )
+        profiler = None if self._watch is None else self._watch.profiler
         self._stop_watching()
-        self.module.compile(**options)
-        self.is_compiled = True
+        self.module.compile(**compile_options(backend, compile_kwargs))
         self.forget_graphs()
         if profiler is not None:
             self.watch(profiler)
@@ -222,8 +253,10 @@ class TorchModuleRunner:
         """Let go of the module, which stays the caller's, of hooks and graphs."""
         self._stop_watching()
         self.forget_graphs()
-        self.module, self._groups = None, []
-        if self.device.type == "cuda":
+        device = self.device
+        self.module = None
+        self._parts, self._children, self._tensors = [], [], []
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -245,111 +278,17 @@ def _check_module(module: Any) -> None:
             f"The {kind} was spread over {', '.join(sorted(map(str, places)))} by device_map, and "
             "an engine has one device. Load it without device_map."
         )
+    lazy = [s.name for s in slots(module) if torch.nn.parameter.is_lazy(s.tensor)]
+    if lazy:
+        raise ModelError(
+            f"The {kind} has lazy parameters without a shape, {listing(lazy)}. Run a dummy batch "
+            "through it first, so that it makes them."
+        )
 
 
-def _check_policy(module: torch.nn.Module, policy: Mapping[Any, Any]) -> list[str]:
-    """Notes on an injection policy; ConfigError for one that says nothing about this module."""
-    if not policy:
-        return []
-    names = [f".{name}" for name, _ in module.named_modules() if name]
-    classes = {type(part) for part in module.modules()}
-    absent = []
-    for layer, outputs in policy.items():
-        if not (isinstance(layer, type) and issubclass(layer, torch.nn.Module)):
-            raise ConfigError(
-                f"injection_policy: the key {layer!r} is no class of layers; expected a subclass "
-                "of torch.nn.Module, such as the model's decoder layer."
-            )
-        if not any(issubclass(c, layer) for c in classes):
-            absent.append(layer.__name__)
-        for name in _policy_names(layer, outputs):
-            if not any(own.endswith(name) for own in names):
-                raise ConfigError(
-                    f"injection_policy: no module of the {type(module).__name__} has a name that "
-                    f"ends with {name!r} (given for {layer.__name__}). It has, for instance, "
-                    f"{', '.join(n[1:] for n in names[-3:])}."
-                )
-    if len(absent) == len(policy):
+def _check_graph_device(module: torch.nn.Module, device: torch.device) -> None:
+    if device.type != "cuda":
         raise ConfigError(
-            f"injection_policy: the {type(module).__name__} has no layer of class "
-            f"{', '.join(absent)}."
+            f"enable_cuda_graph=True: the {type(module).__name__} stays on {device}, and graphs "
+            "need it on a CUDA device. Leave keep_module_on_host or enable_cuda_graph unset."
         )
-    notes = ["injection_policy: with one device nothing is split"]
-    if absent:
-        notes.append(f"injection_policy: the model has no {', '.join(absent)}")
-    return notes
-
-
-def _policy_names(layer: type, outputs: Any) -> list[str]:
-    names = [outputs] if isinstance(outputs, str) else outputs
-    if isinstance(names, type) or not isinstance(names, list | tuple):
-        raise ConfigError(
-            f"injection_policy: the value for {layer.__name__} is {outputs!r}. DeepSpeed's policy "
-            "classes replace layers by its own kernels, which dualinfer does not have; expected "
-            "the names of the linear layers whose outputs are summed, a str or a tuple of them."
-        )
-    odd = [name for name in names if not isinstance(name, str) or not name.strip(".")]
-    if odd or not names:
-        raise ConfigError(
-            f"injection_policy: {outputs!r} for {layer.__name__}; expected names of linear layers, "
-            "a str or a tuple of them."
-        )
-    return list(names)
-
-
-def _check_room(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise OutOfMemoryError, before anything is moved, if the module does not fit."""
-    needed, seen = 0, set()
-    for slot in slots(module):
-        tensor = slot.tensor
-        if slot.kind == "__dict__" or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        size = dtype.itemsize if tensor.is_floating_point() else tensor.itemsize
-        here = tensor.nbytes if tensor.device == device else 0
-        needed += max(0, tensor.numel() * size - here)
-    free = free_bytes(device)
-    if free is not None and needed > free:
-        raise OutOfMemoryError(
-            f"The {type(module).__name__} in {dtype} needs {needed:,} bytes "
-            f"({needed / 2**30:.2f} GiB) more on {device}, and {free:,} ({free / 2**30:.2f} GiB) "
-            "are free. Use a smaller dtype or model, keep_module_on_host=True, or free memory "
-            "first."
-        )
-
-
-def _convert(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Cast and move in place, with nn.Module's own machinery; tied tensors stay tied."""
-    kept = _kept_in_float32(module, dtype)
-    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in done:  # a buffer of two names
-            return done[id(tensor)][1]
-        casts = tensor.is_floating_point() and id(tensor) not in kept
-        new = tensor.to(device, dtype if casts else None)
-        if not isinstance(tensor, torch.nn.Parameter):
-            done[id(tensor)] = tensor, new
-        return new
-
-    module._apply(convert)
-
-
-def _kept_in_float32(module: Any, dtype: torch.dtype) -> set[int]:
-    """Ids of the tensors that `from_pretrained(dtype=...)` leaves in float32, and half() does not.
-
-    Rotary frequencies, whose rounding grows with the position (at 2,000 tokens it makes 3 times the
-    error of all else in bfloat16), and what the model's class names.
-    """
-    if not is_hf(module) or dtype == torch.float32:
-        return set()
-    names = {*(module._keep_in_fp32_modules_strict or ())}
-    if dtype == torch.float16:
-        names |= {*(module._keep_in_fp32_modules or ())}
-    pattern = re.compile("|".join(rf"(?:^|\.){name}(?:\.|$)" for name in names) or r"(?!)")
-    return {
-        id(s.tensor)
-        for s in slots(module)
-        if s.tensor.dtype == torch.float32
-        and ((s.is_transient and s.key.endswith("inv_freq")) or pattern.search(s.name))
-    }

@@ -95,8 +95,8 @@ def attention(
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query always
-    sees itself, so that a padded one stays finite.
+    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
+    would see nothing sees itself, so that it stays finite.
     """
     visible = None
     windowed = window is not None and window < q.shape[1]
@@ -133,7 +133,10 @@ def visible_keys(
         visible = visible & mask[:, None, :]
     if segments is not None:
         visible = visible & (segments[:, :, None] == segments[:, None, :])
-    return (visible | torch.eye(tokens, dtype=torch.bool, device=device))[:, None]
+    if mask is not None:
+        itself = torch.eye(tokens, dtype=torch.bool, device=device)
+        visible = visible | (itself & ~visible.any(-1, keepdim=True))
+    return visible[:, None]
 
 
 @named("append")

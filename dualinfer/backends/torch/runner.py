@@ -22,6 +22,7 @@ from ..base import (
 )
 from . import decoder, ops
 from .cache import KVCache
+from .compiling import compile_options
 from .device import device_name, free_bytes
 from .graphs import CallGraphs, StepGraphs
 from .params import Params
@@ -288,7 +289,7 @@ class TorchRunner:
         """
         if self.is_compiled:
             return
-        options = {**compile_kwargs} if backend is None else {"backend": backend, **compile_kwargs}
+        options = compile_options(backend, compile_kwargs)
         self._compiled = torch.compile(self._outputs, **options)
         if self._calls is not None:
             self._calls.clear()

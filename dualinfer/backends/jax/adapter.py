@@ -1,0 +1,176 @@
+"""The engine as JAX code expects it: a module that runs, outputs as a pytree, what it refuses."""
+
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+
+from ...config.dtypes import dtype_name
+from ...errors import UnsupportedError
+from .graphs import TRACED, check_concrete
+from .params import Model
+
+_DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
+
+
+class _Inference:
+    """What scripts for HF's models call on one; no change is made here."""
+
+    __slots__ = ()
+    device: Any
+    dtype: Any
+
+    def eval(self) -> Self:
+        """Itself: there is no other mode."""
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Only `train(False)`, which is `eval()`: the engine never trains."""
+        if mode:
+            raise UnsupportedError(
+                "The engine is for inference and stays in eval mode; train the model itself."
+            )
+        return self
+
+    def to(
+        self, *args: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False
+    ) -> Self:
+        """Itself, for the device and dtype that it has, named as in JAX or torch.
+
+        Raises UnsupportedError for others.
+        """
+        for wanted in (*args, device, dtype):
+            if not (wanted is None or isinstance(wanted, bool) or self._has(wanted)):
+                raise UnsupportedError(
+                    f"This engine was made in {self.dtype} on {self.device} and stays so; asked "
+                    f"was {wanted}. Make another one with init_inference()."
+                )
+        return self
+
+    def _has(self, wanted: Any) -> bool:
+        """True for this device, or this dtype."""
+        if isinstance(wanted, jax.Device):
+            return wanted == self.device
+        name = f"gpu:{wanted}" if isinstance(wanted, int) else str(wanted).lower()  # int: torch's
+        found = _DEVICE.fullmatch(name)
+        if found is None:
+            try:
+                return dtype_name(wanted) == str(self.dtype)
+            except ValueError:
+                return False
+        kind, index = found.groups()
+        same = self.device.platform == ("gpu" if kind == "cuda" else kind)
+        return same and index in (None, str(self.device.id))
+
+
+class _Holder:
+    __slots__ = ("_engine",)  # outside of vars(), which are all that nnx looks at
+
+
+class FusedModule(_Inference, _Holder, Model):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """dualinfer's weights as an nnx module, which runs and generates as its engine does.
+
+    Copies that nnx makes of it (split and merge, clone) have the weights alone.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's forward."""
+        engine = getattr(self, "_engine", None)
+        if engine is None:
+            raise UnsupportedError(
+                "This is a copy of a fused engine's module: it has the weights, and no forward. "
+                "Call the engine, or engine.module itself, outside of nnx's transformations."
+            )
+        return engine.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has: generate, config, device, dtype and so on."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._engine, name)
+
+
+def _view(weights: Model, engine: Any) -> FusedModule:
+    """`weights`, sharing their attributes, with an engine that runs them."""
+    view = object.__new__(FusedModule)
+    object.__setattr__(view, "__dict__", vars(weights))
+    object.__setattr__(view, "_engine", engine)
+    return view
+
+
+class _Engine(_Inference):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "An engine holds executables and memory of its device, so that it cannot be copied or "
+            "pickled. Make another one with init_inference()."
+        )
+
+
+class _FusedEngine(_Engine):
+    """Of a FusedEngine: its `module` is made when it is asked for, so that no cycle keeps it."""
+
+    _view: Callable[[], FusedModule | None] = staticmethod(lambda: None)
+
+    @property
+    def module(self: Any) -> FusedModule:
+        """dualinfer's weights as an nnx module, which runs and generates as the engine does."""
+        weights, view = self.runner.module, self._view()
+        if view is None:
+            view = _view(weights, self)
+            self._view = weakref.ref(view)
+        return view
+
+
+@functools.cache
+def engine_type(base: type) -> type:
+    """`base`, one of dualinfer's engines, with what JAX code and HF's scripts expect of it."""
+    namespace: dict[str, Any] = {"__doc__": base.__doc__, "__module__": base.__module__}
+    if base.__name__ != "FusedEngine":
+        return type(base.__name__, (_Engine, base), namespace)
+    for name in ("forward", "generate", "stream"):
+        namespace[name] = _refuse_tracing(getattr(base, name), name != "forward")
+    return type(base.__name__, (_FusedEngine, base), namespace)
+
+
+def _refuse_tracing(method: Callable[..., Any], probe: bool) -> Callable[..., Any]:
+    """`method`, with an UnsupportedError where JAX's transformations hide its arguments' values.
+
+    `probe`: also where nothing of the call is traced but jit stages what is done on the device;
+    forward's runner sees that for itself.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if probe:
+            check_concrete([jax.device_put(0)])
+        try:
+            return method(*args, **kwargs)
+        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+            raise UnsupportedError(TRACED) from error
+
+    return call
+
+
+@functools.cache
+def register_outputs() -> None:
+    """Make what forward returns a pytree; once, since JAX takes a class but once."""
+    from ...outputs import Outputs
+
+    def flatten_with_keys(outputs: Any) -> Any:
+        return [(jax.tree_util.DictKey(k), v) for k, v in outputs.items()], tuple(outputs)
+
+    def flatten(outputs: Any) -> Any:
+        return tuple(outputs.values()), tuple(outputs)
+
+    def unflatten(names: tuple[str, ...], values: Any) -> Any:
+        outputs = Outputs()
+        for name, value in zip(names, values, strict=True):
+            outputs[name] = value  # its __init__ would look into values that are no arrays
+        return outputs
+
+    jax.tree_util.register_pytree_with_keys(Outputs, flatten_with_keys, unflatten, flatten)

@@ -1,0 +1,186 @@
+"""ModuleEngine: the guard around a module's own generate, whatever that takes."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+from dualinfer import init_inference
+
+from .test_pipelines import make_gpt2
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+
+class Own(torch.nn.Module):
+    """Its generate shares nothing with HF's but the name."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def generate(self, ids, steps=3, generation_config=None):
+        return torch.cat((ids, ids[:, :1].expand(-1, steps)), 1), generation_config
+
+
+def make_t5():
+    torch.manual_seed(0)
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    config = hf.T5Config(vocab_size=99, decoder_start_token_id=0, **sizes)
+    return hf.T5ForConditionalGeneration(config).eval()
+
+
+def make_whisper():
+    torch.manual_seed(0)
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, decoder_ffn_dim=32)
+    config = hf.WhisperConfig(
+        vocab_size=99, num_mel_bins=8, max_source_positions=50, max_target_positions=40,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        suppress_tokens=None, begin_suppress_tokens=None, **sizes, **heads,
+    )  # fmt: skip
+    return hf.WhisperForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_out_tokens": 12}])
+def test_own_generate_takes_what_it_takes(fields):
+    engine = init_inference(Own(), dtype="fp32", **fields)
+    for arguments, steps, setting in [
+        ((IDS,), 3, None),
+        ((IDS, 5), 5, None),
+        ((IDS, torch.tensor(2)), 2, None),
+        ((IDS, 4, "fast"), 4, "fast"),
+    ]:
+        ids, seen = engine.generate(*arguments)
+        assert ids.shape == (1, 6 + steps) and seen == setting
+    assert engine.generate(IDS, generation_config="fast")[1] == "fast"
+
+
+def test_prompt_alone_is_held_to_the_limit_where_the_length_is_the_modules_affair():
+    engine = init_inference(Own(), dtype="fp32", max_out_tokens=6)
+    engine.generate(IDS)
+    with pytest.raises(dualinfer.LengthError, match="7 tokens leaves no room"):
+        engine.generate(torch.zeros(1, 7, dtype=torch.int64))
+    noise = torch.rand(3, 64)  # no tokens, however many numbers
+    assert engine.generate(noise)[0].shape == (3, 67)
+
+
+def test_settings_of_another_kind_are_the_modules_own_affair():
+    module = Own()
+    module.generation_config = object()
+    engine = init_inference(module, dtype="fp32", max_out_tokens=9)
+    assert engine.generation_config is module.generation_config
+    engine.generate(IDS)
+
+
+def test_generation_config_of_the_engine_is_the_modules():
+    model = make_gpt2()
+    engine = init_inference(model, dtype="fp32")
+    assert engine.generation_config is model.generation_config
+    engine.generation_config = hf.GenerationConfig(max_new_tokens=3, pad_token_id=0)
+    assert model.generation_config is engine.generation_config
+    assert engine.generate(IDS).shape == (1, 9)
+    engine.generation_config.num_beams = 2
+    with pytest.raises(NotImplementedError, match="num_beams"):
+        engine.generate(IDS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(max_new_tokens=4),
+        dict(max_length=10),
+        dict(generation_config=hf.GenerationConfig(max_new_tokens=4)),
+        dict(generation_config={"max_length": 10}),
+    ],
+    ids=str,
+)
+def test_exact_limit_passes_and_one_more_does_not(arguments):
+    model = make_gpt2()
+    prompt = dict(pad_token_id=0, eos_token_id=None, do_sample=False)
+    if isinstance(arguments.get("generation_config"), dict):
+        arguments = {"generation_config": hf.GenerationConfig(**arguments["generation_config"])}
+    exact = init_inference(model, dtype="fp32", max_out_tokens=10)
+    assert exact.generate(IDS, **prompt, **arguments).shape == (1, 10)
+    small = init_inference(model, dtype="fp32", max_out_tokens=9)
+    for given in ((IDS,), ()):
+        named = {} if given else {"input_ids": IDS}
+        with pytest.raises(dualinfer.LengthError, match=r"make 10, over max_out_tokens \(9\)"):
+            small.generate(*given, **named, **prompt, **arguments)
+    embedded = model.get_input_embeddings()(IDS)
+    with pytest.raises(RuntimeError, match="over max_out_tokens"):
+        small.generate(inputs_embeds=embedded, **prompt, **arguments)
+
+
+def test_default_length_is_capped_by_the_limit():
+    engine = init_inference(make_gpt2(), dtype="fp32", max_out_tokens=9)
+    assert engine.generate(IDS, pad_token_id=0, eos_token_id=None).shape == (1, 9)
+    with pytest.raises(dualinfer.LengthError, match="leaves no room"):
+        engine.generate(torch.zeros(1, 9, dtype=torch.int64), pad_token_id=0)
+
+
+@pytest.mark.parametrize("config", [None, {"x": 1}])
+def test_encoder_and_decoder_are_each_held_to_the_limit(config):
+    model = make_t5()
+    engine = init_inference(model, {"config": config}, dtype="fp32", max_out_tokens=6)
+    ids = torch.arange(3, 9)[None]
+    assert engine.generate(ids, max_new_tokens=5, min_new_tokens=5).shape == (1, 6)
+    for arguments, message in [
+        (dict(input_ids=ids, max_new_tokens=6), "make 7"),
+        (dict(input_ids=torch.ones(1, 7, dtype=torch.int64)), "encoder's input has 7"),
+        (dict(inputs_embeds=torch.rand(1, 7, 16)), "encoder's input has 7"),
+        (dict(input_ids=ids, decoder_input_ids=ids[:, :4], max_new_tokens=3), "make 7"),
+    ]:
+        with pytest.raises(dualinfer.LengthError, match=message):
+            engine.generate(**arguments)
+
+
+def test_sound_has_no_tokens_but_the_prompt_of_its_decoder_has():
+    model = make_whisper()
+    sound = torch.rand(1, 8, 100)
+    engine = init_inference(model, dtype="fp32", max_out_tokens=12)
+    out = engine.generate(sound, max_new_tokens=4)
+    assert torch.equal(out, model.generate(sound, max_new_tokens=4))
+    with pytest.raises(dualinfer.LengthError, match="make 17"):
+        engine.generate(sound, prompt_ids=torch.arange(4, 12), max_new_tokens=9)
+
+
+def test_closed_engine_tells_so_and_has_a_generate():
+    engine = init_inference(make_gpt2(), dtype="fp32")
+    engine.close()
+    assert hasattr(engine, "generate")
+    with pytest.raises(dualinfer.ClosedError, match="init_inference"):
+        engine.generate(IDS)
+
+
+def test_report_of_a_module_speaks_of_no_layers():
+    text = str(init_inference(torch.nn.Linear(2, 2), dtype="fp32").report())
+    assert "0 layers" not in text and "no limit on tokens" in text
+
+
+def test_unset_dtype_warns_where_the_modules_own_is_bfloat16(monkeypatch):
+    monkeypatch.setattr("dualinfer.backends.default_dtype", lambda name: "float16")  # as on a GPU
+    with pytest.warns(UserWarning, match="bfloat16 and dtype is unset"):
+        engine = init_inference(torch.nn.Linear(2, 2).bfloat16())
+    assert engine.dtype == torch.float16
+
+
+def test_jax_modules_generate_takes_what_it_takes():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(np.ones(1, np.float32))
+
+        def __call__(self, x):
+            return x
+
+        def generate(self, x, steps):
+            return x * self.scale[...] + steps
+
+    engine = init_inference(Model(), backend="jax", dtype="fp32", max_out_tokens=4)
+    np.testing.assert_array_equal(engine.generate(np.ones(3, np.float32), 5), np.full(3, 6.0))
