@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple, overload
 from . import backends
 from .checkpoint import check_folder, open_checkpoint, open_module, open_weights, read_json
 from .config import InferenceConfig, make_config
-from .errors import ConfigError, ModelError, OutOfMemoryError
+from .engine import About
+from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from .families import check_model_type, describe_model
 from .fused import FusedEngine
 from .limits import check_config
@@ -148,9 +148,8 @@ def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
         if spec.can_generate:
             _check_memory(runner, settings, notes)
         engine_type = backends.engine_type(settings.backend, FusedEngine)
-        return engine_type(
-            runner, settings, config, found.generation_config, source.description, notes
-        )
+        about = About(settings, config, found.generation_config, source.description, notes)
+        return engine_type(runner, about)
     except BaseException:
         runner.close()
         raise
@@ -166,7 +165,7 @@ def _make_module_engine(model: Any, settings: InferenceConfig) -> ModuleEngine:
     own = getattr(module, "generation_config", None)
     description = source.description if source else f"the caller's {_class_name(model)}"
     engine_type = backends.engine_type(settings.backend, ModuleEngine)
-    return engine_type(runner, settings, config, own, description, notes)
+    return engine_type(runner, About(settings, config, own, description, notes))
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
@@ -185,10 +184,9 @@ def _with_dtype(settings: InferenceConfig, notes: list[str], stored: set[str]) -
     dtype = backends.default_dtype(settings.backend)
     notes.append(f"dtype was unset: {dtype}")
     if dtype == "float16" and "bfloat16" in stored:
-        warnings.warn(
+        warn_caller(
             "The checkpoint is bfloat16 and dtype is unset, so that it is float16 on a GPU, "
-            'whose range is smaller. Pass dtype="bf16" to keep its own.',
-            stacklevel=4,
+            'whose range is smaller. Pass dtype="bf16" to keep its own.'
         )
     return settings.model_copy(update={"dtype": dtype})
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from .config import InferenceConfig
@@ -12,6 +13,21 @@ from .report import Report
 CLOSED = "This engine was closed. Make a new one with init_inference()."
 
 
+@dataclass(frozen=True)
+class About:
+    """What an engine knows of its model beside the runner.
+
+    `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
+    the weights are from, and `notes` what was decided for the user.
+    """
+
+    inference_config: InferenceConfig
+    config: Any
+    generation_config: Any
+    source: str
+    notes: Sequence[str]
+
+
 class InferenceEngine:
     """A model ready to run. Made by `init_inference`; usable as a context manager.
 
@@ -20,20 +36,12 @@ class InferenceEngine:
     take turns.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        inference_config: InferenceConfig,
-        config: Any,
-        generation_config: Any,
-        source: str,
-        notes: Sequence[str],
-    ) -> None:
+    def __init__(self, runner: Any, about: About) -> None:
         self._runner: Any = runner
-        self.inference_config = inference_config
-        self.config = config
-        self.generation_config = generation_config
-        self._source, self._notes = source, tuple(notes)
+        self._about = about
+        self.inference_config = about.inference_config
+        self.config = about.config
+        self.generation_config = about.generation_config
         self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
         self._profiler = Profiler(runner.stopwatch)
 
@@ -124,8 +132,8 @@ class InferenceEngine:
         return Report(
             backend=self.inference_config.backend,
             dtype=self.inference_config.dtype or "",
-            source=self._source,
-            notes=(*self._notes, *getattr(self.runner, "notes", ())),
+            source=self._about.source,
+            notes=(*self._about.notes, *getattr(self.runner, "notes", ())),
             **facts,
             **self.runner.report(),
         )

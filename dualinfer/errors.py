@@ -1,4 +1,8 @@
-"""The exceptions of dualinfer; each is also the builtin that callers of DeepSpeed or HF catch."""
+"""The exceptions of dualinfer, each also the builtin that callers catch; warnings to the caller."""
+
+import sys
+import warnings
+from types import FrameType
 
 
 class DualinferError(Exception):
@@ -62,3 +66,15 @@ class GraphError(DualinferError, RuntimeError):
 
 class ClosedError(DualinferError, RuntimeError):
     """The engine was closed; nothing of it is left on the device."""
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the nearest line outside of dualinfer, and of pydantic, which calls it back."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and _package(frame) in (__name__.partition(".")[0], "pydantic"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -1,6 +1,5 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +7,8 @@ import numpy as np
 
 from .arrays import kind_of, to_kind, to_numpy
 from .backends.base import Request, Runner, Sampling
-from .config import InferenceConfig
-from .engine import CLOSED, InferenceEngine
-from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError
+from .engine import CLOSED, About, InferenceEngine
+from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from .generation import Generation, Loop, StopStrings
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts
 from .options import GenerationOptions, config_dict, make_options, over_limit
@@ -23,16 +21,8 @@ _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        inference_config: InferenceConfig,
-        config: Any,
-        generation_config: Any,
-        source: str,
-        notes: Sequence[str],
-    ) -> None:
-        super().__init__(runner, inference_config, config, generation_config, source, notes)
+    def __init__(self, runner: Runner, about: About) -> None:
+        super().__init__(runner, about)
         self._spec = runner.spec
         self._loop = Loop(runner, self._profiler, self._lock)
 
@@ -210,10 +200,9 @@ class FusedEngine(InferenceEngine):
         new_tokens = options.new_tokens(width, self.max_tokens)
         least_tokens = options.least_tokens(width)
         if least_tokens > new_tokens:
-            warnings.warn(
+            warn_caller(
                 f"At least {least_tokens} new tokens are asked for, and at most {new_tokens}: "
-                "the maximum counts.",
-                stacklevel=3,
+                "the maximum counts."
             )
         self._check_length(prompts, new_tokens)
         seeds = self._seeds(seed, len(prompts.rows), options.do_sample)

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .backends.base import ModuleRunner
-from .config import InferenceConfig
-from .engine import InferenceEngine
+from .engine import About, InferenceEngine
 from .errors import LengthError
 from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
 from .report import Report
@@ -15,16 +14,8 @@ from .report import Report
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
 
-    def __init__(
-        self,
-        runner: ModuleRunner,
-        inference_config: InferenceConfig,
-        config: Any,
-        generation_config: Any,
-        source: str,
-        notes: Sequence[str],
-    ) -> None:
-        super().__init__(runner, inference_config, config, generation_config, source, notes)
+    def __init__(self, runner: ModuleRunner, about: About) -> None:
+        super().__init__(runner, about)
         self._architecture = type(runner.module).__name__
 
     @property

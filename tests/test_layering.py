@@ -49,10 +49,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {
-        *("arrays", "backends.base", "config.*", "engine", "errors", "generation", "inputs"),
+        *("arrays", "backends.base", "engine", "errors", "generation", "inputs"),
         *("options", "outputs", "report"),
     },
-    "modules": {"backends.base", "config.*", "engine", "errors", "options", "report"},
+    "modules": {"backends.base", "engine", "errors", "options", "report"},
     "limits": {"config.*", "errors"},
     "api": {
         *("backends", "checkpoint", "config.*", "engine", "errors", "families.*", "fused"),

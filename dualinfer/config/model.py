@@ -2,11 +2,9 @@
 
 import difflib
 import reprlib
-import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -19,6 +17,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ..errors import warn_caller
 
 Place = tuple[str, ...]  # ("tensor_parallel", "tp_size")
 
@@ -164,7 +164,7 @@ class Gathering:
     def warn(self) -> None:
         """Say once for each field what is deprecated or has no effect."""
         for category, text in self._warnings.values():
-            _warn(category, text)
+            warn_caller(text, category)
 
     def _read_strict(self, sources: list[Source]) -> bool:
         """The reserved key: whether "auto" is a value like any other."""
@@ -358,15 +358,3 @@ def _unknown(model: type[Model], path: str, key: Any) -> str:
         known = [k for k in live if len(places[k]) == 1]
         hint = f"known are {', '.join(sorted(known))}"
     return f"unknown key {f'{path}{key}'!r}; {hint}"
-
-
-def _warn(category: type[Warning], text: str) -> None:
-    """Warn at the nearest line outside of dualinfer and pydantic."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back and _package(frame) in (__name__.partition(".")[0], "pydantic"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
