@@ -11,7 +11,7 @@ import transformers as hf
 torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
-from dualinfer.errors import ArgumentError, GraphError, OutOfMemoryError  # noqa: E402
+from dualinfer.errors import ArgumentError, ConfigError, GraphError, OutOfMemoryError  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -327,8 +327,7 @@ def test_model_times_are_positive_and_within_the_whole(mode, graphs, use_events)
     assert all(t > 0 for t in times) and sum(times) <= whole
     engine.profile_model_time(enabled=False)
     engine(**call)
-    module = getattr(engine, "module", None)
-    assert mode == "fused" or not (module._forward_hooks or module._forward_pre_hooks)
+    assert mode == "fused" or "_compiled_call_impl" not in vars(engine.module)
 
 
 def test_a_capture_is_no_entry():
@@ -418,3 +417,48 @@ def test_module_mode_moves_to_the_card_or_stays_on_the_host():
     engine = dualinfer.init_inference(model, dtype="fp16")
     assert engine.device.type == "cuda" and model.lm_head.weight.is_cuda
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_module_that_stayed_on_the_host_is_followed_to_the_card_and_back():
+    module = Own()
+    reference = copy.deepcopy(module)
+    engine = dualinfer.init_inference(module, dtype="fp32", keep_module_on_host=True)
+    x = torch.randn(4, 64)
+    for device in ("cpu", "cuda", "cpu"):
+        engine.module.to(device)
+        with torch.no_grad():
+            expected = reference.to(device)(x.to(device))["y"]
+        torch.testing.assert_close(engine(x.to(device))["y"], expected)
+        assert engine.device.type == device
+        engine.profile_model_time()
+        engine(x.to(device))
+        assert len(engine.model_times()) == 1
+        engine.profile_model_time(enabled=False)
+
+
+@pytest.mark.parametrize("kind", ["part", "parameter", "data", "buffer", "moved"])
+def test_graphs_follow_what_the_caller_puts_into_the_module(kind):
+    module = Own().cuda()
+    module.register_buffer("shift", torch.zeros(64, device="cuda"))
+    module.register_forward_hook(lambda m, args, out: {"y": out["y"] + m.shift})
+    engine = module_engine(module)
+    x = torch.randn(4, 64, device="cuda")
+    before = engine(x)["y"]
+    other = torch.nn.Linear(64, 64).cuda()
+    if kind == "part":
+        module.inner = other
+    elif kind == "parameter":
+        module.inner.weight = other.weight
+    elif kind == "data":
+        module.inner.weight.data = other.weight.data
+    elif kind == "buffer":
+        module.shift = torch.ones(64, device="cuda")
+    else:
+        engine.to("cpu")
+        with pytest.raises(ConfigError, match="stays on cpu"):
+            engine(x)
+        engine.to("cuda")
+    with torch.no_grad():
+        expected = module(x)["y"]
+    assert torch.equal(engine(x)["y"], expected) and engine.report().compilations == 2
+    assert torch.equal(before, expected) == (kind == "moved")

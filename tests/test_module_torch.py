@@ -1,8 +1,10 @@
 """Module mode on torch, and the torch backend's graphs' keys, ranges, precision and memory."""
 
 import copy
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -277,7 +279,198 @@ def test_a_module_larger_than_the_memory_is_refused_before_it_is_touched():
     assert module.weight.is_meta
 
 
+def test_lazy_parameters_are_told_before_anything_is_touched():
+    module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    with pytest.raises(ModelError, match=r"lazy.*2: 1\.weight, 1\.bias\. Run a dummy batch"):
+        runner_of(module, dtype="bfloat16")
+    assert module[0].weight.dtype == torch.float32
+    module(torch.ones(1, 3))
+    assert runner_of(module).forward((torch.ones(1, 3),), {}).shape == (1, 2)
+
+
+# What others do to the module
+
+
+def test_each_call_is_in_eval_mode_whatever_the_caller_did():
+    module = make_own()
+    runner = runner_of(module)
+    expected = runner.forward((IDS,), {}), runner.generate((IDS,), {"steps": 1})
+    for call, own in zip(
+        (lambda: runner.forward((IDS,), {}), lambda: runner.generate((IDS,), {"steps": 1})),
+        expected,
+        strict=True,
+    ):
+        module.train()
+        assert same(call(), own) and not module.drop.training
+
+
+def test_a_cast_by_another_engine_is_told_and_undone_goes_on():
+    module = make_own()
+    first = runner_of(module)
+    expected = first.forward((IDS,), {})
+    second = runner_of(module, dtype="bfloat16")
+    for call in (first.forward, first.generate):
+        with pytest.raises(
+            ModelError, match=r"Own is in torch\.bfloat16 now.*torch\.float32.*deep"
+        ):
+            call((IDS,), {})
+    assert second.forward((IDS,), {})["scores"].dtype == torch.bfloat16
+    module.float()
+    with pytest.raises(ModelError, match=r"float32 now.*made in torch\.bfloat16"):
+        second.forward((IDS,), {})
+    assert first.forward((IDS,), {})["scores"].shape == expected["scores"].shape
+    module.to("meta")
+    with pytest.raises(ModelError, match="meta device"):
+        first.forward((IDS,), {})
+    assert first.device == CPU
+
+
+def test_what_hf_keeps_in_float32_is_no_cast_by_others(hf_model):
+    runner = runner_of(copy.deepcopy(hf_model("llama-gqa")), dtype="bfloat16")
+    ids = torch.from_numpy(random_ids(1, 5))
+    assert runner.forward((ids,), {}).logits.dtype == torch.bfloat16
+    part = runner.module.model
+    part.embed_tokens = nn.Sequential(part.embed_tokens)  # the tensor looked at has another name
+    assert runner.forward((ids,), {}).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["alone", "inside", "compiled"])
+def test_rotary_frequencies_stay_in_float32_wherever_the_hf_model_is(kind, hf_model):
+    model = copy.deepcopy(hf_model("llama-gqa"))
+    expected = model.model.rotary_emb.inv_freq.clone()
+    module = {"inside": lambda: nn.ModuleDict({"m": model}), "alone": lambda: model}.get(
+        kind, lambda: torch.compile(model, backend="eager")
+    )()
+    runner_of(module, dtype="bfloat16")
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def change_parameter(m):
+    m.inner.weight = nn.Parameter(m.inner.weight.detach().clone())
+
+
+def change_buffer(m):
+    m.norm.running_mean = m.norm.running_mean.clone()
+
+
+def change_data(m):
+    m.inner.bias.data = m.inner.bias.data.clone()
+
+
+def change_part(m):
+    m.drop = nn.Dropout(0.1)
+
+
+def add_part(m):
+    m.inner.extra = nn.Linear(1, 1)
+
+
+def write_in_place(m):
+    with torch.no_grad():
+        m.inner.weight.add_(1)
+        m.norm.running_mean.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        *((change_parameter, True), (change_buffer, True), (change_data, True)),
+        *((change_part, True), (add_part, True), (write_in_place, False)),
+    ],
+)
+def test_graphs_go_when_a_part_or_an_address_is_another_one(change, moved):
+    module = make_own()
+    runner = runner_of(module)
+    runner._calls = graphs = Replayed()
+    runner._check_addresses()
+    for _ in range(2):
+        graphs.run(runner.module, (IDS,), {})
+        runner._check_addresses()
+        assert len(graphs) == 1
+    change(module)
+    runner._check_addresses()
+    assert len(graphs) == (0 if moved else 1)
+    graphs.run(runner.module, (IDS,), {})
+    runner._check_addresses()
+    assert len(graphs) == 1
+
+
+def test_graphs_on_the_host_stay_refused():
+    runner = runner_of(make_own())
+    runner._calls = Replayed()
+    with pytest.raises(ConfigError, match="stays on cpu"):
+        runner.forward((IDS,), {})
+
+
 # Filling
+
+
+class Sharing(nn.Module):
+    """One part of two names, and a part inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.b = self.a
+        self.last = self.a[0]
+
+    def forward(self, x):
+        return self.last(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("names", ["all", "a", "b"])
+def test_shared_parts_are_filled_and_stay_shared(meta, names):
+    torch.manual_seed(4)
+    known = Sharing().eval()
+    with torch.device("meta" if meta else "cpu"):
+        module = Sharing()
+    state = {n: t for n, t in known.state_dict().items() if names == "all" or n[0] == names}
+    runner = runner_of(module, TorchSource(state, "a file"))
+    assert module.b is module.a and module.last is module.a[0]
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        assert same(runner.forward((x,), {}), known(x))
+    assert runner.report()["parameters"] == sum(p.numel() for p in known.parameters()) == 18
+
+
+def test_shared_parts_that_do_not_fit_are_named_by_each_name():
+    state = Sharing().state_dict()
+    state["b.0.weight"] = torch.zeros(3, 3)
+    del state["a.0.bias"], state["b.0.bias"], state["last.bias"]
+    with pytest.raises(CheckpointError) as error:
+        runner_of(Sharing(), TorchSource(state, "a file"))
+    assert "missing 3: a.0.bias, b.0.bias, last.bias" in str(error.value)
+    assert "tied in the module, but different 1: b.0.weight and a.0.weight" in str(error.value)
+
+
+def test_shared_parts_of_a_hf_module_are_filled():
+    class Twice(Custom):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.table, self.places
+            self.again = self.inner
+
+        def forward(self, x):
+            return self.again(self.inner(x))
+
+    known = Twice(hf.BertConfig())
+    with torch.device("meta"):
+        module = Twice(hf.BertConfig())
+    runner = runner_of(module, TorchSource(known.state_dict(), "a file"))
+    assert module.again is module.inner
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        assert same(runner.forward((x,), {}), known(x))
+
+
+def test_filling_draws_nothing_from_the_callers_generator(hf_model):
+    known = hf_model("bert-masked")
+    module = on_meta(known)
+    before = torch.get_rng_state()
+    runner_of(module, TorchSource(known.state_dict(), "a file"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def on_meta(module):
@@ -508,7 +701,7 @@ def test_each_forward_pass_is_an_entry_while_profiling_is_on(use_events):
     profiler.switch(False)
     runner.watch(profiler)
     runner.forward((IDS,), {})
-    assert not module._forward_hooks and not module._forward_pre_hooks
+    assert "_compiled_call_impl" not in vars(module)
     profiler.switch(True)
     assert profiler.take() == []
 
@@ -534,7 +727,7 @@ def test_a_pass_that_fails_is_no_entry_and_leaves_nothing_behind():
     for depth in (0, 2):
         with pytest.raises(KeyError, match="asked to fail"):
             runner.forward((IDS,), {"depth": depth, "fail": True})
-    assert profiler.take() == [] and not runner._thread.running
+    assert profiler.take() == []
     try:
         raise KeyError
     except KeyError:  # a pass within a handler is no failed one
@@ -545,16 +738,121 @@ def test_a_pass_that_fails_is_no_entry_and_leaves_nothing_behind():
     assert inner < middle < outer
 
 
-def test_close_lets_go_of_the_module_and_its_hooks():
+def test_close_lets_go_of_the_module_and_stops_timing_it():
     module = make_own()
     runner = runner_of(module)
-    watched(runner)
-    assert module._forward_hooks
+    before = dict(vars(module))
+    profiler = watched(runner)
+    assert vars(module) != before
     runner.close()
-    assert runner.module is None and not module._forward_hooks and not module._forward_pre_hooks
+    assert runner.module is None and vars(module) == before
+    module(IDS)
+    assert profiler.take() == []
+
+
+def test_an_interrupted_pass_leaves_nothing_behind():
+    class Slow(Own):
+        def forward(self, ids, stop=False):
+            if stop:
+                raise KeyboardInterrupt
+            return super().forward(ids)
+
+    runner = runner_of(Slow())
+    profiler = watched(runner)
+    with pytest.raises(KeyboardInterrupt):
+        runner.forward((IDS,), {"stop": True})
+    assert profiler.take() == []
+    runner.forward((IDS,), {})
+    assert len(profiler.take()) == 1
+
+
+def test_an_engine_dropped_while_profiling_is_freed_and_times_no_more():
+    module = make_own()
+    engine = dualinfer.init_inference(module, dtype="fp32")
+    engine.profile_model_time()
+    engine(IDS)
+    held = weakref.ref(engine), weakref.ref(engine.runner)
+    assert "_compiled_call_impl" in vars(module)
+    del engine
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert "_compiled_call_impl" not in vars(module)
+
+
+def test_a_module_is_copied_and_saved_while_its_engine_profiles(tmp_path):
+    plain = make_own().eval()
+    for module in (make_own(), torch.compile(make_own(), backend="eager")):
+        runner = runner_of(module)
+        profiler = watched(runner)
+        torch.save(getattr(module, "_orig_mod", module), tmp_path / "m.pt")
+        loaded = torch.load(tmp_path / "m.pt", weights_only=False)
+        for other in (loaded, copy.deepcopy(getattr(module, "_orig_mod", module))):
+            with torch.no_grad():
+                assert same(other(IDS), plain(IDS))
+        assert profiler.take() == []
+        runner.forward((IDS,), {})
+        assert len(profiler.take()) == 1
+    torch._dynamo.reset()
+
+
+def test_two_engines_time_one_module_and_end_in_any_order():
+    module = make_own()
+    runners = [runner_of(module) for _ in range(2)]
+    first, second = map(watched, runners)
+    runners[0].close()
+    runners[1].forward((IDS,), {})
+    assert first.take() == [] and len(second.take()) == 1 and not runners[1].is_compiled
+    runners[1].close()
+    module(IDS)
+    assert second.take() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_timed_and_not_compiled():
+    module = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    x = torch.randn(2, 3)
+    for script in (torch.jit.script(module), torch.jit.trace(module, x)):
+        runner = runner_of(script)
+        profiler = watched(runner)
+        with torch.no_grad():
+            assert same(runner.forward((x,), {}), module(x))
+        assert len(profiler.take()) == 1 and not runner.is_compiled
+        with pytest.raises(UnsupportedError, match="TorchScript"):
+            runner.compile("eager", {})
 
 
 # torch.compile
+
+
+@pytest.mark.parametrize("kind", ["in place", "wrapped"])
+def test_a_module_compiled_before_is_timed_and_stays_compiled(kind, recwarn):
+    module = make_own()
+    if kind == "wrapped":
+        module = torch.compile(module, backend="eager")
+    else:
+        module.compile(backend="eager", dynamic=False)
+    runner = runner_of(module)
+    assert runner.is_compiled
+    before = vars(module).get("_compiled_call_impl")
+    runner.compile("aot_eager", {})
+    assert vars(module).get("_compiled_call_impl") is before
+    profiler = watched(runner)
+    runner.forward((IDS,), {})
+    runner.generate((IDS,), {"steps": 2})
+    assert len(profiler.take()) == 3 and runner.is_compiled
+    runner.close()
+    assert vars(module).get("_compiled_call_impl") is before and not recwarn.list
+    torch._dynamo.reset()
+
+
+def test_a_module_inside_of_what_the_caller_compiled_is_not_disturbed_by_profiling():
+    module = nn.Linear(3, 2)
+    profiler = watched(runner_of(module))
+    x = torch.randn(2, 3)
+    call = torch.compile(module.__call__, backend="eager", fullgraph=True)
+    torch.testing.assert_close(call(x), module(x))
+    assert len(profiler.take()) == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -576,6 +874,30 @@ def test_module_is_compiled_in_place_once_and_still_timed(backend):
     runner.forward((IDS,), {})
     assert profiler.take() == []
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_positions_of_an_encoder_are_those_of_hf_as_well(side, hf_model, engine_of):
+    ids = torch.from_numpy(random_ids(2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    mask = mask.flip(1) if side == "left" else mask
+    with torch.no_grad():
+        expected = hf_model("bert-masked")(ids, attention_mask=mask).logits
+    out = engine_of("bert-masked", "torch")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2"])
+def test_padding_before_a_causal_text_gives_numbers(name, hf_model, engine_of):
+    ids = torch.from_numpy(random_ids(2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = engine_of(name, "torch")(ids, attention_mask=mask, position_ids=places).logits
+    assert out.isfinite().all()
+    alone = engine_of(name, "torch")(ids[1:, 4:]).logits
+    torch.testing.assert_close(out[1:, 4:], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2", "bert"])

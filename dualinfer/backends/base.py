@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..errors import OutOfMemoryError
 from ..profiling import Profiler, Stopwatch
 from ..spec import ModelSpec
 
@@ -138,6 +139,16 @@ def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
 def cache_bytes(specs: Sequence[CacheSpec], slots: int, tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of `slots` sequences of `tokens` tokens, over all layers."""
     return slots * tokens * itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in specs)
+
+
+def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) -> OutOfMemoryError:
+    """The error of a cache that `where`, a device, has no room for; sizes in bytes."""
+    there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
+    return OutOfMemoryError(
+        f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
+        f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
+        "a time or fewer new tokens, or set a smaller max_out_tokens."
+    )
 
 
 def bucket(count: int, smallest: int = 1) -> int:

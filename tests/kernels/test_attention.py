@@ -104,3 +104,16 @@ def test_attention_holds_at_large_scores(backend, dtype):
     how = {"scale": 256.0, "causal": True}
     expected = reference.attention(q, k, v, **how)
     assert_close(backend.attention(q, k, v, **how), expected, dtype, roundings=2)
+
+
+def test_reference_query_sees_itself_only_where_it_would_see_nothing():
+    mask = np.array([[False, False, True, True], [True, True, True, False]])
+    causal = reference.visible_keys(4, causal=True, mask=mask)
+    assert causal.astype(int).tolist() == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]],
+    ]
+    both = reference.visible_keys(4, causal=False, mask=mask)
+    assert (both == mask[:, None, :]).all()
+    windowed = reference.visible_keys(4, causal=True, window=1, mask=mask[1:])
+    assert (windowed[0] == np.eye(4, dtype=bool)).all()

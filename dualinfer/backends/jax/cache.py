@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...errors import OutOfMemoryError
 from ...memory import host_free_bytes
-from ..base import CacheSpec
+from ..base import CacheSpec, no_room
 
 
 class LayerCache(NamedTuple):
@@ -51,12 +50,7 @@ def check_room(needed: int, slots: int, tokens: int, device: jax.Device) -> None
     """Raise OutOfMemoryError if a cache of this size, of `needed` bytes, has no room."""
     free = free_bytes(device)
     if free is not None and needed > free:
-        raise OutOfMemoryError(
-            f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
-            f"({needed / 2**30:.2f} GiB), and {free:,} ({free / 2**30:.2f} GiB) are free on "
-            f"{device.platform}:{device.id}. Ask for fewer sequences at a time or fewer new "
-            "tokens, or set a smaller max_out_tokens."
-        )
+        raise no_room(slots, tokens, needed, free, f"{device.platform}:{device.id}")
 
 
 def grow(cache: Cache, slots: int, tokens: int) -> Cache:

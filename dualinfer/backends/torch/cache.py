@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import OutOfMemoryError
-from ..base import CacheSpec, cache_bytes
+from ..base import CacheSpec, cache_bytes, no_room
 from .device import free_bytes
 from .profiling import named
 
@@ -43,20 +42,12 @@ class KVCache:
         needed = self.bytes_for(slots, tokens)
         free = free_bytes(self._device)
         if free is not None and needed > free:
-            raise self._no_room(slots, tokens, needed, free)
+            raise no_room(slots, tokens, needed, free, str(self._device))
         try:
             self._layers = self._grown(slots, tokens)
         except torch.OutOfMemoryError as error:  # what is free may lie in pieces
-            raise self._no_room(slots, tokens, needed, free) from error
+            raise no_room(slots, tokens, needed, free, str(self._device)) from error
         self.slots, self.tokens = slots, tokens
-
-    def _no_room(self, slots: int, tokens: int, needed: int, free: int | None) -> OutOfMemoryError:
-        there = "unknown" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
-        return OutOfMemoryError(
-            f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
-            f"({needed / 2**30:.2f} GiB), and {there} are free on {self._device}. Ask for fewer "
-            "sequences at a time or fewer new tokens, or set a smaller max_out_tokens."
-        )
 
     def _grown(self, slots: int, tokens: int) -> list[LayerCache]:
         """New buffers with the old contents."""

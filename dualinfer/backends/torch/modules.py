@@ -94,12 +94,15 @@ class TorchModuleRunner:
 
         Found by its name, because walking the modules each time would cost more.
         """
-        prefix, _, key = self._sample_name.rpartition(".")
+        *path, key = self._sample_name.split(".")
+        owner = self.module
         try:
-            owner = self.module.get_submodule(prefix)
-        except AttributeError:
-            owner = None
-        tensor = None if owner is None else owner._parameters.get(key, owner._buffers.get(key))
+            for part in path:
+                owner = owner._modules[part]
+            group = owner._parameters if key in owner._parameters else owner._buffers
+            tensor = group[key]
+        except (AttributeError, KeyError):
+            tensor = None
         return self._choose_sample() if tensor is None else tensor
 
     def _choose_sample(self) -> torch.Tensor | None:
