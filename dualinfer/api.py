@@ -16,6 +16,7 @@ from .families import check_model_type, describe_model
 from .fused import FusedEngine
 from .limits import check_config
 from .modules import ModuleEngine
+from .spec import ModelSpec
 from .weights import TensorSource, make_load_plan
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -120,7 +121,10 @@ class _Model(NamedTuple):
 
 
 def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
-    found = _from_folder(model) if isinstance(model, str | os.PathLike) else _from_module(model)
+    if isinstance(model, str | os.PathLike):
+        found = _from_folder(model)
+    else:
+        found = _from_module(model, _other_way(model, settings))
     open_source = found.open_source
     if settings.checkpoint is not None:
         if isinstance(model, str | os.PathLike):
@@ -135,6 +139,7 @@ def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
         spec, table = describe_model(config.to_dict(), found.class_names)
     except ModelError as error:
         raise ModelError(f"{error} {_other_way(model, settings)}") from error
+    _check_least_tokens(spec, settings)
     source = open_source()
     plan = make_load_plan(table, source)
     if not found.class_names:
@@ -199,6 +204,21 @@ def _stored_dtypes(model: Any, source: TensorSource | None) -> set[str]:
     return {str(getattr(p, "dtype", "")).removeprefix("torch.") for p in parameters()}
 
 
+def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:
+    """Raise ConfigError if `min_out_tokens` promises what generate would refuse."""
+    least, most = settings.min_out_tokens, spec.most_tokens(settings.max_out_tokens)
+    if least > 1 and not spec.can_generate:
+        raise ConfigError(
+            f"min_out_tokens={least}: {spec.architecture} does not generate and has no cache. "
+            "Leave it unset."
+        )
+    if least > most:
+        raise ConfigError(
+            f"min_out_tokens={least}, but {spec.architecture} takes at most {most} tokens here. "
+            "Use a smaller one."
+        )
+
+
 def _check_memory(runner: Any, settings: InferenceConfig, notes: list[str]) -> None:
     """The contract's promise: a cache of `min_out_tokens` fits, or nothing is made."""
     free = runner.free_bytes()
@@ -242,16 +262,16 @@ def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
         raise ConfigError(f"config={dict(fields)!r} is not valid: {error}") from error
 
 
-def _from_module(module: Any) -> _Model:
+def _from_module(module: Any, other_way: str) -> _Model:
     if not hasattr(getattr(module, "config", None), "to_dict"):
         raise ModelError(
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
-            "own decoder, does not know it. On torch, leave replace_with_kernel_inject unset."
+            f"own decoder, does not know it. {other_way}"
         )
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's own is fine
         raise ModelError(
             f"This {type(module).__name__} has a forward of its own set on it, which fused mode "
-            "would not run. Remove it, or leave replace_with_kernel_inject unset."
+            f"would not run. Remove it. {other_way}"
         )
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     notes = ["the module has forward hooks, which do not run here"] if hooked else []

@@ -28,8 +28,11 @@ class FusedEngine(InferenceEngine):
 
     @property
     def max_tokens(self) -> int:
-        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit."""
-        return self.inference_config.max_out_tokens or self._spec.max_positions
+        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit.
+
+        Never more than a table of positions has.
+        """
+        return self._spec.most_tokens(self.inference_config.max_out_tokens)
 
     def can_generate(self) -> bool:
         """True for a causal model with a vocabulary head."""
@@ -231,12 +234,12 @@ class FusedEngine(InferenceEngine):
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(len(row) for row in prompts.rows)
-        positions = self._spec.learned_positions
+        positions, asked = self._spec.learned_positions, self.inference_config.max_out_tokens
         limit, name = self.max_tokens, "max_out_tokens"
-        if self.inference_config.max_out_tokens is None:
+        if asked is None:
             name = "the model's max_position_embeddings"
-        elif positions and positions < limit:
-            limit, name = positions, "the number of the model's positions"
+        elif limit < asked:
+            name = "the number of the model's positions"
         if longest + new_tokens > limit:
             way = "" if positions and limit == positions else " or set a larger max_out_tokens"
             raise LengthError(over_limit(longest, new_tokens, name, limit, way))

@@ -6,6 +6,7 @@ from .config import InferenceConfig
 from .config.model import shown
 from .errors import ConfigError
 
+_NO_QUANT = 'quantized weights are not in this version. Leave it unset, or set {"enabled": False}.'
 Mode = Literal["fused", "module"]
 
 
@@ -70,7 +71,7 @@ def _size(name: str, group: Any, method: str) -> int:
 def _check_later(config: InferenceConfig) -> None:
     """What the contract has and this version does not serve yet."""
     if config.quant is not None and config.quant.enabled:
-        _refuse("quant", config.quant, "quantized weights are not in this version. Leave it unset.")
+        _refuse("quant", config.quant, _NO_QUANT)
     if config.use_triton and config.backend == "jax":
         _refuse("use_triton", True, "Triton is torch's; use backend='torch', or leave it unset.")
     if config.use_triton:
@@ -101,6 +102,12 @@ def _check_module_mode(config: InferenceConfig) -> None:
     if not config.return_tuple:
         reason = "in module mode forward returns what the module returns. Leave it unset."
         _refuse("return_tuple", False, reason)
+    if config.backend == "jax" and config.checkpoint is not None:
+        reason = (
+            "the names of a Flax module's parameters follow no convention that a checkpoint could "
+            "be matched by. Load the weights into the module first, with orbax for example."
+        )
+        _refuse("checkpoint", config.checkpoint, reason)
     if config.backend == "jax" and config.injection_policy:
         reason = "with one device a Flax module has nothing to split. Leave it unset."
         _refuse("injection_policy", config.injection_policy, reason)

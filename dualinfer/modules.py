@@ -60,15 +60,15 @@ class ModuleEngine(InferenceEngine):
         Gives max_new_tokens where the caller asked for no length and the default is over the limit.
         """
         module = self.runner.module
-        passed = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        named = _named(module.generate, args, kwargs)
         own = _options(getattr(module, "generation_config", None))
-        given = _options(passed) | dict(kwargs)
+        given = _options(named.get("generation_config")) | named
         asked = {name: value for name, value in given.items() if value is not None}
         check_beams(own | asked, "num_beams=1, or engine.module.generate, which has no guard")
         limit = self.inference_config.max_out_tokens
         if limit is None:
             return {}
-        width = self._prompt_width(module, args[0] if args else None, kwargs, limit)
+        width = self._prompt_width(module, args[0] if args else None, named, limit)
         by_caller = {"max_new_tokens", "max_length"} & asked.keys()
         if not by_caller and not _takes_length(module):
             new = 0  # how many it makes is its own affair
@@ -119,6 +119,22 @@ class ModuleEngine(InferenceEngine):
         return self._architecture
 
 
+def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, as far as `function` tells."""
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):  # the call itself will say what is wrong
+        return dict(kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[name] = value
+    return named
+
+
 def _options(generation_config: Any) -> dict[str, Any]:
     """HF's GenerationConfig or a dict as a dict; anything else is the module's own affair."""
     is_known = isinstance(generation_config, Mapping) or hasattr(generation_config, "to_dict")
@@ -135,20 +151,32 @@ def _takes_length(module: Any) -> bool:
         return False
 
 
+def _shape(prompt: Any) -> tuple[int, ...]:
+    """Shape of an array, or of lists as far as their first items tell."""
+    if isinstance(prompt, list | tuple):
+        return (len(prompt), *_shape(prompt[0])) if len(prompt) > 0 else (0,)
+    return tuple(getattr(prompt, "shape", ()))
+
+
 def _width(prompt: Any) -> int:
     """Tokens of a prompt [T], [B, T] or [B, T, E]; HF starts with one where there is none."""
-    shape = tuple(getattr(prompt, "shape", ()))
+    if isinstance(prompt, list | tuple) and any(isinstance(row, list | tuple) for row in prompt):
+        return max(len(row) for row in prompt)
+    shape = _shape(prompt)
     if not shape:
         return 1
-    return int(shape[1] if len(shape) > 1 else shape[0])
+    return int(shape[min(1, len(shape) - 1)])
 
 
 def _is_ids(prompt: Any) -> bool:
     """False for features, which a limit on tokens does not concern: noise, sound, pictures."""
     if prompt is None:
         return True
-    kind = str(getattr(prompt, "dtype", ""))
-    return len(getattr(prompt, "shape", ())) <= 2 and "int" in kind
+    first = prompt
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    is_int = isinstance(first, int) or "int" in str(getattr(first, "dtype", ""))
+    return len(_shape(prompt)) <= 2 and is_int
 
 
 def _new_tokens(values: Mapping[str, Any], width: int) -> int:

@@ -200,7 +200,8 @@ def check_beams(values: Mapping[str, Any], way: str) -> None:
     if beams not in (None, 1):
         raise UnsupportedError(
             f"num_beams={beams}: beam search is not supported. Use {way}. If the model's own "
-            "generation_config asks for beams, pass num_beams=1 to generate."
+            "generation_config asks for beams, pass num_beams=1 to generate; in a HF pipeline, "
+            'generate_kwargs={"num_beams": 1}.'
         )
 
 

@@ -43,6 +43,7 @@ class Report:
             f"  {self.mode} on {self.backend}, {self.device} ({self.device_name}), {self.dtype}",
             f"  {self.parameters:,} parameters in {self.parameter_bytes / 2**20:,.1f} MiB, "
             f"cache {self.cache_bytes / 2**20:,.1f} MiB, {most}",
+            f"  {self.compilations} captured or compiled so far",
             *(f"  {op}: {by}" for op, by in self.ops.items()),
             *(f"  note: {note}" for note in self.notes),
         ]

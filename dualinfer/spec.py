@@ -110,6 +110,11 @@ class ModelSpec:
         """True for a causal model with a vocabulary head."""
         return self.causal and self.head is not None and self.head.kind == "causal"
 
+    def most_tokens(self, asked: int | None) -> int:
+        """Longest sequence: `asked`, else the model's own limit; never more than its positions."""
+        most = asked or self.max_positions
+        return min(most, self.learned_positions) if self.learned_positions else most
+
     def __repr__(self) -> str:
         """A short form: nested layers would fill pages."""
         return (

@@ -136,7 +136,7 @@ def test_deepspeeds_own_config_cases(make, tmp_path):
         engine = init_inference(make(), {**config, "moe": moe})
         assert engine.inference_config.moe.enabled is moe
     if not inject["replace_with_kernel_inject"]:
-        with pytest.raises(dualinfer.ModelError, match="leave replace_with_kernel_inject unset"):
+        with pytest.raises(dualinfer.ModelError, match="Leave replace_with_kernel_inject unset"):
             init_inference(make(), replace_with_kernel_inject=True)
 
 

@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "limits": {"config.*", "errors"},
     "api": {
         *("backends", "checkpoint", "config.*", "engine", "errors", "families.*", "fused"),
-        *("limits", "modules", "weights"),
+        *("limits", "modules", "spec", "weights"),
     },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},

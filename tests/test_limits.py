@@ -246,23 +246,40 @@ def test_linen_module_takes_its_variables_in_every_form():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_min_out_tokens_is_promised_or_refused_with_bytes(backend, hf_model):
     model = hf_model(CAUSAL)
-    with dualinfer.init_inference(model, backend=backend, dtype="fp32", kernel_inject=True) as e:
+    options = dict(backend=backend, dtype="fp32", kernel_inject=True)
+    with dualinfer.init_inference(model, **options) as e:
         free = e.runner.free_bytes()
         if free is None:
             pytest.skip("this system does not say what is free")
         a = e.runner.spec.layers[0].attention
         one = len(e.runner.spec.layers) * 2 * a.kv_heads * a.head_dim * 4
         assert e.runner.cache_bytes_for(1, 10) == 64 * one  # the smallest cache
-    too_many = 1 << (10 * free // one).bit_length()
-    with pytest.raises(dualinfer.OutOfMemoryError, match=rf"{too_many * one:,} bytes") as caught:
-        dualinfer.init_inference(
-            model, backend=backend, dtype="fp32", kernel_inject=True, min_out_tokens=too_many
-        )
+    count = 1 << (10 * free // one).bit_length()
+    with pytest.raises(dualinfer.OutOfMemoryError, match=rf"{count * one:,} bytes") as caught:
+        dualinfer.init_inference(model, min_out_tokens=count, max_out_tokens=count, **options)
     assert isinstance(caught.value, RuntimeError) and "free on" in str(caught.value)
-    engine = dualinfer.init_inference(
-        model, backend=backend, dtype="fp32", kernel_inject=True, max_out_tokens=too_many
-    )
-    assert any(f"{too_many * one:,} bytes" in note for note in engine.report().notes)
+    engine = dualinfer.init_inference(model, max_out_tokens=count, **options)
+    assert any(f"{count * one:,} bytes" in note for note in engine.report().notes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_min_out_tokens_promises_nothing_that_generate_refuses(backend, hf_model):
+    options = dict(backend=backend, dtype="fp32", kernel_inject=True)
+    positions = hf_model("gpt2").config.n_positions
+    for name, fields, message in [
+        ("bert", {"min_out_tokens": 5}, "does not generate"),
+        (CAUSAL, {"min_out_tokens": 513}, "takes at most 512"),
+        ("gpt2", {"min_out_tokens": positions + 1}, f"at most {positions}"),
+        ("gpt2", {"min_out_tokens": positions + 1, "max_out_tokens": 9999}, f"most {positions}"),
+    ]:
+        with pytest.raises(dualinfer.ConfigError, match=message):
+            dualinfer.init_inference(hf_model(name), **fields, **options)
+    engine = dualinfer.init_inference(hf_model("gpt2"), max_out_tokens=9999, **options)
+    assert engine.max_tokens == engine.report().max_tokens == positions
+    prompt = random_ids(1, positions - 3)
+    assert engine.generate(prompt, eos_token_id=None).shape == (1, positions)
+    with pytest.raises(dualinfer.LengthError, match=f"positions \\({positions}\\)"):
+        engine.generate(prompt, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -333,3 +350,9 @@ def test_minimum_above_the_maximum_is_told(backend, hf_model):
     with pytest.warns(UserWarning, match="At least 30 .* at most 5"):
         ids = engine.generate(random_ids(1, 4), min_new_tokens=30, max_new_tokens=5)
     assert ids.shape == (1, 9)
+
+
+def test_checkpoint_for_a_flax_module_is_refused_before_it_is_opened(tmp_path):
+    module, _ = make_module("jax")
+    with pytest.raises(dualinfer.ConfigError, match="no convention"):
+        dualinfer.init_inference(module, backend="jax", checkpoint=tmp_path)

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import time
 import weakref
 
 import numpy as np
@@ -22,6 +23,7 @@ from dualinfer.errors import (
 from dualinfer.profiling import Profiler
 
 from .models import random_ids
+from .test_pipelines import make_gpt2
 
 flax = pytest.importorskip("flax")
 import flax.linen as nn  # noqa: E402
@@ -808,3 +810,15 @@ def test_cache_that_cannot_grow_on_the_way_leaves_the_engine_usable(hf_model, mo
             engine.generate(ids, max_new_tokens=50)
         found = engine.generate(ids, max_new_tokens=150, do_sample=False)
         np.testing.assert_array_equal(found, expected)
+
+
+def test_model_times_leave_compiling_out():
+    with dualinfer.init_inference(make_gpt2(), backend="jax", kernel_inject=True) as engine:
+        engine.profile_model_time()
+        ids = np.ones((1, 9), np.int32)
+        start = time.perf_counter()
+        engine(ids)
+        whole = (time.perf_counter() - start) * 1e3
+        (first,) = engine.model_times()
+        compiling = engine.runner._executables.seconds * 1e3
+        assert 0 < first < whole - 0.9 * compiling < whole

@@ -383,16 +383,16 @@ def test_graphs_go_when_a_part_or_an_address_is_another_one(change, moved):
     module = make_own()
     runner = runner_of(module)
     runner._calls = graphs = Replayed()
-    runner._check_addresses()
+    runner._check_addresses(runner._read_layout())
     for _ in range(2):
         graphs.run(runner.module, (IDS,), {})
-        runner._check_addresses()
+        runner._check_addresses(runner._read_layout())
         assert len(graphs) == 1
     change(module)
-    runner._check_addresses()
+    runner._check_addresses(runner._read_layout())
     assert len(graphs) == (0 if moved else 1)
     graphs.run(runner.module, (IDS,), {})
-    runner._check_addresses()
+    runner._check_addresses(runner._read_layout())
     assert len(graphs) == 1
 
 
@@ -1235,3 +1235,50 @@ def test_an_engine_without_room_refuses_and_goes_on(hf_model, monkeypatch):
             engine.generate(ids, max_new_tokens=20, do_sample=False), expected
         )
         assert engine.report().cache_bytes <= max(held, free)
+
+
+def test_part_in_train_mode_goes_back_to_eval():
+    module = nn.Sequential(nn.Linear(12, 12), nn.Sequential(nn.Dropout(0.5)))
+    runner = runner_of(module)
+    x = torch.ones(3, 12)
+    expected = runner.forward((x,), {})
+    module[1].train()
+    assert torch.equal(runner.forward((x,), {}), expected) and not module[1].training
+    module[1].add_module("more", nn.Dropout(0.5))  # a new part is in train mode
+    assert torch.equal(runner.forward((x,), {}), expected)
+
+
+def test_two_engines_time_one_module_and_leave_nothing_behind():
+    module = nn.Linear(12, 12)
+    engines = [dualinfer.init_inference(module, dtype="fp32") for _ in range(2)]
+    x = torch.ones(3, 12)
+    for engine in engines:
+        engine.profile_model_time()
+    module(x)
+    assert [len(engine.model_times()) for engine in engines] == [1, 1]
+    for engine in engines:
+        engine.profile_model_time(enabled=False)
+    assert "_compiled_call_impl" not in vars(module)
+    for _ in range(300):  # no chain grows
+        for engine in engines:
+            engine.profile_model_time()
+        module(x)
+    assert [len(engine.model_times()) for engine in engines] == [300, 300]
+    for engine in engines:
+        engine.close()
+    assert "_compiled_call_impl" not in vars(module)
+
+
+def test_profiler_sees_a_modules_pass_and_its_parts():
+    engine = dualinfer.init_inference(make_hf("t5"), dtype="fp32")
+    inputs = inputs_of("t5", torch.float32)
+    with torch.profiler.profile(acc_events=True) as profile:
+        engine(**inputs)
+    names = {event.name for event in profile.events()}
+    assert {"dualinfer::forward", "dualinfer::encoder.block.0.layer.0.SelfAttention"} <= names
+    hooks = [m for m in engine.module.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not hooks
+    engine.compile(backend="eager")
+    with torch.profiler.profile(acc_events=True) as profile:
+        engine(**inputs)
+    assert any(event.name == "dualinfer::forward" for event in profile.events())

@@ -184,3 +184,20 @@ def test_jax_modules_generate_takes_what_it_takes():
 
     engine = init_inference(Model(), backend="jax", dtype="fp32", max_out_tokens=4)
     np.testing.assert_array_equal(engine.generate(np.ones(3, np.float32), 5), np.full(3, 6.0))
+
+
+def test_beams_and_lengths_are_seen_wherever_the_signature_has_them():
+    class Searching(Own):
+        def generate(self, ids, num_beams=1, max_new_tokens=2):
+            return ids
+
+    engine = init_inference(Searching(), dtype="fp32", max_out_tokens=8)
+    assert engine.generate(IDS, 1, 2) is IDS
+    with pytest.raises(NotImplementedError, match="num_beams=2"):
+        engine.generate(IDS, 2)
+    with pytest.raises(dualinfer.LengthError, match="make 9"):
+        engine.generate(IDS, 1, 3)
+    for ids in ([[1] * 9], [[1], [1] * 9], [1] * 9):
+        with pytest.raises(dualinfer.LengthError, match="9 tokens"):
+            engine.generate(ids)
+    assert engine.generate([[1] * 5])

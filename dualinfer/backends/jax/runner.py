@@ -367,7 +367,7 @@ class JaxRunner:
 
     def stopwatch(self, use_cuda_events: bool) -> Clock:
         """A running clock; JAX has no events, so that both forms time to completion."""
-        return Clock()
+        return Clock(self._executables)
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Nothing to do, since every step is compiled; UnsupportedError for another compiler."""

@@ -24,6 +24,10 @@ class _InferenceModule(torch.nn.Module):
             )
         return super().train(False)
 
+    def to_empty(self, **_: Any) -> Any:
+        """UnsupportedError: the weights would be left without values."""
+        raise UnsupportedError("An engine's weights are never left without values.")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """UnsupportedError: neither copied nor pickled."""
         raise UnsupportedError(

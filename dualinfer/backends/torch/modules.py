@@ -16,7 +16,7 @@ from .graphs import CallGraphs
 from .placing import check_room, convert_module
 from .policy import check_policy
 from .precision import own_precision
-from .profiling import make_stopwatch
+from .profiling import make_stopwatch, module_spans
 from .watch import ModuleWatch, compiled_call
 
 
@@ -116,7 +116,8 @@ class TorchModuleRunner:
 
     def _look(self) -> None:
         """Take note of what others did to the module, or refuse it."""
-        if self.module.training:
+        changed = self._read_layout()
+        if any(part.training for part in self._parts):
             self.module.eval()
         sample, kind = self._sample(), type(self.module).__name__
         if sample is not None and sample.is_floating_point() and sample.dtype != self.dtype:
@@ -133,7 +134,7 @@ class TorchModuleRunner:
         if self._calls is not None:
             _check_graph_device(self.module, self.device)
             self._calls.move(self.device)
-            self._check_addresses()
+            self._check_addresses(changed)
 
     @torch.no_grad()
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +144,8 @@ class TorchModuleRunner:
         no longer in the engine's dtype.
         """
         self._look()
-        with own_precision(self.dtype, self.device):
+        spans = module_spans(self.module, parts=self._calls is None and not self.is_compiled)
+        with own_precision(self.dtype, self.device), spans:
             if self._calls is not None:
                 work = self._calls.ready(self._untimed, args, kwargs)
                 return work() if self._watch is None else self._watch.run(work)
@@ -158,20 +160,23 @@ class TorchModuleRunner:
         with self._watch.muted():
             return self.module(*args, **kwargs)
 
-    def _check_addresses(self) -> None:
-        """Drop the graphs if the module has other parts or tensors now: they hold addresses."""
+    def _read_layout(self) -> bool:
+        """Note the module's parts; True if they are others than before."""
         # Walking the modules each time would take longer than many a replay.
-        groups = self._tensors
         layout = [id(part) for group in self._children for part in group.values()]
-        if layout != self._layout or not self._parts:
-            self._parts = list(self.module.modules())  # kept: an id must stay its owner's
-            self._children = [m._modules for m in self._parts]
-            groups = [m._parameters for m in self._parts] + [m._buffers for m in self._parts]
-            self._tensors = groups
-            self._layout = [id(part) for group in self._children for part in group.values()]
-            self.forget_graphs()
+        if self._parts and layout == self._layout:
+            return False
+        self._parts = list(self.module.modules())  # kept: an id must stay its owner's
+        self._children = [m._modules for m in self._parts]
+        self._tensors = [m._parameters for m in self._parts] + [m._buffers for m in self._parts]
+        self._layout = [id(part) for group in self._children for part in group.values()]
+        return True
+
+    def _check_addresses(self, changed: bool) -> None:
+        """Drop the graphs if the module has other parts or tensors now: they hold addresses."""
+        groups = self._tensors
         addresses = [t.data_ptr() for group in groups for t in group.values() if t is not None]
-        if addresses != self._addresses:
+        if changed or addresses != self._addresses:
             self.forget_graphs()
             self._addresses = addresses
 

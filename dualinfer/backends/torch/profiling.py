@@ -2,8 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -41,6 +41,44 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+@contextmanager
+def module_spans(module: torch.nn.Module, parts: bool) -> Iterator[None]:
+    """Ranges of a pass of the user's module: `dualinfer::forward`, with `parts` one for each part.
+
+    Parts carry their names in the module, such as `dualinfer::encoder.layer.0.attention`. Nothing
+    is done where no profiler records.
+    """
+    if not _watched():
+        yield
+        return
+    open_spans: list[record_function] = []
+    handles = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            open_spans.append(record_function(f"dualinfer::{name}"))
+            open_spans[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_spans.pop().__exit__(None, None, None)
+
+    if parts:
+        for name, part in module.named_modules():
+            if name and not isinstance(part, torch.jit.ScriptModule):
+                handles.append(part.register_forward_pre_hook(enter(name)))
+                handles.append(part.register_forward_hook(leave))
+    try:
+        with record_function("dualinfer::forward"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while open_spans:  # of parts that raised
+            leave()
 
 
 class EventWatch:

@@ -27,7 +27,7 @@ from .device import device_name, free_bytes
 from .graphs import CallGraphs, StepGraphs
 from .params import Params
 from .precision import own_precision
-from .profiling import make_stopwatch
+from .profiling import make_stopwatch, span
 from .sampler import SlotState, sample
 
 
@@ -83,7 +83,7 @@ class TorchRunner:
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
         args: tuple[Any, ...] = (*map(self._put, arrays), inputs.output_hidden_states)
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        with own_precision(self.dtype, self.device):
+        with own_precision(self.dtype, self.device), span("forward"):
             if self._calls is not None:
                 return self._calls.run(outputs, args, {})
             return outputs(*args)

@@ -1,5 +1,6 @@
 """Timing a module's forward passes where it is called, whoever calls it, compiled or not."""
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,9 +33,12 @@ class ModuleWatch:
         if isinstance(module, torch.jit.ScriptModule):
             undo = weakref.finalize(self, int)
         else:
-            call = _TimedCall(self, module)
-            vars(module)[_PLACE] = call
-            undo = weakref.finalize(self, _restore, weakref.ref(module), call)
+            call = vars(module).get(_PLACE)
+            if not isinstance(call, _TimedCall):  # else another engine's, on the same module
+                call = vars(module)[_PLACE] = _TimedCall(module)
+            watch: weakref.ref[ModuleWatch] = weakref.ref(self)
+            call.watches.append(watch)
+            undo = weakref.finalize(self, _leave, weakref.ref(module), call, watch)
         undo.atexit = False
         return undo
 
@@ -78,29 +82,39 @@ class ModuleWatch:
 
 
 class _TimedCall:
-    """A module's call with a stopwatch; in a copy or a pickle it is None."""
+    """A module's call with the stopwatches of all who watch it; None in a copy or a pickle."""
 
-    def __init__(self, watch: ModuleWatch, module: torch.nn.Module):
-        self._watch, self._module = weakref.ref(watch), weakref.ref(module)
+    def __init__(self, module: torch.nn.Module):
+        self.watches: list[weakref.ref[ModuleWatch]] = []
+        self._module = weakref.ref(module)
         self.compiled = vars(module).get(_PLACE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         call = self.compiled or module._call_impl
-        watch = None if torch.compiler.is_compiling() else self._watch()
-        return call(*args, **kwargs) if watch is None else watch.run(call, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for held in tuple(self.watches):
+                watch = held()
+                if watch is not None:
+                    call = functools.partial(watch.run, call)
+        return call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return getattr, (None, "", None)
 
 
-def _restore(held: "weakref.ref[torch.nn.Module]", call: _TimedCall) -> None:
+def _leave(
+    held: "weakref.ref[torch.nn.Module]", call: _TimedCall, watch: "weakref.ref[ModuleWatch]"
+) -> None:
+    """End one watch; the last one puts back what stood in the module's place."""
+    call.watches[:] = [w for w in call.watches if w is not watch]
     module = held()
-    if module is not None and vars(module).get(_PLACE) is call:  # else another took its place
-        if call.compiled is None:
-            del vars(module)[_PLACE]
-        else:
-            vars(module)[_PLACE] = call.compiled
+    if module is None or call.watches or vars(module).get(_PLACE) is not call:
+        return
+    if call.compiled is None:
+        del vars(module)[_PLACE]
+    else:
+        vars(module)[_PLACE] = call.compiled
 
 
 def compiled_call(module: Any) -> Any:
