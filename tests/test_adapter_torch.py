@@ -47,6 +47,13 @@ def test_casts_and_the_meta_device_are_refused(engine, change):
     assert after == before and engine(IDS).logits.dtype == torch.bfloat16
 
 
+def test_weights_are_never_left_without_values(engine):
+    before = engine(IDS).logits
+    with pytest.raises(UnsupportedError, match="without values"):
+        engine.to_empty(device="cpu")
+    assert torch.equal(engine(IDS).logits, before)
+
+
 def test_moves_to_where_it_is_change_nothing(engine):
     held = {n: (b.dtype, b.data_ptr()) for n, b in engine.module.named_buffers()}
     for moved in (engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16), engine.cpu()):

@@ -21,7 +21,7 @@ def relative_rms(value, reference) -> float:
     return float(np.sqrt((difference**2).mean() / (np.asarray(reference, np.float64) ** 2).mean()))
 
 
-def make_model(family: str):
+def make_model(family: str, positions: int = 1024):
     """A random model, wide enough that TF32 or a bfloat16 sum would show."""
     import transformers as hf
 
@@ -35,16 +35,21 @@ def make_model(family: str):
             num_attention_heads=12,
             num_key_value_heads=4,
             head_dim=80,
-            max_position_embeddings=1024,
+            max_position_embeddings=positions,
         )
         return hf.LlamaForCausalLM(config).eval()
     if family == "gpt2":
         config = hf.GPT2Config(vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=1024)
         return hf.GPT2LMHeadModel(config).eval()
+    if family == "t5":
+        config = hf.T5Config(vocab_size=4001, d_model=256, d_kv=64, d_ff=512, num_layers=3)
+        config.decoder_start_token_id = 0
+        return hf.T5ForConditionalGeneration(config).eval()
     config = hf.BertConfig(
-        vocab_size=4001, hidden_size=768, num_hidden_layers=4, num_attention_heads=12
+        vocab_size=4001, hidden_size=768, num_hidden_layers=4, num_attention_heads=12, num_labels=5
     )
-    return hf.BertForMaskedLM(config).eval()
+    kind = hf.BertForMaskedLM if family == "bert" else hf.BertForSequenceClassification
+    return kind(config).eval()
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "bert"])

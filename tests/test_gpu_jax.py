@@ -13,6 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
+
+from .test_gpu import make_model  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -27,20 +30,7 @@ def jax_sees_the_card():
 @pytest.fixture(scope="module")
 def model():
     """A random Llama whose steps launch enough kernels for XLA to capture them."""
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=4001,
-        hidden_size=960,
-        intermediate_size=2000,
-        num_hidden_layers=4,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=80,
-        max_position_embeddings=4096,
-    )
-    return hf.LlamaForCausalLM(config).eval()
+    return make_model("llama", positions=4096)
 
 
 def make_module():

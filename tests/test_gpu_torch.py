@@ -13,39 +13,13 @@ torch = pytest.importorskip("torch")
 import dualinfer  # noqa: E402
 from dualinfer.errors import ArgumentError, ConfigError, GraphError, OutOfMemoryError  # noqa: E402
 
+from .test_gpu import make_model  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 FUSED = {"dtype": "bf16", "replace_with_kernel_inject": True}
-
-
-def make_model(family):
-    torch.manual_seed(0)
-    if family == "llama":
-        config = hf.LlamaConfig(
-            vocab_size=4001,
-            hidden_size=960,
-            intermediate_size=2000,
-            num_hidden_layers=4,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            head_dim=80,
-            max_position_embeddings=1024,
-        )
-        return hf.LlamaForCausalLM(config).eval()
-    if family == "gpt2":
-        config = hf.GPT2Config(vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=1024)
-        return hf.GPT2LMHeadModel(config).eval()
-    if family == "t5":
-        config = hf.T5Config(vocab_size=4001, d_model=256, d_kv=64, d_ff=512, num_layers=3)
-        config.decoder_start_token_id = 0
-        return hf.T5ForConditionalGeneration(config).eval()
-    config = hf.BertConfig(
-        vocab_size=4001, hidden_size=768, num_hidden_layers=4, num_attention_heads=12, num_labels=5
-    )
-    kind = hf.BertForMaskedLM if family == "bert" else hf.BertForSequenceClassification
-    return kind(config).eval()
 
 
 def batch(rows=3, tokens=150, seed=1, device="cuda"):

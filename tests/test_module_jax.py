@@ -11,7 +11,6 @@ import torch
 
 import dualinfer
 from dualinfer.backends.base import ForwardInputs, Request
-from dualinfer.checkpoint import open_checkpoint
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import (
     ArgumentError,
@@ -635,12 +634,6 @@ def test_module_without_weights_is_refused_by_the_name_of_one():
     variables = jax.eval_shape(module.init, jax.random.key(0), inputs(1, 6))
     with pytest.raises(ModelError, match=r"weights are missing: .*mean"):
         make((module, variables))
-
-
-def test_checkpoint_is_refused():
-    source = open_checkpoint(dualinfer.embedded_model())
-    with pytest.raises(UnsupportedError, match=r"^checkpoint \(.*orbax"):
-        create_module_runner(InferenceConfig(backend="jax"), Mlp(nnx.Rngs(0)), source)
 
 
 # The fused runner's executables.

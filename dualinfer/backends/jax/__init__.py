@@ -53,14 +53,10 @@ def create_module_runner(
 ) -> JaxModuleRunner:
     """A runner of the caller's Flax module on the default device, or the host's if so configured.
 
-    Raises UnsupportedError for a `source`: there are no agreed names to fill a module by.
+    `source` is None: limits.py refuses checkpoint= here, since there are no agreed names to fill a
+    Flax module by.
     """
-    if source is not None:
-        raise UnsupportedError(
-            f"checkpoint ({source.description}) for a Flax module: the names of its parameters "
-            "follow no convention that a checkpoint could be matched by. Load the weights into "
-            "the module first, with orbax for example, and leave checkpoint unset."
-        )
+    assert source is None
     device = host_device() if config.keep_module_on_host else default_device()
     dtype = jnp.dtype(config.dtype or default_dtype())
     return JaxModuleRunner(
