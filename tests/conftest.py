@@ -6,6 +6,9 @@ import tempfile
 
 import pytest
 
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # `make test`: Triton's kernels are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config):
     """XLA executables that one test has compiled serve all others, in every worker."""

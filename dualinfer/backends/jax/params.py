@@ -83,7 +83,7 @@ def load_model(
     """The plan's rows on `device` in `dtype`, fused and transposed there."""
     model = Model(spec)
     for row, names in track(plan.rows, f"Loading {source.description}"):
-        param = nnx.Param(_assemble(row, names, source, dtype, device), axes=row.axes)
+        param = nnx.Param(_assemble(plan, row, names, source, dtype, device), axes=row.axes)
         path = row.name.split(".")
         if path[0] == "layers":
             model.layers[int(path[1])].put(path[2:], param)
@@ -107,10 +107,18 @@ def split_model(model: Model) -> Params:
 
 
 def _assemble(
-    row: Row, names: tuple[str, ...], source: TensorSource, dtype: Any, device: jax.Device
+    plan: LoadPlan,
+    row: Row,
+    names: tuple[str, ...],
+    source: TensorSource,
+    dtype: Any,
+    device: jax.Device,
 ) -> jax.Array:
-    parts = []
+    if not row.sources:
+        return jnp.full(plan.shape(row), row.constant, dtype, device=device)
+    blocks = []
     for part, name in zip(row.sources, names, strict=True):
         array = jax.device_put(to_numpy(source.read(name)), device)
-        parts.append(array.transpose(row.permutation(part)).astype(dtype))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=row.join_axis)
+        array = array.transpose(row.permutation(part)).astype(dtype)
+        blocks += plan.blocks(row, part, array)
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)

@@ -11,6 +11,7 @@ from .device import default_device
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
 from .params import load_params
+from .plain import PlainOps
 from .runner import TorchRunner
 
 
@@ -36,4 +37,4 @@ def create_runner(
     device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
     params = load_params(spec, plan, source, dtype, device)
     graphs = config.enable_cuda_graph
-    return TorchRunner(spec, params, dtype, device, graphs is not False, graphs is True)
+    return TorchRunner(spec, params, dtype, device, PlainOps(), graphs is not False, graphs is True)

@@ -7,7 +7,6 @@ import torch
 
 from ..base import CacheSpec, cache_bytes, no_room
 from .device import free_bytes
-from .profiling import named
 
 
 class LayerCache(NamedTuple):
@@ -76,16 +75,9 @@ class KVCache:
         """The first `slots` rows and `tokens` positions of every layer."""
         return [LayerCache(c.k[:slots, :, :tokens], c.v[:slots, :, :tokens]) for c in self._layers]
 
-    @named("append")
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
-
-        The sequence that had the slot before may have left values that are not finite.
-        """
-        tokens = k.shape[1]
-        for buffer, new in zip(self._layers[layer], (k, v), strict=True):
-            buffer[slots, :, :tokens] = new.transpose(1, 2)
-            buffer[slots, :, tokens:] = 0
+    def layer(self, index: int) -> LayerCache:
+        """All of one layer's buffers."""
+        return self._layers[index]
 
     @property
     def bytes(self) -> int:

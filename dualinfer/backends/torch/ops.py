@@ -140,6 +140,19 @@ def visible_keys(
 
 
 @named("append")
+def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
+
+    The sequence that had the slot before may have left values that are not finite, and a masked
+    value still takes part in the product as 0 * value.
+    """
+    tokens = k.shape[1]
+    for buffer, new in zip(cache, (k, v), strict=True):
+        buffer[slots, :, :tokens] = new.transpose(1, 2)
+        buffer[slots, :, tokens:] = 0
+
+
+@named("append")
 def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
     """Write k and v [N, K, D] of one new token a slot at position `lengths` [N], in place."""
     at = lengths.clamp(max=cache.k.shape[2] - 1)

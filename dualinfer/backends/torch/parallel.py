@@ -3,15 +3,17 @@
 import torch
 
 from ...weights import Weight
-from . import ops
+from .plain import PlainOps
 
 
-def row_product(x: torch.Tensor, weight: Weight, bias: Weight | None) -> torch.Tensor:
-    """A row-parallel product: each rank's share summed, then the bias added once.
+def row_product(
+    ops: PlainOps, x: torch.Tensor, weight: Weight, bias: Weight | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """A row-parallel product: each rank's share summed, then bias and residual added once.
 
-    With one rank the product takes the bias itself, which saves a rounding.
+    With one rank the product takes both itself, which saves roundings and launches.
     """
-    return reduce(ops.matmul(x, weight, bias))
+    return reduce(ops.linear(x, weight, bias, residual=residual))
 
 
 def reduce(x: torch.Tensor) -> torch.Tensor:

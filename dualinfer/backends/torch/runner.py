@@ -20,15 +20,16 @@ from ..base import (
     cache_specs,
     sampling_rows,
 )
-from . import decoder, ops
+from . import decoder, sampler
 from .cache import KVCache
 from .compiling import compile_options
 from .device import device_name, free_bytes
 from .graphs import CallGraphs, StepGraphs
 from .params import Params
+from .plain import Attending, PlainOps
 from .precision import own_precision
 from .profiling import make_stopwatch, span
-from .sampler import SlotState, sample
+from .sampler import SlotState
 
 
 class PendingTokens:
@@ -60,11 +61,11 @@ class TorchRunner:
         params: Params,
         dtype: torch.dtype,
         device: torch.device,
+        ops: PlainOps,
         decode_graphs: bool,
         forward_graphs: bool = False,
     ) -> None:
-        self.spec = spec
-        self.params = params
+        self.spec, self.params, self.ops = spec, params, ops
         self.dtype, self.device = dtype, device
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
@@ -98,30 +99,23 @@ class TorchRunner:
         keep: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
+        model = self.spec, self.params, self.ops
+        angles = self.ops.angles(self.params, positions)
 
-        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            a = self.spec.layers[i].attention
-            return ops.attention(
-                q,
-                k,
-                v,
-                scale=a.scale,
-                causal=a.causal,
-                window=a.window,
-                mask=mask,
-                segments=segments,
-            )
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            layer = Attending.of(self.spec, self.params, i)
+            return self.ops.attend(layer, qkv, angles, mask=mask, segments=segments)
 
-        states = decoder.hidden_states(
-            self.spec, self.params, ids, positions, token_types, attend, keep
-        )
+        states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
         outputs: dict[str, Any] = {}
         if self.spec.head:
-            outputs["logits"] = decoder.logits(self.spec, self.params, states[-1])
-        else:
+            outputs["logits"] = decoder.logits(*model, states[-1])
+        if keep or not self.spec.head:
+            states[-1] = decoder.finished(*model, states[-1])
+        if not self.spec.head:
             outputs["last_hidden_state"] = states[-1]
         if "pooler.weight" in self.params.outer:
-            outputs["pooler_output"] = decoder.pooled(self.params, states[-1])
+            outputs["pooler_output"] = decoder.pooled(self.params, self.ops, states[-1])
         if keep:
             outputs["hidden_states"] = tuple(states)
         return outputs
@@ -145,32 +139,39 @@ class TorchRunner:
             ids[i, : len(r.tokens)] = r.tokens
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
 
-        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            a = self.spec.layers[i].attention
-            self._cache.write(i, rows, k, v)
-            return ops.attention(q, k, v, scale=a.scale, causal=True, window=a.window)
-
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
         with own_precision(self.dtype, self.device):
-            x = decoder.hidden_states(
-                self.spec, self.params, self._put(ids), self._put(positions.copy()), None, attend
-            )[-1]
-            last = x[torch.arange(len(requests), device=self.device), self._put(lengths - 1)]
-            scores = decoder.logits(self.spec, self.params, last).float()
+            last = self._prompts(self._put(ids), self._put(positions.copy()), rows, lengths)
+            scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
-        token = sample(scores, part, part.length, features)
+        token = sampler.sample(scores, part, part.length, features)
         part.last = token
-        _count(part, token)
+        sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
             getattr(state, name)[rows] = getattr(part, name)
         if state.seen is not None:
             state.seen[rows, token] = True
         return PendingTokens(token[None])
+
+    def _prompts(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, lengths: np.ndarray
+    ) -> torch.Tensor:
+        """Fill the cache of `rows` [B] with ids [B, T]: the last token's hidden state [B, E]."""
+        angles = self.ops.angles(self.params, positions)
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            layer = Attending.of(self.spec, self.params, i)
+            return self.ops.attend(layer, qkv, angles, cache=self._cache.layer(i), slots=rows)
+
+        x = decoder.hidden_states(self.spec, self.params, self.ops, ids, positions, None, attend)[
+            -1
+        ]
+        return x[torch.arange(len(lengths), device=self.device), self._put(lengths - 1)]
 
     @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
@@ -202,27 +203,17 @@ class TorchRunner:
         self, state: SlotState, cache: list, features: SamplingFeatures, out: torch.Tensor
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
-
-        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            a = self.spec.layers[i].attention
-            ops.append(cache[i], k[:, 0], v[:, 0], state.length)
-            y = ops.decode_attention(
-                q[:, 0], cache[i], state.length + 1, scale=a.scale, window=a.window
-            )
-            return y[:, None]
-
+        model = self.spec, self.params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
-        if self.spec.learned_positions:  # ended slots stay where they are, free ones at 0
-            positions = positions.clamp(max=self.spec.learned_positions - 1)
-        x = decoder.hidden_states(self.spec, self.params, ids, positions, None, attend)[-1]
-        scores = decoder.logits(self.spec, self.params, x[:, 0]).float()
-        token = sample(scores, state, state.length + 1, features)
-        out.copy_(torch.where(state.active, token, NO_TOKEN))
-        state.last.copy_(torch.where(state.active, token, state.last))
-        state.length.add_(state.active)
-        if state.seen is not None:
-            state.seen.scatter_(1, state.last[:, None], True)
-        _count(state, token)
+        angles = self.ops.angles(self.params, positions)
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            layer = Attending.of(self.spec, self.params, i)
+            return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)
+
+        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
+        scores = decoder.logits(*model, x[:, 0], wide=True)
+        self.ops.advance(scores, state, features, out)
 
     def _forget_graphs(self) -> None:
         """Drop the graphs, before the buffers whose addresses they hold are replaced."""
@@ -309,7 +300,7 @@ class TorchRunner:
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": dict(ops.IMPLEMENTATIONS),
+            "ops": dict(self.ops.implementations),
             "parameters": sum(w.data.numel() for w in weights),
             "parameter_bytes": sum(w.data.nbytes for w in weights),
             "cache_bytes": self._cache.bytes,
@@ -328,11 +319,3 @@ class TorchRunner:
         self.params = Params({}, [], {})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _count(state: SlotState, token: torch.Tensor) -> None:
-    """Book a sampled token, in place; a slot ends at its EOS or its last allowed token."""
-    state.new.add_(state.active)
-    state.remaining.sub_(state.active.to(state.remaining.dtype))
-    is_eos = (token[:, None] == state.eos).any(-1)
-    state.active.logical_and_(~is_eos & (state.remaining > 0))

@@ -120,6 +120,31 @@ def sample(
     return torch.where(state.noise[:, None], logits + noise, logits).argmax(-1)
 
 
+def advance(
+    logits: torch.Tensor, state: SlotState, features: SamplingFeatures, out: torch.Tensor
+) -> None:
+    """Choose each active slot's next token and book it, all in place: ready for capture.
+
+    `out` int64 [N] gets the tokens, NO_TOKEN for slots that are not active. A slot's `length` is
+    the position of the token before, which is in the cache by now.
+    """
+    token = sample(logits, state, state.length + 1, features)
+    out.copy_(torch.where(state.active, token, NO_TOKEN))
+    state.last.copy_(torch.where(state.active, token, state.last))
+    state.length.add_(state.active)
+    if state.seen is not None:
+        state.seen.scatter_(1, state.last[:, None], True)
+    count(state, token)
+
+
+def count(state: SlotState, token: torch.Tensor) -> None:
+    """Book a sampled token, in place; a slot ends at its EOS or its last allowed token."""
+    state.new.add_(state.active)
+    state.remaining.sub_(state.active.to(state.remaining.dtype))
+    is_eos = (token[:, None] == state.eos).any(-1)
+    state.active.logical_and_(~is_eos & (state.remaining > 0))
+
+
 def filter_logits(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:

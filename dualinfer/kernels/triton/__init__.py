@@ -1,0 +1,4 @@
+"""Triton kernels: a file per op, host functions named and shaped as in `kernels/reference.py`.
+
+They take torch tensors, but import no torch when they are loaded.
+"""

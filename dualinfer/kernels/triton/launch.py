@@ -1,0 +1,63 @@
+"""How Triton kernels are launched: the one place that knows of the interpreter and of PDL.
+
+PDL is Hopper's programmatic dependent launch: a kernel starts while the one before it still runs,
+fetches what that one does not write (weights), and waits before it reads anything else. Every
+kernel of a chain must call `wait_for_inputs` before its first read of what another kernel writes,
+and before its first write.
+"""
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until the kernel before this one has ended and its writes can be read."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Allow the next kernel to start once every program of this one has got here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+def has_pdl(tensor: Any) -> bool:
+    """True if kernels on the tensor's device may be chained by programmatic dependent launch."""
+    if INTERPRETED or tensor.device.type != "cuda":
+        return False
+    return _capability(tensor.device.index or 0) >= (9, 0)
+
+
+_capabilities: dict[int, tuple[int, int]] = {}
+
+
+def _capability(index: int) -> tuple[int, int]:
+    if index not in _capabilities:
+        import torch
+
+        _capabilities[index] = torch.cuda.get_device_capability(index)
+    return _capabilities[index]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **meta: Any) -> None:
+    """Launch `kernel`; with `pdl` it may start before the kernel in front of it has ended.
+
+    Its constexpr parameter PDL is set from `pdl`.
+    """
+    if pdl:
+        meta["launch_pdl"] = True
+    kernel[grid](*args, PDL=pdl, **meta)
+
+
+def next_power_of_2(count: int) -> int:
+    """The extent of a Triton block that holds `count` elements."""
+    return 1 << max(count - 1, 0).bit_length()
