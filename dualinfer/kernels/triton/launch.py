@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -28,6 +29,15 @@ def let_next_start(PDL: tl.constexpr):
     """Allow the next kernel to start once every program of this one has got here."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a b + acc on the matrix units, acc float32; float32 operands are not rounded to TF32."""
+    if _INTERPRETED:  # its product takes bfloat16's bits for integers; float32 holds them exactly
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 def has_pdl(tensor: Any) -> bool:

@@ -1,0 +1,328 @@
+"""Attention of one new token a sequence: norm, rotary, KV append and split-KV softmax in a launch.
+
+The cached tokens of a sequence are split over programs, as flash-decoding does; the last program
+of a KV head to end joins their results, in their order, so that no second launch is needed and the
+bits are the same every time.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .activation import activate
+from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
+
+
+class DecodeConfig(NamedTuple):
+    """Tokens read at a time, warps, and programs over which a sequence is split."""
+
+    block: int
+    warps: int
+    splits: int
+
+
+@triton.jit
+def _head(
+    at,
+    inside,
+    d,
+    partner,
+    cos,
+    sin,
+    norm_ptr,
+    eps,
+    DIM: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
+):
+    """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
+
+    `sin` has the sign of the partner's part, and is 0 where nothing turns.
+    """
+    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        weight = tl.load(norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+        other_weight = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
+        if NORM_OFFSET:
+            weight += 1.0
+            other_weight += 1.0
+        x *= scale * weight
+        other *= scale * other_weight
+    return x * cos + other * sin
+
+
+@triton.jit
+def _decode_attention_kernel(
+    qkv_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    frequencies_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    qkv_stride,
+    slot_stride,
+    head_stride,
+    token_stride,
+    capacity,
+    scale,
+    softcap,
+    window,
+    eps,
+    rotary_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,  # elements of a head that are rotated
+    INTERLEAVED: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    kv_head = tl.program_id(0) % KV_HEADS
+    slot = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    split = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    g = tl.arange(0, BLOCK_G)
+    dtype = k_ptr.dtype.element_ty
+    # Nothing in front of this kernel in a step writes lengths or the cache's older tokens.
+    length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
+    if ROTARY > 0:
+        pair = d % (ROTARY // 2)
+        partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
+        sign = tl.where(d < ROTARY // 2, -1.0, 1.0)
+        if INTERLEAVED:
+            pair = d // 2
+            partner = d ^ 1
+            sign = tl.where(d % 2 == 0, -1.0, 1.0)
+        turned = d < ROTARY
+        partner = tl.where(turned, partner, d)
+        angle = length.to(tl.float32) * tl.load(frequencies_ptr + pair, mask=turned, other=0.0)
+        cos = tl.where(turned, tl.cos(angle) * rotary_scale, 1.0)
+        sin = tl.where(turned, tl.sin(angle) * rotary_scale * sign, 0.0)
+    else:
+        partner, cos, sin = d, d * 0.0 + 1.0, d * 0.0
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(length + 1 - window, 0)
+    share = tl.cdiv(tl.cdiv(length - begin, BLOCK_S), SPLITS) * BLOCK_S
+    first = begin + split * share
+    last = tl.minimum(first + share, length)
+    base = slot * slot_stride + kv_head * head_stride
+    wait_for_inputs(PDL)
+
+    qkv_ptr += slot * qkv_stride
+    q_heads = kv_head * GROUP + g
+    q = _head(
+        qkv_ptr + q_heads[:, None] * DIM, (g < GROUP)[:, None] & (d < DIM)[None, :],
+        d[None, :], partner[None, :], cos[None, :], sin[None, :], q_norm_ptr, eps, DIM, NORM_OFFSET,
+    )  # fmt: skip
+    q = q.to(dtype)
+    slope = tl.zeros((BLOCK_G,), tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + q_heads, mask=g < GROUP, other=0.0)
+    top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    if split == SPLITS - 1:  # the new token
+        row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
+        new = d[None, :] < DIM
+        k_new = _head(
+            qkv_ptr + row[:, None] * DIM, new, d[None, :], partner[None, :], cos[None, :],
+            sin[None, :], k_norm_ptr, eps, DIM, NORM_OFFSET,
+        ).to(dtype)  # fmt: skip
+        v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
+        v_new = v_new.to(dtype)
+        at = base + length.to(tl.int64) * token_stride + d[None, :]
+        tl.store(k_ptr + at, k_new, mask=new)
+        tl.store(v_ptr + at, v_new, mask=new)
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+        if SOFTCAP:
+            score = softcap * activate(score / softcap, "tanh")
+        top = score
+        total += 1.0
+        acc += v_new.to(tl.float32)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + q_heads, mask=g < GROUP, other=-float("inf"))
+            top = tl.maximum(score, sink)
+            share_of_new = tl.exp(score - top)
+            total = share_of_new + tl.exp(sink - top)
+            acc *= share_of_new[:, None]
+    for start in range(first, last, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        inside = (s < last)[:, None] & (d < DIM)[None, :]
+        at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
+        k = tl.load(k_ptr + at, mask=inside, other=0.0)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        if GROUP == 1:
+            score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+        else:
+            score = dot(q, k.T, tl.zeros((BLOCK_G, BLOCK_S), tl.float32))
+        score *= scale
+        if SOFTCAP:
+            score = softcap * activate(score / softcap, "tanh")
+        score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+        score = tl.where((s < last)[None, :], score, -float("inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        kept = tl.exp(top - higher)
+        weight = tl.exp(score - higher[:, None])
+        total = total * kept + tl.sum(weight, 1)
+        if GROUP == 1:
+            # The one row of weights stands across the tokens' axis.
+            column = tl.reshape(weight, (BLOCK_S, 1))
+            acc = acc * kept[:, None] + tl.sum(column * v.to(tl.float32), 0)[None, :]
+        else:
+            acc = dot(weight.to(dtype), v, acc * kept[:, None])
+        top = higher
+
+    heads = tl.program_id(0).to(tl.int64) * GROUP + g
+    y_at = y_ptr + heads[:, None] * DIM + d[None, :]
+    mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    if SPLITS == 1:
+        tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        # Partials are [slot and KV head, split, G, D + 2]: the sums, their weight and exponent.
+        width: tl.constexpr = BLOCK_D + 2
+        mine = (tl.program_id(0).to(tl.int64) * SPLITS + split) * BLOCK_G + g
+        tl.store(partial_ptr + mine[:, None] * width + d[None, :], acc)
+        tl.store(partial_ptr + mine * width + BLOCK_D, total)
+        tl.store(partial_ptr + mine * width + BLOCK_D + 1, top)
+        tl.debug_barrier()  # all of the program's writes, before it says that they are there
+        ended = tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel")
+        if ended == SPLITS - 1:
+            tl.store(counter_ptr + tl.program_id(0), 0)
+            tl.debug_barrier()
+            theirs = tl.program_id(0).to(tl.int64) * SPLITS * BLOCK_G + g
+            top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+            for i in range(SPLITS):
+                at = partial_ptr + (theirs + i * BLOCK_G) * width + BLOCK_D
+                top = tl.maximum(top, tl.load(at + 1, cache_modifier=".cg"))
+            total = tl.zeros((BLOCK_G,), tl.float32)
+            acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+            for i in range(SPLITS):
+                at = partial_ptr + (theirs + i * BLOCK_G) * width
+                weight = tl.exp(tl.load(at + BLOCK_D + 1, cache_modifier=".cg") - top)
+                total += weight * tl.load(at + BLOCK_D, cache_modifier=".cg")
+                acc += weight[:, None] * tl.load(
+                    at[:, None] + d[None, :], cache_modifier=".cg"
+                )
+            tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def decode_attention(
+    qkv: Any,
+    cache: tuple[Any, Any],
+    lengths: Any,
+    *,
+    heads: int,
+    scale: float,
+    counters: Any,
+    window: int | None = None,
+    alibi: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    inv_freq: Any = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 0.0,
+    norm_unit_offset: bool = False,
+    config: DecodeConfig | None = None,
+    sms: int = 132,
+    pdl: bool = False,
+) -> Any:
+    """Attention of one new token a slot: packed qkv [N, (H + 2K) D] to [N, H D].
+
+    The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
+    `k_norm` [D] if given, rotated by that position times `inv_freq` float32 [R/2] (R <= D), and key
+    and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
+    overwrites its last place. `window`, `alibi`, `softcap` and `sinks` as in `attention`.
+    `counters` int32 [N K or more] are 0, and are again when the launch has ended.
+    """
+    import torch
+
+    keys, values = cache
+    slots, kv_heads, capacity, dim = keys.shape
+    _check(qkv, keys, values, lengths, heads, counters, inv_freq)
+    group = heads // kv_heads
+    y = qkv.new_empty((slots, heads * dim))
+    if config is None:
+        config = default_config(slots * kv_heads, capacity, dim, sms)
+    block_g = 1 if group == 1 else max(16, next_power_of_2(group))
+    block_d = max(16, next_power_of_2(dim))
+    partial = counters  # not read without splits
+    if config.splits > 1:
+        shape = slots * kv_heads, config.splits, block_g, block_d + 2
+        partial = counters.new_empty(shape).view(torch.float32)
+    launch(
+        _decode_attention_kernel,
+        (slots * kv_heads, config.splits),
+        *(qkv, keys, values, lengths, y, partial, counters, inv_freq, q_norm, k_norm),
+        *(alibi, sinks, qkv.stride(0), *keys.stride()[:3], capacity, scale, softcap or 0.0),
+        *(window or 0, norm_eps, scaling),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        DIM=dim,
+        ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[0],
+        INTERLEAVED=interleaved,
+        NORM_OFFSET=norm_unit_offset,
+        WINDOWED=window is not None,
+        SOFTCAP=softcap is not None,
+        SPLITS=config.splits,
+        BLOCK_G=block_g,
+        BLOCK_S=config.block,
+        BLOCK_D=block_d,
+        num_warps=config.warps,
+        pdl=pdl,
+    )
+    return y
+
+
+def default_config(pairs: int, capacity: int, dim: int, sms: int) -> DecodeConfig:
+    """A configuration for `pairs` of slot and KV head: two programs an SM, if there is work."""
+    block = 32 if dim <= 128 else 16
+    wanted = triton.cdiv(2 * sms, pairs)
+    return DecodeConfig(block, 4, max(1, min(wanted, triton.cdiv(capacity, block), 64)))
+
+
+def _check(
+    qkv: Any, keys: Any, values: Any, lengths: Any, heads: int, counters: Any, inv_freq: Any
+) -> None:
+    """Raise ValueError for arguments that the kernel would misread."""
+    slots, kv_heads, _, dim = keys.shape
+    width = (heads + 2 * kv_heads) * dim
+    if tuple(qkv.shape) != (slots, width) or qkv.stride(1) != 1:
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} does not fit {heads} heads and a cache {tuple(keys.shape)}: "
+            f"({slots}, {width}) with a contiguous last axis is expected."
+        )
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads are no multiple of {kv_heads} KV heads.")
+    if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ValueError(
+            f"Keys {tuple(keys.shape)} with strides {keys.stride()} and values "
+            f"{tuple(values.shape)} with strides {values.stride()}: both must be the same, with a "
+            "contiguous last axis."
+        )
+    if keys.dtype != qkv.dtype or values.dtype != qkv.dtype:
+        raise ValueError(f"qkv is {qkv.dtype}, the cache {keys.dtype} and {values.dtype}.")
+    if tuple(lengths.shape) != (slots,) or lengths.stride(0) != 1:
+        raise ValueError(f"lengths {tuple(lengths.shape)}: one for each of {slots} slots, please.")
+    if counters.numel() < slots * kv_heads:
+        raise ValueError(f"{counters.numel()} counters; {slots * kv_heads} are needed.")
+    if inv_freq is not None and 2 * inv_freq.shape[0] > dim:
+        raise ValueError(f"{inv_freq.shape[0]} frequencies turn more than {dim} elements.")
