@@ -1,26 +1,31 @@
 """Products with few rows, bound by reading the weights, with norm, bias, activation and residual.
 
 One row is a matrix-vector product on the plain cores: a program holds the whole row of x in
-registers and streams rows of the weights past it. More rows go to the matrix units. Neither
-splits a sum over programs, so that results are the same bits every time.
+registers and streams rows of the weights past it. More rows go to the matrix units. Sums that are
+split over programs are joined in a fixed order, so that results are the same bits every time.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import triton
-import triton.language as tl
 
-from .activation import KINDS, activate
-from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .activation import KINDS
+from .launch import launch, next_power_of_2
+from .linear_kernels import matvec_kernel, tile_kernel
 
 MOST_ROWS = 256
+MOST_VECTORS = 8
+MOST_TILES = 4096
+_LINE = 128  # bytes that a prefetch brings
 
 
 class VectorConfig(NamedTuple):
     """How the matrix-vector kernel runs: weight rows a program takes at a time, and programs.
 
-    `per_sm` 0 gives each block of rows a program of its own; else so many programs an SM (of
-    `SMS`) go through all blocks, each with its next block's weights on their way.
+    It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
+    gives each block of weight rows a program of its own; else so many programs an SM go through all
+    blocks, each with its next block's weights on their way, where x is a single row.
     """
 
     rows: int
@@ -29,181 +34,22 @@ class VectorConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time."""
+    """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time.
+
+    The columns are split over `splits` programs, the last of which adds their sums, in order.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    splits: int = 1
 
 
-@triton.jit
-def _normed(x, inside, weight_ptr, bias_ptr, columns, eps, K: tl.constexpr, NORM: tl.constexpr):
-    """Float32 x of one row, normed over its K elements; what lies outside is 0."""
-    if NORM == "layer":
-        mean = tl.sum(x, 0) / K
-        x = tl.where(inside, x - mean, 0.0)
-    if NORM is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        if NORM == "rms_offset":
-            weight += 1.0
-        x = x * scale * weight
-    if NORM == "layer":
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _matvec_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    y_ptr,
-    features,
-    eps,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y [features] of x [K]; BLOCK_K covers K, and PROGRAMS 0 means a program for each block."""
-    let_next_start(PDL)
-    pid = tl.program_id(0)
-    columns = tl.arange(0, BLOCK_K)
-    inside = columns < K
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-    mask = (rows < features)[:, None] & inside[None, :]
-    # The weights are on their way before the kernel in front has ended.
-    w = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        up_ptr = weight_ptr + tl.cast(features, tl.int64) * K
-        up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    wait_for_inputs(PDL)
-    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    x = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
-    if PROGRAMS == 0:
-        y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        u = y
-        if GATED:
-            u = tl.sum(up.to(tl.float32) * x[None, :], 1)
-        _finish(y, u, rows, features, bias_ptr, residual_ptr, y_ptr, ACTIVATION, GATED)
-    else:
-        for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
-            rows = block * ROWS + tl.arange(0, ROWS)
-            following = rows + PROGRAMS * ROWS
-            at = following.to(tl.int64)[:, None] * K + columns[None, :]
-            mask = (following < features)[:, None] & inside[None, :]
-            w_next = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-            w = w_next
-            u = y
-            if GATED:
-                up_next = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-                u = tl.sum(up.to(tl.float32) * x[None, :], 1)
-                up = up_next
-            _finish(y, u, rows, features, bias_ptr, residual_ptr, y_ptr, ACTIVATION, GATED)
-
-
-@triton.jit
-def _finish(
-    y,
-    up,
-    rows,
-    features,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Bias, activation, gate and residual of the products `y`, written at `rows`."""
-    inside = rows < features
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    y = activate(y, ACTIVATION)
-    if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + features + rows, mask=inside, other=0.0).to(tl.float32)
-        y *= up
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tile_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    count,
-    features,
-    x_stride,
-    residual_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y [count, features] of x [count, K]; a program makes one tile over the whole of K."""
-    let_next_start(PDL)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows outside repeat the last one: nothing of theirs is written.
-    x_at = x_ptr + tl.minimum(m, count - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = weight_ptr + tl.minimum(n, features - 1).to(tl.int64)[:, None] * K + k[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    wait_for_inputs(PDL)
-    for done in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_at)
-            w = tl.load(w_at, eviction_policy="evict_first")
-        else:
-            inside = (k < K - done)[None, :]
-            x = tl.load(x_at, mask=inside, other=0.0)
-            w = tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = dot(x, w.T, acc)
-        if GATED:
-            up_at = w_at + tl.cast(features, tl.int64) * K
-            if K % BLOCK_K == 0:
-                w = tl.load(up_at, eviction_policy="evict_first")
-            else:
-                w = tl.load(up_at, mask=inside, other=0.0, eviction_policy="evict_first")
-            up = dot(x, w.T, up)
-        x_at += BLOCK_K
-        w_at += BLOCK_K
-    within = n < features
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=within, other=0.0).to(tl.float32)[None, :]
-    y = activate(acc, ACTIVATION)
-    if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + features + n, mask=within, other=0.0).to(tl.float32)[None, :]
-        y *= up
-    m = m.to(tl.int64)
-    mask = (m < count)[:, None] & within[None, :]
-    if residual_ptr is not None:
-        at = m[:, None] * residual_stride + n[None, :]
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y_at = y_ptr + m[:, None] * features + n[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+def serves(count: int, itemsize: int) -> bool:
+    """Whether `linear` is the one for `count` rows; cuBLAS is better at many, or at float32."""
+    return count == 1 or (count <= MOST_ROWS and itemsize == 2)
 
 
 class NormArguments(NamedTuple):
@@ -226,6 +72,7 @@ def linear(
     residual: Any = None,
     dtype: Any = None,
     config: VectorConfig | TileConfig | None = None,
+    counters: Any = None,
     sms: int = 132,
     pdl: bool = False,
 ) -> Any:
@@ -238,21 +85,27 @@ def linear(
     width = x.shape[-1]
     count = x.numel() // width
     features = weight.shape[0] // 2 if gated else weight.shape[0]
+    import torch
+
     _check(x, weight, bias, activation, gated, residual, norm, count, features)
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
     if y.numel() == 0:
         return y
     if config is None:
         config = default_config(count, features, width, x.element_size(), gated, sms)
+    rows = x.reshape(count, width)
+    residual = None if residual is None else residual.reshape(count, features)
+    strides = rows.stride(0), 0 if residual is None else residual.stride(0)
     if isinstance(config, VectorConfig):
         blocks = triton.cdiv(features, config.rows)
-        programs = min(config.per_sm * sms, blocks)
+        programs = min(config.per_sm * sms, blocks) if count == 1 else 0
         kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
         launch(
-            _matvec_kernel,
+            matvec_kernel,
             (programs or blocks,),
-            *(x, weight, bias, residual, norm_weight, norm_bias, y, features, eps),
+            *(rows, weight, bias, residual, norm_weight, norm_bias, y, features, *strides, eps),
             K=width,
+            COUNT=count,
             ROWS=config.rows,
             BLOCK_K=next_power_of_2(width),
             PROGRAMS=programs,
@@ -263,18 +116,27 @@ def linear(
             pdl=pdl,
         )
         return y
-    rows = x.reshape(count, width)
-    residual = None if residual is None else residual.reshape(count, features)
+    tiles = triton.cdiv(count, config.m), triton.cdiv(features, config.n)
+    turns = triton.cdiv(width, config.k)
+    splits = config.splits if counters is not None and math.prod(tiles) <= MOST_TILES else 1
+    share = triton.cdiv(turns, min(splits, turns))
+    splits = triton.cdiv(turns, share)  # none is left without work
+    partial = y
+    if counters is not None and splits > 1:
+        area = config.m * config.n * (2 if gated else 1)
+        partial = counters.new_empty(math.prod(tiles) * splits * area).view(torch.float32)
     launch(
-        _tile_kernel,
-        (triton.cdiv(count, config.m), triton.cdiv(features, config.n)),
-        *(rows, weight, bias, residual, y, count, features),
-        *(rows.stride(0), 0 if residual is None else residual.stride(0)),
+        tile_kernel,
+        (*tiles, splits),
+        *(rows, weight, bias, residual, y, partial, counters, count, features, *strides),
         K=width,
         BLOCK_M=config.m,
         BLOCK_N=config.n,
         BLOCK_K=config.k,
+        SPLITS=splits,
+        SPLIT_K=share * config.k,
         STAGES=config.stages,
+        LINE=_LINE // x.element_size(),
         ACTIVATION=activation,
         GATED=gated,
         num_warps=config.warps,

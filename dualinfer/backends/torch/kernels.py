@@ -1,0 +1,298 @@
+"""The decoder's fused ops by Triton kernels; plain.py has the same ones by plain torch.
+
+Which kernel serves a call follows from its shapes alone: products with few rows read the weights
+once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...kernels.triton import activation as activation_kernels
+from ...kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    embedding,
+    linear,
+    norm,
+    rotary,
+    sampling,
+)
+from ...kernels.triton.launch import has_pdl
+from ...spec import Activation, ModelSpec
+from ...weights import Weight
+from ..base import SamplingFeatures
+from .cache import LayerCache
+from .params import Params, Weights
+from .plain import Attending, NormOf, PlainOps
+from .profiling import named
+from .sampler import SlotState
+
+_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class KernelOps(PlainOps):
+    """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
+
+    implementations: Mapping[str, str] = {
+        "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
+        "embed": "Triton",
+        "rms_norm": "Triton, fused into the product of a single row",
+        "layer_norm": "Triton, fused into the product of a single row",
+        "rotary": "Triton, fused with the append to the cache",
+        "activation": "Triton, fused into products with few rows",
+        "attention": "torch's cuDNN or flash attention where they can, else Triton",
+        "decode_attention": "Triton, split KV, fused with rotary and append",
+        "sampling": "Triton, threefry2x32",
+    }
+
+    def __init__(self, device: torch.device):
+        self._sms = 1
+        self._pdl = has_pdl(torch.empty(0, device=device))
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = device
+        self._counters: dict[int, torch.Tensor] = {}
+        self._workspaces: dict[tuple[int, int], sampling.Workspace] = {}
+
+    @named("embed")
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `PlainOps.embed`; it does not start early, as it reads what sampling wrote."""
+        x = self._embed(spec, w, ids, positions, token_types)
+        return self.linear(x, w["project_in.weight"]) if spec.embed_width else x
+
+    def _embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
+        learned = spec.learned_positions > 0
+        return embedding.embed(
+            ids,
+            w["embed.weight"].data,
+            positions=positions if learned else None,
+            position_weight=w["positions.weight"].data if learned else None,
+            position_offset=spec.position_offset,
+            token_types=token_types,
+            type_weight=None if token_types is None else w[types].data,
+            scale=spec.embed_scale,
+        )
+
+    @named("norm")
+    def norm(self, x: torch.Tensor, norm_of: NormOf) -> torch.Tensor:
+        """See `PlainOps.norm`."""
+        spec, weight, bias = norm_of
+        if spec.kind == "rms":
+            return norm.rms_norm(
+                x, weight.data, spec.eps, unit_offset=spec.unit_offset, pdl=self._pdl
+            )
+        assert bias is not None
+        return norm.layer_norm(x, weight.data, bias.data, spec.eps, pdl=self._pdl)
+
+    @named("matmul")
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        norm: NormOf | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """See `PlainOps.linear`."""
+        count = x.numel() // x.shape[-1]
+        fused_norm = None
+        if norm is not None and count == 1:
+            kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
+            norm_bias = None if norm.bias is None else norm.bias.data
+            fused_norm = linear.NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
+        elif norm is not None:
+            x = self.norm(x, norm)
+        if linear.serves(count, x.element_size()):
+            return linear.linear(
+                x,
+                weight.data,
+                None if bias is None else bias.data,
+                norm=fused_norm,
+                activation=activation,
+                gated=gated,
+                residual=residual,
+                dtype=torch.float32 if wide else None,
+                sms=self._sms,
+                pdl=self._pdl,
+            )
+        return self._wide_product(x, weight, bias, activation, gated, residual, wide)
+
+    def _wide_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        activation: Activation | None,
+        gated: bool,
+        residual: torch.Tensor | None,
+        wide: bool,
+    ) -> torch.Tensor:
+        """Many rows, by cuBLAS."""
+        if residual is not None and bias is None and activation is None:
+            rows, added = x.flatten(0, -2), residual.flatten(0, -2)
+            y = torch.addmm(added, rows, weight.data.t()).view(residual.shape)
+        else:
+            y = F.linear(x, weight.data, None if bias is None else bias.data)
+            if activation is not None:
+                act = (
+                    activation_kernels.gated_activation if gated else activation_kernels.activation
+                )
+                y = act(y, activation, pdl=self._pdl)
+            if residual is not None:
+                y = residual + y
+        return y.float() if wide else y
+
+    def angles(self, params: Params, positions: torch.Tensor) -> Any:
+        """The positions: kernels turn by them as they read queries and keys."""
+        return positions
+
+    @named("attention")
+    def attend(
+        self,
+        layer: Attending,
+        qkv: torch.Tensor,
+        angles: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `PlainOps.attend`; `qkv` is changed in place."""
+        a = layer.spec
+        rotary.rotary_append(
+            qkv,
+            angles,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            cache=cache,
+            slots=slots,
+            pdl=self._pdl,
+            **_heads(layer),
+        )
+        q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
+        how: dict[str, Any] = {
+            "causal": a.causal,
+            "window": a.window,
+            "mask": mask,
+            "segments": segments,
+            "alibi": layer.slopes,
+            "softcap": a.softcap,
+        }
+        backends = attention_choice.sdpa_backends(q, k, **how)
+        if backends:
+            with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
+                y = F.scaled_dot_product_attention(
+                    q.transpose(1, 2),
+                    k.transpose(1, 2),
+                    v.transpose(1, 2),
+                    is_causal=a.causal,
+                    scale=a.scale,
+                    enable_gqa=a.heads != a.kv_heads,
+                ).transpose(1, 2)
+        else:
+            counted = positions if layer.slopes is not None else None
+            y = attention.attention(q, k, v, scale=a.scale, positions=counted, pdl=self._pdl, **how)
+        return y.flatten(-2)
+
+    @named("decode_attention")
+    def attend_token(
+        self,
+        layer: Attending,
+        qkv: torch.Tensor,
+        angles: Any,
+        cache: LayerCache,
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `PlainOps.attend_token`."""
+        a = layer.spec
+        y = decode_attention.decode_attention(
+            qkv[:, 0],
+            cache,
+            lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(qkv.shape[0] * a.kv_heads),
+            window=a.window,
+            alibi=layer.slopes,
+            softcap=a.softcap,
+            sms=self._sms,
+            pdl=self._pdl,
+            **_heads(layer),
+        )
+        return y[:, None]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        position: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """See `PlainOps.sample`."""
+        work = self._workspace(*logits.shape)
+        return sampling.sample(logits, state, position, features, workspace=work, pdl=self._pdl)
+
+    @named("sampling")
+    def advance(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
+        """See `sampler.advance`."""
+        work = self._workspace(*logits.shape)
+        sampling.sample_step(logits, state, features, out, step, workspace=work, pdl=self._pdl)
+
+    # Graphs hold the addresses of scratch memory, so that none is ever replaced.
+    def _zeros(self, count: int) -> torch.Tensor:
+        if count not in self._counters:
+            self._counters[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._counters[count]
+
+    def _workspace(self, rows: int, vocab: int) -> sampling.Workspace:
+        if (rows, vocab) not in self._workspaces:
+            self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self._device)
+        return self._workspaces[rows, vocab]
+
+
+def _heads(layer: Attending) -> dict[str, Any]:
+    """How a layer's queries and keys are normed and turned, as the kernels take it."""
+    rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
+    return {
+        "inv_freq": layer.frequencies,
+        "scaling": rope.scaling if rope else 1.0,
+        "interleaved": rope.interleaved if rope else False,
+        "q_norm": q_norm.weight.data if q_norm else None,
+        "k_norm": k_norm.weight.data if k_norm else None,
+        "norm_eps": q_norm.spec.eps if q_norm else 0.0,
+        "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+    }

@@ -1,0 +1,270 @@
+"""Device side of linear.py: the matrix-vector kernel, and the one for the matrix units."""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from .activation import activate
+from .launch import dot, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def _normed(x, inside, weight_ptr, bias_ptr, columns, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """Float32 x of one row, normed over its K elements; what lies outside is 0."""
+    if NORM == "layer":
+        mean = tl.sum(x, 0) / K
+        x = tl.where(inside, x - mean, 0.0)
+    if NORM is not None:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if NORM == "rms_offset":
+            weight += 1.0
+        x = x * scale * weight
+    if NORM == "layer":
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def matvec_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    norm_bias_ptr,
+    y_ptr,
+    features,
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [COUNT, features] of x [COUNT, K]; BLOCK_K covers K.
+
+    PROGRAMS 0 means a program for each block of weight rows.
+    """
+    let_next_start(PDL)
+    pid = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_K)
+    inside = columns < K
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    mask = (rows < features)[:, None] & inside[None, :]
+    # The weights are on their way before the kernel in front has ended.
+    w = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    up_ptr = weight_ptr + tl.cast(features, tl.int64) * K
+    up = w
+    if GATED:
+        up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(PDL)
+    if PROGRAMS == 0:
+        for i in tl.static_range(COUNT):
+            x = tl.load(x_ptr + i * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            x = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+            u = tl.sum(up.to(tl.float32) * x[None, :], 1) if GATED else y
+            _finish(
+                y, u, rows, features, bias_ptr, residual_ptr, y_ptr, i * residual_stride,
+                tl.cast(features, tl.int64) * i, ACTIVATION, GATED,
+            )  # fmt: skip
+    else:
+        tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        x = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+        for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
+            rows = block * ROWS + tl.arange(0, ROWS)
+            following = rows + PROGRAMS * ROWS
+            at = following.to(tl.int64)[:, None] * K + columns[None, :]
+            mask = (following < features)[:, None] & inside[None, :]
+            w_next = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+            u = y
+            if GATED:
+                up_next = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+                u = tl.sum(up.to(tl.float32) * x[None, :], 1)
+                up = up_next
+            w = w_next
+            _finish(
+                y, u, rows, features, bias_ptr, residual_ptr, y_ptr, 0, 0, ACTIVATION, GATED
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    y,
+    up,
+    rows,
+    features,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_offset,
+    y_offset,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Bias, activation, gate and residual of one row's products `y`, written at `rows`."""
+    inside = rows < features
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    y = activate(y, ACTIVATION)
+    if GATED:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + features + rows, mask=inside, other=0.0).to(tl.float32)
+        y *= up
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + residual_offset + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + y_offset + rows, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring the lines at `pointers` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    count,
+    features,
+    x_stride,
+    residual_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [count, features] of x [count, K]; a program sums one tile over SPLIT_K of the columns."""
+    let_next_start(PDL)
+    split = tl.program_id(2)
+    begin = split * SPLIT_K
+    end = tl.minimum(begin + SPLIT_K, K)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows outside repeat the last one: nothing of theirs is written.
+    n_at = weight_ptr + tl.minimum(n, features - 1).to(tl.int64)[:, None] * K
+    up_offset = tl.cast(features, tl.int64) * K
+    if PDL:  # what the first turns of the loop will read, while the kernel in front still runs
+        line = begin + tl.arange(0, 4 * BLOCK_K // LINE) * LINE
+        lines = n_at + tl.minimum(line, K - 1)[None, :]
+        _prefetch(lines)
+        if GATED:
+            _prefetch(lines + up_offset)
+    x_at = x_ptr + tl.minimum(m, count - 1).to(tl.int64)[:, None] * x_stride + begin + k[None, :]
+    w_at = n_at + begin + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    wait_for_inputs(PDL)
+    for done in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_at)
+            w = tl.load(w_at, eviction_policy="evict_first")
+        else:
+            inside = (k < K - done)[None, :]
+            x = tl.load(x_at, mask=inside, other=0.0)
+            w = tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
+        acc = dot(x, w.T, acc)
+        if GATED:
+            if K % BLOCK_K == 0:
+                w = tl.load(w_at + up_offset, eviction_policy="evict_first")
+            else:
+                w = tl.load(w_at + up_offset, mask=inside, other=0.0, eviction_policy="evict_first")
+            up = dot(x, w.T, up)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if SPLITS == 1:
+        _finish_tile(
+            acc, up, m, n, count, features, bias_ptr, residual_ptr, y_ptr, residual_stride,
+            ACTIVATION, GATED,
+        )  # fmt: skip
+    else:
+        parts: tl.constexpr = GATED + 1
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        area: tl.constexpr = BLOCK_M * BLOCK_N
+        mine = partial_ptr + (tile.to(tl.int64) * SPLITS + split) * parts * area
+        tl.store(mine + inner, acc)
+        if GATED:
+            tl.store(mine + area + inner, up)
+        tl.debug_barrier()  # all of the program's writes, before it says that they are there
+        ended = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if ended == SPLITS - 1:
+            tl.store(counter_ptr + tile, 0)
+            tl.debug_barrier()
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            theirs = partial_ptr + tile.to(tl.int64) * SPLITS * parts * area + inner
+            for _ in tl.static_range(SPLITS):
+                acc += tl.load(theirs, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(theirs + area, cache_modifier=".cg")
+                theirs += parts * area
+            _finish_tile(
+                acc, up, m, n, count, features, bias_ptr, residual_ptr, y_ptr, residual_stride,
+                ACTIVATION, GATED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish_tile(
+    y,
+    up,
+    m,
+    n,
+    count,
+    features,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    residual_stride,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Bias, activation, gate and residual of a tile of products, written at rows m, columns n."""
+    within = n < features
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=within, other=0.0).to(tl.float32)[None, :]
+    y = activate(y, ACTIVATION)
+    if GATED:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + features + n, mask=within, other=0.0).to(tl.float32)[None, :]
+        y *= up
+    m = m.to(tl.int64)
+    mask = (m < count)[:, None] & within[None, :]
+    if residual_ptr is not None:
+        at = m[:, None] * residual_stride + n[None, :]
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y_at = y_ptr + m[:, None] * features + n[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
