@@ -15,7 +15,6 @@ engine. JAX runs in a process of its own.
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers as hf
-from accuracy import read_bandwidth
+
+from dualinfer.bench.counts import Counts
+from dualinfer.bench.limits import TorchDevice
+from dualinfer.bench.peers import HfCompiled, HfEager
+from dualinfer.bench.random_weights import make_module
+from dualinfer.bench.runs import worker_environment
+from dualinfer.bench.shapes import Model, open_model
 
 TOKENS, REPEATS = 128, 50
 VARIANTS = {
@@ -44,40 +48,11 @@ VARIANTS = {
 }
 
 
-def make_model(name: str) -> Any:
-    """A random model in float16 on the card."""
-    torch.manual_seed(0)
-    if name == "bert-large":
-        config: Any = hf.BertConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-        )
-        kind: Any = hf.BertForMaskedLM
-    else:
-        config, kind = hf.GPT2Config(), hf.GPT2LMHeadModel
-    return kind(config).eval().half().cuda()
-
-
-def matrix_rate() -> float:
-    """FLOP/s of a float16 product of 8192 x 8192 matrices."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ a
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * 8192**3 / statistics.median(times)
-
-
-def limit_ms(model: Any, bandwidth: float, rate: float) -> float:
+def limit_ms(model: Model) -> float:
     """Least time of one pass: of reading what it multiplies with, and of multiplying."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings().weight
-    read = [p for p in model.parameters() if id(p) not in embeddings or p is head]
-    count = sum(p.numel() for p in read)
-    return max(2 * count / bandwidth, 2 * count * TOKENS / rate) * 1e3
+    limits, counts = TorchDevice().limits("float16"), Counts.of(*model.describe())
+    read = counts.weight_bytes("float16") / limits.read_bandwidth
+    return max(read, counts.flops(1, TOKENS, TOKENS) / limits.matrix_rate) * 1e3
 
 
 def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
@@ -94,9 +69,11 @@ def run(backend: str, name: str) -> list[dict[str, Any]]:
     """Every variant of one backend for one model."""
     import dualinfer
 
-    model = make_model(name)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(5, 20000, (1, TOKENS))).cuda()
-    limit = limit_ms(model, read_bandwidth() or 1, matrix_rate())
+    shape = open_model(name)
+    limit = limit_ms(shape)
+    model = make_module(shape, "float16", "cuda")
+    host_ids = np.random.default_rng(0).integers(5, 20000, (1, TOKENS))
+    ids = torch.from_numpy(host_ids).cuda()
     with torch.no_grad():
         reference = model.float()(ids).logits.cpu()
         model.half()
@@ -111,17 +88,18 @@ def run(backend: str, name: str) -> list[dict[str, Any]]:
 
     if backend == "torch":
         wait: Callable[[Any], Any] = lambda out: torch.cuda.synchronize()  # noqa: E731
-        with torch.no_grad():
-            add("HF eager", *median_ms(lambda: model(ids), wait), 1.0)
-            compiled = torch.compile(model, mode="reduce-overhead")
-            add("HF torch.compile", *median_ms(lambda: compiled(ids), wait), 1.0)
-        torch.compiler.reset()
+        for variant, peer in (
+            ("HF eager", HfEager(shape, "float16")),
+            ("HF torch.compile", HfCompiled(shape, "float16", "forward")),
+        ):
+            add(variant, *median_ms(peer.forward(host_ids), lambda out: None), 1.0)
+            peer.close()
         array: Any = ids
     else:
         import jax.numpy as jnp
 
         wait = lambda out: out.logits.block_until_ready()  # noqa: E731
-        array = jnp.asarray(ids.cpu().numpy(), jnp.int32)
+        array = jnp.asarray(host_ids, jnp.int32)
     for variant, options in VARIANTS[backend].items():
         before = _held(backend)
         engine = dualinfer.init_inference(model, backend=backend, dtype="fp16", **options)
@@ -173,8 +151,9 @@ def main() -> None:
     rows = []
     for backend in VARIANTS:
         command = [sys.executable, __file__, "--backend", backend, "--models", *args.models]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=worker_environment(), check=False
+        )
         found = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
         rows += [json.loads(x.removeprefix("RESULT ")) for x in found]
         if done.returncode:

@@ -146,7 +146,7 @@ def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
         notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    stored = {source.dtype(names[0]) for _, names in plan.rows}
+    stored = {source.dtype(names[0]) for _, names in plan.rows if names}
     settings = _with_dtype(settings, notes, stored)
     runner = backends.create_runner(settings, spec, plan, source)
     try:

@@ -1,4 +1,4 @@
-"""The command line: dualinfer generate | demo | parity | env."""
+"""The command line: dualinfer generate | demo | parity | bench | env."""
 
 import os
 import secrets
@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from . import backends, embedded
 from .api import init_inference
+from .bench.cli import app as bench
 from .environment import describe_backend, describe_system
 from .errors import ArgumentError, BackendNotAvailableError, DualinferError
 from .fused import FusedEngine
@@ -59,6 +60,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(bench, name="bench")
 
 DtypeOption = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16; unset: float16 on a GPU.")

@@ -156,13 +156,18 @@ def make_forward_inputs(
         )
     visible = check_mask(mask, tokens.shape)
     segments = None
-    if positions is None:
-        at = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
-    else:
+    at = _default_positions(tokens.shape, visible if spec.positions_from_mask else None)
+    if positions is not None:
         limit = spec.learned_positions or 2**31 - 1
-        at = check_ids(positions, "position_ids", limit, "positions")
-        at = _broadcast(at, "position_ids", tokens.shape)
-        if spec.causal and visible is None and may_pack:
+        given = check_ids(positions, "position_ids", limit, "positions")
+        given = _broadcast(given, "position_ids", tokens.shape)
+        if spec.alibi and ((given != at) if visible is None else (given != at) & visible).any():
+            raise ArgumentError(
+                f"The {spec.family} family takes no position_ids: attention counts the tokens of "
+                "attention_mask itself. Leave them out; padding is told by attention_mask."
+            )
+        at = at if spec.alibi else given
+        if spec.causal and not spec.positions_from_mask and visible is None and may_pack:
             segments = _packed_segments(at)
     if visible is not None and visible.all():
         visible = None
@@ -177,6 +182,13 @@ def make_forward_inputs(
     elif spec.token_types and not spec.token_types_from_vocab:
         types = np.zeros_like(tokens)
     return ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
+
+
+def _default_positions(shape: tuple[int, int], counted: np.ndarray | None) -> np.ndarray:
+    """0 to T-1 for every row, or the number of `counted` tokens before each; int32 [B, T]."""
+    if counted is None:
+        return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
+    return np.maximum(counted.cumsum(axis=1) - 1, 0).astype(np.int32) * counted
 
 
 def is_zero(ids: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a backend, a mode or this version cannot honour: refused before anything is loaded."""
 
+import importlib.util
 from typing import Any, Literal
 
 from .config import InferenceConfig
@@ -17,6 +18,7 @@ def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
     """
     _check_parallelism(config)
     _check_later(config)
+    _check_triton(config, mode, device)
     on_torch = config.backend == "torch"
     if config.enable_cuda_graph and on_torch and device != "cuda":
         raise ConfigError(
@@ -72,12 +74,6 @@ def _check_later(config: InferenceConfig) -> None:
     """What the contract has and this version does not serve yet."""
     if config.quant is not None and config.quant.enabled:
         _refuse("quant", config.quant, _NO_QUANT)
-    if config.use_triton and config.backend == "jax":
-        _refuse("use_triton", True, "Triton is torch's; use backend='torch', or leave it unset.")
-    if config.use_triton:
-        _refuse("use_triton", True, "Triton kernels are not in this version. Leave it unset.")
-    if config.triton_autotune:
-        _refuse("triton_autotune", True, "there are no Triton kernels to tune in this version.")
     if config.save_mp_checkpoint_path:
         reason = "sharded checkpoints are written with several devices, which this version lacks."
         _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
@@ -93,6 +89,25 @@ def _check_later(config: InferenceConfig) -> None:
     if config.base_dir:
         reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
         _refuse("base_dir", config.base_dir, reason)
+
+
+def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
+    """What asks for Triton kernels needs the mode, backend and device that they run in."""
+    asked = [name for name in ("use_triton", "triton_autotune") if getattr(config, name)]
+    if not asked:
+        return
+    name, way = asked[0], "Leave it unset."
+    if config.backend == "jax":
+        _refuse(name, True, f"Triton is torch's; use backend='torch'. {way}")
+    if mode == "module" or not config.replace_with_kernel_inject:
+        reason = "the kernels are those of replace_with_kernel_inject=True. Set it, too."
+        _refuse(name, True, reason)
+    if device != "cuda":
+        _refuse(name, True, f"Triton needs a CUDA device, and torch runs on {device} here. {way}")
+    if importlib.util.find_spec("triton") is None:
+        _refuse(name, True, f"Triton is not installed. Install it (pip install triton). {way}")
+    if config.use_triton is False:
+        _refuse(name, True, "with use_triton=False there are no kernels to tune. Set one of them.")
 
 
 def _check_module_mode(config: InferenceConfig) -> None:

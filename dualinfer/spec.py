@@ -13,28 +13,38 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "tanh"]
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (`rms`) or LayerNorm with bias (`layer`)."""
+    """RMSNorm (`rms`) or LayerNorm with bias (`layer`).
+
+    With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
+    """
 
     kind: Literal["rms", "layer"]
     eps: float
+    unit_offset: bool = False
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding in HF's half-split form.
+    """Rotary position embedding of the first R elements of a head; the rest passes unturned.
 
-    `inv_freq` holds D/2 angular frequencies (radians per position, float32 values); cos and sin
-    are multiplied by `scaling` (yarn's attention factor, else 1).
+    `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
+    are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
+    `interleaved`, 2i turns with 2i + 1 (GPT-J).
     """
 
     kind: str
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Self-attention of one layer; `window` counts the visible tokens, the query's own included."""
+    """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
+
+    `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
+    the score of a key that lies n tokens before the query falls by n times that.
+    """
 
     heads: int
     kv_heads: int
@@ -44,6 +54,8 @@ class Attention:
     window: int | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
+    alibi: tuple[float, ...] | None = None
+    softcap: float | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -63,12 +75,19 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: norms before each sub-layer (`pre`) or after each residual sum (`post`)."""
+    """One block: where its norms stand, and what its sub-layers read.
+
+    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or before
+    and after each sub-layer, within the residual (`around`). In a `parallel` block, always `pre`,
+    the MLP reads the block's input, not the attention's sum; with `shared_norm` by one norm.
+    """
 
     attention: Attention
     mlp: Mlp
     norm: Norm
-    placement: Literal["pre", "post"]
+    placement: Literal["pre", "post", "around"]
+    parallel: bool = False
+    shared_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,16 +95,25 @@ class Head:
     """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
 
     A model without a projection of its own among its weights reads the input embedding as one.
+    `softcap` c makes a logit c * tanh(logit / c).
     """
 
     kind: Literal["causal", "masked"]
     activation: Activation | None = None
     norm: Norm | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole architecture. `learned_positions` and `token_types` are table lengths, 0 if none."""
+    """A whole architecture. `learned_positions` and `token_types` are counts, 0 if none.
+
+    The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
+    embedded tokens, rounded to their dtype. With `positions_from_mask` the positions that forward
+    takes by default count real tokens only, and no positions separate packed sequences (HF's OPT
+    and BLOOM). `embed_width` is that of the embedding and of the head where a projection lies
+    between them and the layers (OPT-350m).
+    """
 
     family: str
     architecture: str
@@ -94,8 +122,12 @@ class ModelSpec:
     layers: tuple[Layer, ...]
     max_positions: int
     learned_positions: int = 0
+    position_offset: int = 0
+    positions_from_mask: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
+    embed_scale: float = 1.0
+    embed_width: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
@@ -104,6 +136,11 @@ class ModelSpec:
     def causal(self) -> bool:
         """True if every layer attends to the past only, so that a cache makes sense."""
         return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def alibi(self) -> bool:
+        """True if attention measures positions itself, so that they are no input of the model."""
+        return any(layer.attention.alibi for layer in self.layers)
 
     @property
     def can_generate(self) -> bool:

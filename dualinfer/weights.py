@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from .arrays import same_tensor
@@ -29,7 +30,8 @@ class Source:
     """One HF tensor, by its name in the model with a head, and its axes as HF stores them.
 
     An axis is a name, or several joined by `+` where the tensor holds blocks one after another
-    (GPT-2's `q+k+v`).
+    (GPT-2's `q+k+v`); with `/heads` behind, each head's share of every block, head after head
+    (BLOOM's `q+k+v/heads`).
     """
 
     name: str
@@ -38,11 +40,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """One of our weights: its axes, and the HF tensors joined along its fused axis, in order."""
+    """One of our weights: its axes, and the HF tensors joined along its fused axis, in order.
+
+    One without sources is `constant` everywhere: HF computes without it.
+    """
 
     name: str
     axes: tuple[str, ...]
     sources: tuple[Source, ...]
+    constant: float = 0.0
 
     def permutation(self, source: Source) -> tuple[int, ...]:
         """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""
@@ -50,7 +56,7 @@ class Row:
         for axis in self.axes:
             parts = axis.split("+")
             order.append(
-                next(i for i, own in enumerate(source.axes) if set(own.split("+")) <= set(parts))
+                next(i for i, own in enumerate(source.axes) if set(_blocks(own)) <= set(parts))
             )
         return tuple(order)
 
@@ -58,6 +64,11 @@ class Row:
     def join_axis(self) -> int:
         """Index of the axis along which several sources are joined."""
         return next((i for i, axis in enumerate(self.axes) if "+" in axis), 0)
+
+
+def _blocks(axis: str) -> list[str]:
+    """The names that an axis joins."""
+    return axis.partition("/")[0].split("+")
 
 
 def row(name: str, axes: str, *sources: tuple[str, str]) -> Row:
@@ -86,7 +97,7 @@ class WeightTable:
 
     def size(self, axis: str) -> int:
         """Extent of an axis; of a joined axis, the sum of its parts."""
-        return sum(self.sizes[part] for part in axis.split("+"))
+        return sum(self.sizes[part] for part in _blocks(axis))
 
     def candidates(self, name: str) -> list[str]:
         """The names under which a checkpoint may hold the HF tensor `name`."""
@@ -125,8 +136,34 @@ class TensorSource(Protocol):
 class LoadPlan:
     """Rows with their sources' stored names; checked, so that loading cannot fail on a name."""
 
+    table: WeightTable
     rows: tuple[tuple[Row, tuple[str, ...]], ...]
     unused: tuple[str, ...]
+
+    def shape(self, row: Row) -> tuple[int, ...]:
+        """Extents of the row's axes."""
+        return tuple(self.table.size(axis) for axis in row.axes)
+
+    def blocks(self, row: Row, part: Source, array: Any) -> list[Any]:
+        """`array`, of NumPy, torch or JAX, as the blocks to be joined along the row's fused axis.
+
+        It holds `part`, its axes in the row's order already. One block, itself, unless the blocks
+        are interleaved by head.
+        """
+        order = row.permutation(part)
+        for at, stored in enumerate(order):
+            joined, _, heads = part.axes[stored].partition("/")
+            if heads:
+                before, after = array.shape[:at], array.shape[at + 1 :]
+                count = self.table.sizes[heads]
+                shares = [self.table.sizes[name] // count for name in joined.split("+")]
+                grouped = array.reshape(*before, count, sum(shares), *after)
+                everything = (slice(None),) * (at + 1)
+                return [
+                    grouped[(*everything, slice(start, end))].reshape(*before, -1, *after)
+                    for start, end in pairwise(accumulate(shares, initial=0))
+                ]
+        return [array]
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -202,4 +239,4 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         raise CheckpointError(
             f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
         )
-    return LoadPlan(tuple(matched.values()), tuple(unused))
+    return LoadPlan(table, tuple(matched.values()), tuple(unused))

@@ -86,6 +86,67 @@ def _bert(model, **fields):
     return model, hf.BertConfig, {**sizes, **fields}
 
 
+def _opt(model=hf.OPTForCausalLM, **fields):
+    sizes = {
+        "hidden_size": 60,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 5,
+        "ffn_dim": 77,
+        "max_position_embeddings": 128,
+        "word_embed_proj_dim": 60,
+    }
+    return model, hf.OPTConfig, {**sizes, **fields}
+
+
+def _gptj(model=hf.GPTJForCausalLM, **fields):
+    sizes = {"n_embd": 84, "n_layer": 2, "n_head": 3, "n_positions": 128, "rotary_dim": 10}
+    return model, hf.GPTJConfig, {**sizes, **fields}
+
+
+def _neo(model=hf.GPTNeoForCausalLM, **fields):
+    sizes = {
+        "hidden_size": 60,
+        "num_layers": 2,
+        "num_heads": 5,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 5,
+        "max_position_embeddings": 128,
+    }
+    return model, hf.GPTNeoConfig, {**sizes, **fields}
+
+
+def _neox(model=hf.GPTNeoXForCausalLM, **fields):
+    sizes = {
+        "hidden_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 5,
+        "intermediate_size": 77,
+        "max_position_embeddings": 128,
+    }
+    return model, hf.GPTNeoXConfig, {**sizes, **fields}
+
+
+def _bloom(model=hf.BloomForCausalLM, **fields):
+    return model, hf.BloomConfig, {"hidden_size": 60, "n_layer": 2, "n_head": 5, **fields}
+
+
+def _gemma2(model=hf.Gemma2ForCausalLM, **fields):
+    sizes = {
+        "hidden_size": 60,
+        "intermediate_size": 99,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 22,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 13,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "max_position_embeddings": 128,
+    }
+    return model, hf.Gemma2Config, {**sizes, **fields}
+
+
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, Case] = {
@@ -161,6 +222,62 @@ CASES: dict[str, Case] = {
             n_layer=1, n_head=3, scale_attn_weights=False, layer_norm_epsilon=1e-2
         ),
         "gpt2-headless": _gpt2(hf.GPT2Model),
+        "opt": _opt(),
+        # as OPT-350m
+        "opt-post": _opt(
+            do_layer_norm_before=False, word_embed_proj_dim=36, activation_function="tanh"
+        ),
+        # as Galactica, with a head of its own
+        "opt-bare": _opt(
+            enable_bias=False,
+            layer_norm_elementwise_affine=False,
+            activation_function="gelu",
+            tie_word_embeddings=False,
+        ),
+        # an old fine-tune without its last norm
+        "opt-headless": _opt(hf.OPTModel, _remove_final_layer_norm=True, word_embed_proj_dim=36),
+        "gptj": _gptj(),
+        "gptj-tied": _gptj(
+            n_head=6, rotary_dim=14, n_inner=77, n_layer=1, tie_word_embeddings=True
+        ),
+        "gptj-headless": _gptj(hf.GPTJModel, n_head=6, rotary_dim=2),
+        "gpt-neo": _neo(),
+        "gpt-neo-untied": _neo(
+            intermediate_size=77, tie_word_embeddings=False, activation_function="relu"
+        ),
+        "gpt-neo-headless": _neo(
+            hf.GPTNeoModel,
+            num_layers=3,
+            attention_types=[[["local"], 2], [["global"], 1]],
+            window_size=1,
+        ),
+        "neox": _neox(),
+        "neox-sequential": _neox(
+            use_parallel_residual=False,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            hidden_act="gelu_fast",
+            rotary_pct=1.0,
+            rotary_emb_base=5000,
+        ),
+        "neox-headless": _neox(
+            hf.GPTNeoXModel,
+            num_attention_heads=2,
+            rope_scaling={"rope_type": "linear", "factor": 2.5, "partial_rotary_factor": 0.5},
+        ),
+        "bloom": _bloom(),
+        "bloom-untied": _bloom(n_head=12, n_layer=1, tie_word_embeddings=False),
+        "bloom-headless": _bloom(hf.BloomModel, n_head=1),
+        "gemma2": _gemma2(),
+        "gemma2-uncapped": _gemma2(
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            num_key_value_heads=1,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+        "gemma2-headless": _gemma2(hf.Gemma2Model, num_hidden_layers=1),
         "bert": _bert(hf.BertModel),
         "bert-types": _bert(
             hf.BertModel, num_hidden_layers=1, type_vocab_size=3, hidden_act="gelu_new"
@@ -182,22 +299,33 @@ def make_model(case: Case | str, **changes: Any) -> hf.PreTrainedModel:
     case = CASES[case] if isinstance(case, str) else case
     with torch.random.fork_rng(devices=[]):
         model = case.model(case.make_config(**changes)).eval()
-        torch.manual_seed(zlib.crc32(f"{case.name}/b".encode()))
+        draw = "e" if case.family in _STRONG else "b"
+        torch.manual_seed(zlib.crc32(f"{case.name}/{draw}".encode()))
         randomize(model)
     return model
+
+
+# Families whose greedy text runs into a loop less soon with strong weights.
+_STRONG = ("opt", "gptj", "gpt_neox", "bloom", "gemma2")
 
 
 @torch.no_grad()
 def randomize(model: hf.PreTrainedModel) -> None:
     """Draw every parameter so that it shows: logits differ clearly, biases and norms count."""
+    kind = model.config.model_type
+    tables = ("embed", "wte", "wpe", "lm_head", *(() if kind == "opt" else ("decoder.",)))
     for name, p in model.named_parameters():
         if p.ndim > 1:
-            embedding = any(part in name for part in ("embed", "wte", "wpe", "lm_head", "decoder."))
-            p.normal_(0, 0.7 if embedding else 1.5 / max(p.shape) ** 0.5)
+            embedding = any(part in name for part in tables)
+            if kind in _STRONG:
+                p.normal_(0, 0.3 if embedding else 2.5 / p.shape[1] ** 0.5)
+            else:
+                p.normal_(0, 0.7 if embedding else 1.5 / max(p.shape) ** 0.5)
         elif name.endswith("bias"):
             p.normal_(0, 0.3)
         else:  # norms; with signs, or a tied head would repeat the last token for ever
             p.uniform_(0.4, 1.6).mul_(torch.randint(0, 2, p.shape) * 2 - 1)
+            p.sub_(1.0 if kind == "gemma2" else 0.0)  # whose norms add 1
     model.tie_weights()
 
 

@@ -184,8 +184,17 @@ def test_env_shows_versions_devices_and_that_there_are_no_kernels(run):
 
 def test_no_arguments_show_help(run):
     result = run()
-    for command in ("generate", "demo", "parity", "env"):
+    for command in ("generate", "demo", "parity", "bench", "env"):
         assert command in result.output
+
+
+def test_bench_shows_its_workloads_and_shapes(run):
+    result = run("bench")
+    for command in ("decode", "prefill", "forward", "ops"):
+        assert command in result.output
+    help_text = run("bench", "decode", "--help").stdout
+    for part in ("--shape", "llama-3-8b", "--peer", "hf-compile", "--json", "--plot"):
+        assert part in help_text
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -617,20 +617,19 @@ def test_fields_of_older_configs_are_read(folder, hf_model, engine_of):
 
 
 def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
-    model = hf.OPTForCausalLM(
-        hf.OPTConfig(
+    model = hf.XGLMForCausalLM(
+        hf.XGLMConfig(
             vocab_size=50,
-            hidden_size=16,
+            d_model=16,
             ffn_dim=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            word_embed_proj_dim=16,
+            num_layers=1,
+            attention_heads=2,
             max_position_embeddings=16,
         )
     )
-    model.save_pretrained(tmp_path / "opt")
-    for source in (model, tmp_path / "opt"):
-        with pytest.raises(ModelError, match=r"'opt'.*bert, gpt2, llama, mistral, qwen2, qwen3"):
+    model.save_pretrained(tmp_path / "xglm")
+    for source in (model, tmp_path / "xglm"):
+        with pytest.raises(ModelError, match=r"'xglm'.*bert, bloom, gemma2, gpt2.*opt, qwen2"):
             dualinfer.init_inference(source, backend=backend, kernel_inject=True)
     path = folder()
     for model_type in ("", 5, None, ["llama"], "llama\n"):

@@ -10,6 +10,7 @@ import transformers as hf
 from dualinfer.api import _read_config
 from dualinfer.errors import ModelError
 from dualinfer.families import describe_model
+from dualinfer.families.bloom import alibi_slopes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,6 +88,130 @@ BERT = {
     "use_cache": True,
     "vocab_size": 100,
 }
+OPT = {
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 96,
+    "hidden_size": 64,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 100,
+    "word_embed_proj_dim": 64,
+}
+GPTJ = {
+    **{k: v for k, v in GPT2.items() if k != "n_ctx"},
+    "architectures": ["GPTJForCausalLM"],
+    "gradient_checkpointing": False,
+    "model_type": "gptj",
+    "n_inner": None,
+    "rotary": True,
+    "rotary_dim": 8,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": False,
+    "tokenizer_class": "GPT2Tokenizer",
+}
+NEO = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPTNeoForCausalLM"],
+    "attention_dropout": 0,
+    "attention_layers": ["global", "local"],
+    "attention_types": [[["global", "local"], 1]],
+    "embed_dropout": 0,
+    "gradient_checkpointing": False,
+    "hidden_size": 64,
+    "intermediate_size": None,
+    "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neo",
+    "num_heads": 4,
+    "num_layers": 2,
+    "resid_dropout": 0,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 100,
+    "window_size": 256,
+}
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 100,
+}
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 66,
+    "n_inner": None,
+    "n_layer": 2,
+    "num_attention_heads": 6,
+    "offset_alibi": 100,
+    "pretraining_tp": 4,
+    "seq_length": 4096,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "slow_but_exact": False,
+    "unk_token_id": 0,
+    "vocab_size": 100,
+}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 100,
+}
 WRITTEN = {
     "Llama-2": {**LLAMA, "pretraining_tp": 2, "rope_scaling": None, "tie_word_embeddings": False},
     "Llama-1": {**LLAMA, "architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048},
@@ -138,6 +263,21 @@ WRITTEN = {
     "gpt2": GPT2,
     "distilgpt2": {**GPT2, "_num_labels": 1, "id2label": {"0": "LABEL_0"}},
     "gpt2-xl": {**GPT2, "output_past": True},
+    "opt-125m": OPT,
+    "opt-350m": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "galactica": {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False},
+    "gpt-j-6B": GPTJ,
+    "gpt-neo-1.3B": NEO,
+    "pythia": NEOX,
+    "gpt-neox-20b": {
+        **NEOX,
+        "attention_probs_dropout_prob": 0.1,
+        "hidden_dropout_prob": 0.1,
+        "hidden_act": "gelu_fast",
+    },
+    "RedPajama-INCITE": {**NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
+    "bloom-560m": BLOOM,
+    "gemma-2-2b": GEMMA2,
     "bert-base-uncased": BERT,
     "bert-base-multilingual": {
         **BERT,
@@ -170,6 +310,78 @@ def test_config_of_a_real_checkpoint_is_taken(tmp_path, name):
 def test_limit_counts_the_scaling_of_rope(tmp_path, name, tokens):
     config = read(tmp_path, WRITTEN[name])
     assert describe_model(config, config["architectures"])[0].max_positions == tokens
+
+
+REFUSED = {
+    "opt heads": (OPT, {"num_attention_heads": 3}, "hidden_size=64 is no multiple"),
+    "opt activation": (OPT, {"activation_function": "mish"}, "activation_function='mish'"),
+    "opt unknown": (OPT, {"alignment": 3}, "alignment=3"),
+    "gptj odd": (GPTJ, {"rotary_dim": 7}, "rotary_dim=7; expected an even number up to 16"),
+    "gptj wide": (GPTJ, {"rotary_dim": 64}, "rotary_dim=64"),
+    "gptj none": (GPTJ, {"rotary_dim": 0}, "rotary_dim=0"),
+    "neox odd": (NEOX, {"rotary_pct": 0.2}, "partial_rotary_factor=0.2, which rotates 3 of the 16"),
+    "neox nothing": (NEOX, {"rotary_pct": 0.0}, "partial_rotary_factor=0.0"),
+    "neox dynamic": (NEOX, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "bloom residual": (
+        BLOOM,
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm=True",
+    ),
+    "bloom exact": (BLOOM, {"slow_but_exact": True}, "slow_but_exact=True"),
+    "gemma2 encoder": (
+        GEMMA2,
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True",
+    ),
+    "gemma2 layers": (
+        GEMMA2,
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "one of full_attention and sliding_attention for each of 2 layers",
+    ),
+    "gemma2 window": (GEMMA2, {"sliding_window": None}, "sliding_window=None"),
+    "gemma2 cap": (GEMMA2, {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_field_that_is_not_honoured_is_refused_by_name(tmp_path, name):
+    written, changes, message = REFUSED[name]
+    config = read(tmp_path, {**written, **changes})
+    with pytest.raises(ModelError, match=message):
+        describe_model(config, config["architectures"])
+
+
+def test_exact_bloom_that_was_not_split_is_an_ordinary_one(tmp_path):
+    config = read(tmp_path, {**BLOOM, "pretraining_tp": 1, "slow_but_exact": True})
+    assert describe_model(config)[0].family == "bloom"
+
+
+def test_gpt_neo_windows_come_from_attention_types_where_no_layers_are_listed(tmp_path):
+    config = {k: v for k, v in read(tmp_path, NEO).items() if k != "attention_layers"}
+    spec, _ = describe_model(config)
+    assert [layer.attention.window for layer in spec.layers] == [None, 256]
+    with pytest.raises(ModelError, match="for each of 2 layers"):
+        describe_model({**config, "attention_types": [[["global", "banded"], 1]]})
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 8, 12, 16, 25, 112])
+def test_alibi_slopes_are_those_of_hf(heads):
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    theirs = _get_alibi_slopes(heads, torch.device("cpu")).numpy()
+    np.testing.assert_allclose(alibi_slopes(heads), theirs, rtol=1.2e-7 * heads)
+
+
+def test_gptj_frequencies_are_those_of_hf():
+    from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+
+    spec, _ = describe_model(hf.GPTJConfig(rotary_dim=64).to_dict())
+    rope = spec.layers[0].attention.rope
+    angles = np.arange(2048, dtype=np.float32)[:, None] * np.array(rope.inv_freq, np.float32)
+    theirs = create_sinusoidal_positions(2048, 64).numpy()
+    ours = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    np.testing.assert_allclose(ours, theirs, atol=5e-4)
+    assert rope.interleaved
 
 
 def test_config_without_a_model_type_says_so(tmp_path):

@@ -61,8 +61,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},
     "environment": {"backends", "errors"},
+    "bench.case": set(),
+    "bench.*": {
+        *("api", "backends", "bench.*", "config.*", "embedded", "errors", "families.*"),
+        *("spec", "weights"),
+    },
     "cli": {
-        *("api", "backends", "embedded", "environment", "errors", "fused", "parity", "text"),
+        *("api", "backends", "bench.cli", "embedded", "environment", "errors", "fused"),
+        *("parity", "text"),
     },
     "__main__": {"cli"},
     "": {"api", "config.*", "embedded", "engine", "errors", "report"},

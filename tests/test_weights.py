@@ -5,7 +5,7 @@ import pytest
 
 from dualinfer import CheckpointError
 from dualinfer.families import describe_model
-from dualinfer.weights import WeightTable, make_load_plan, row
+from dualinfer.weights import Row, WeightTable, make_load_plan, row
 
 from .models import ALL, CASES
 
@@ -60,6 +60,31 @@ def test_size_of_a_joined_axis_is_the_sum():
     assert (TABLE.size("q+k"), TABLE.size("q")) == (9, 4)
 
 
+def test_blocks_that_are_interleaved_by_head_come_apart():
+    """Heads of (2 of q, 1 of k) each, along the second axis as stored."""
+    table = WeightTable(
+        rows=(row("w", "q+k in", ("x", "in q+k/heads")), row("b", "q+k", ("y", "q+k"))),
+        sizes={"in": 5, "q": 6, "k": 3, "heads": 3},
+    )
+    source = Tensors(x=zeros(5, 9), y=zeros(9))
+    plan = make_load_plan(table, source)
+    stored = np.array(["q00", "q01", "k00", "q10", "q11", "k10", "q20", "q21", "k20"])
+    (part,) = table.rows[0].sources
+    blocks = plan.blocks(table.rows[0], part, np.repeat(stored[:, None], 5, axis=1))
+    assert [block.shape for block in blocks] == [(6, 5), (3, 5)]
+    assert blocks[0][:, 4].tolist() == ["q00", "q01", "q10", "q11", "q20", "q21"]
+    assert blocks[1][:, 0].tolist() == ["k00", "k10", "k20"]
+    (whole,) = plan.blocks(table.rows[1], table.rows[1].sources[0], source.read("y"))
+    assert whole is source.read("y")
+
+
+def test_row_without_sources_asks_the_checkpoint_for_nothing():
+    constant = Row("c", ("in", "q+k"), (), constant=1.0)
+    table = WeightTable(rows=(constant,), sizes={"in": 2, "q": 4, "k": 5})
+    plan = make_load_plan(table, Tensors())
+    assert plan.rows == ((constant, ()),) and plan.shape(constant) == (2, 9)
+
+
 @pytest.mark.parametrize(
     "names",
     [("base.a", "base.q", "base.k"), ("a", "q", "k"), ("base.a", "base.old_q", "base.k")],
@@ -99,3 +124,42 @@ def test_table_accounts_for_every_tensor_once(name, hf_model):
     assert len({r.name for r in table.rows}) == len(table.rows)
     assert spec.vocab == 1001 and len(spec.layers) == case.make_config().num_hidden_layers
     assert (spec.head is not None, spec.can_generate) == (case.has_head, case.generates)
+
+
+OLDER = {
+    "opt": {"model.decoder.version": (1,)},
+    "gptj": {"transformer.h.0.attn.bias": (1, 1, 9, 9), "transformer.h.0.attn.masked_bias": ()},
+    "gpt-neo": {
+        "transformer.h.1.attn.attention.bias": (1, 1, 9, 9),
+        "transformer.h.1.attn.attention.masked_bias": (),
+    },
+    "neox": {
+        "gpt_neox.layers.0.attention.bias": (1, 1, 9, 9),
+        "gpt_neox.layers.0.attention.masked_bias": (),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": (2,),
+    },
+    "gemma2": {"model.layers.0.self_attn.rotary_emb.inv_freq": (11,)},
+}
+
+
+@pytest.mark.parametrize("base", [True, False])
+@pytest.mark.parametrize("name", [*OLDER, "bloom"])
+def test_names_and_buffers_of_older_checkpoints_are_known(name, base, hf_model):
+    """Buffers that HF once stored, NeoX's old name of its head, and a file without HF's prefix."""
+    model = hf_model(name)
+    _, table = describe_model(model.config.to_dict(), [type(model).__name__])
+    tensors = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    tensors |= {n: zeros(*shape) for n, shape in OLDER.get(name, {}).items()}
+    if name == "neox":
+        tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    if not base:
+        tensors = {n.removeprefix(table.base): x for n, x in tensors.items()}
+    plan = make_load_plan(table, Tensors(**tensors))
+    assert len(plan.unused) == len(OLDER.get(name, {}))
+    assert all(found for _, found in plan.rows)
+    headless = type(model).__name__.replace("ForCausalLM", "Model")
+    _, table = describe_model(model.config.to_dict(), [headless])
+    unused = make_load_plan(table, Tensors(**tensors)).unused
+    assert {n for n in unused if "lm_head" in n or "embed_out" in n} == {
+        n for n in tensors if "lm_head" in n or "embed_out" in n
+    }

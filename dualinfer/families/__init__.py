@@ -7,12 +7,18 @@ from typing import Any
 from ..errors import ModelError
 from ..spec import ModelSpec
 from ..weights import WeightTable
-from . import bert, gpt2, llama
+from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
 from .fields import ConfigFields
 
 _FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.CLASSES, llama),
+    "gemma2": gemma2,
     "gpt2": gpt2,
+    "gpt_neo": gpt_neo,
+    "gpt_neox": gpt_neox,
+    "gptj": gptj,
+    "opt": opt,
+    "bloom": bloom,
     "bert": bert,
 }
 

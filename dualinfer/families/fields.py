@@ -62,6 +62,20 @@ class ConfigFields:
             raise ModelError(f"config.json has {name}={value!r}; expected a positive number.")
         return float(value)
 
+    def optional_number(self, name: str) -> float | None:
+        """A field that is a positive number, or None or absent where it is off."""
+        return None if self.take(name) is None else self.number(name)
+
+    def layer_types(self, layers: int) -> list[str]:
+        """`layer_types`, checked: full_attention or sliding_attention for each layer."""
+        kinds = self.take("layer_types", [])
+        if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != layers:
+            raise ModelError(
+                f"config.json has layer_types={kinds}; the {self.family} family honours one of "
+                f"full_attention and sliding_attention for each of {layers} layers."
+            )
+        return kinds
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse the field unless it is absent, None or one of `allowed`."""
         value = self.take(name)
@@ -85,6 +99,11 @@ class ConfigFields:
     def ignore(self, *names: str) -> None:
         """Mark fields as read that change nothing at inference, such as dropout."""
         self._read.update(names)
+
+    def ignore_summary(self) -> None:
+        """Mark the fields of a GPT-2 classifier's head, which language models' configs hold too."""
+        self.ignore("summary_type", "summary_use_proj", "summary_activation")
+        self.ignore("summary_proj_to_labels", "summary_first_dropout")
 
     def finish(self) -> None:
         """Refuse every field that nobody read and that is set to something."""

@@ -28,8 +28,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.require("add_cross_attention", False)
     # Softmax is in float32 here in any case, which is what reorder_and_upcast_attn asks for.
     fields.ignore("reorder_and_upcast_attn", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-    fields.ignore("summary_type", "summary_use_proj", "summary_activation")
-    fields.ignore("summary_proj_to_labels", "summary_first_dropout")
+    fields.ignore_summary()
     spec = ModelSpec(
         family="gpt2",
         architecture=architecture,

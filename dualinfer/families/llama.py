@@ -97,13 +97,7 @@ def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
     if fields.family == "mistral":
         return [window] * layers
     fields.ignore("use_sliding_window", "max_window_layers")  # HF folds both into layer_types
-    kinds = fields.take("layer_types")
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != layers:
-        raise ModelError(
-            f"config.json has layer_types={kinds}; the {fields.family} family honours one of "
-            f"full_attention and sliding_attention for each of {layers} layers."
-        )
+    kinds = fields.layer_types(layers)
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -39,8 +39,10 @@ _REASONS = {
 }
 
 
-def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
-    """The rotary embedding of one head.
+def make_rope(
+    parameters: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False
+) -> Rope:
+    """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
     Raises ModelError that names a rope_type or a parameter that is not honoured.
     """
@@ -85,7 +87,8 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
         inv_freq = _llama3(inv_freq, parameters, max_positions)
     elif kind == "yarn":
         inv_freq, scaling = _yarn(periods, theta, parameters, head_dim, max_positions)
-    return Rope(kind, tuple(float(f) for f in inv_freq.astype(np.float32)), float(scaling))
+    frequencies = tuple(float(f) for f in inv_freq.astype(np.float32))
+    return Rope(kind, frequencies, float(scaling), interleaved)
 
 
 def reach(parameters: Mapping[str, Any], max_positions: int) -> int:

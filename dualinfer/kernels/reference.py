@@ -35,10 +35,14 @@ def embed(ids: Array, weight: Array) -> Array:
     return weight[ids].astype(np.float32)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019)."""
+def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> Array:
+    """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019).
+
+    With `unit_offset` times 1 + weight, as in Gemma.
+    """
     mean_square = np.mean(_wide(x) ** 2, axis=-1, keepdims=True)
-    return (_wide(x) / np.sqrt(mean_square + eps) * _wide(weight)).astype(np.float32)
+    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
+    return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
@@ -51,16 +55,22 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     return ((x - mean) / np.sqrt(variance + eps) * _wide(weight) + _wide(bias)).astype(np.float32)
 
 
-def rotary(x: Array, cos: Array, sin: Array) -> Array:
-    """x [B, T, heads, D] turned by the angles whose cos and sin [B, T, D/2] are given.
+def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """x [B, T, heads, D] turned by the angles whose cos and sin [B, T, R/2] are given.
 
-    Su et al., 2021, with HF's pairing (`rotate_half`): elements i and i + D/2 of a head are the
-    real and the imaginary part of one number, which is multiplied by cos_i + i sin_i.
+    Su et al., 2021: the first R elements of a head are R/2 complex numbers, and number i is
+    multiplied by cos_i + i sin_i; the rest of the head stays as it is. The real and the imaginary
+    part are elements i and i + R/2 (HF's `rotate_half`), or 2i and 2i + 1 if `interleaved`.
     """
-    half = x.shape[-1] // 2
-    numbers = _wide(x[..., :half]) + 1j * _wide(x[..., half:])
+    half = cos.shape[-1]
+    real, imaginary = slice(half), slice(half, 2 * half)
+    if interleaved:
+        real, imaginary = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    numbers = _wide(x[..., real]) + 1j * _wide(x[..., imaginary])
     turned = numbers * (_wide(cos) + 1j * _wide(sin))[:, :, None, :]
-    return np.concatenate([turned.real, turned.imag], axis=-1).astype(np.float32)
+    out = x.astype(np.float32)
+    out[..., real], out[..., imaginary] = turned.real, turned.imag
+    return out
 
 
 def _sigmoid(x: float) -> float:
@@ -130,11 +140,18 @@ def attention(
     window: int | None = None,
     mask: Array | None = None,
     segments: Array | None = None,
+    alibi: Array | None = None,
+    positions: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
 
     Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
-    KV head h // G (Ainslie et al., 2023).
+    KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
+    `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
+    default 0 to T-1 (Press et al., 2022). `sinks` [H] is a score of no value at all, which takes
+    its part of the softmax. All in this order, before the mask.
     """
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -145,9 +162,25 @@ def attention(
     for b in range(batch):
         for h in range(heads):
             keys, values = _wide(k[b, :, h // group]), _wide(v[b, :, h // group])
-            scores = np.where(seen[b], _wide(q[b, :, h]) @ keys.T * scale, -np.inf)
-            out[b, :, h] = _softmax(scores) @ values
+            scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
+            if alibi is not None:
+                at = np.arange(tokens) if positions is None else positions[b].astype(np.int64)
+                scores = scores + float(alibi[h]) * (at[None, :] - at[:, None])
+            weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
+            out[b, :, h] = weights @ values
     return out.astype(np.float32)
+
+
+def _capped(scores: Array, softcap: float | None) -> Array:
+    return scores if softcap is None else softcap * np.tanh(scores / softcap)
+
+
+def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
+    """Softmax over the last axis, with the head's sink beside the scores."""
+    if sinks is None:
+        return _softmax(scores)
+    beside = np.full((*scores.shape[:-1], 1), float(sinks[head]))
+    return _softmax(np.concatenate([scores, beside], axis=-1))[..., :-1]
 
 
 def append(cache: Cache, k: Array, v: Array, lengths: Array) -> Cache:
@@ -164,12 +197,21 @@ def append(cache: Cache, k: Array, v: Array, lengths: Array) -> Cache:
 
 
 def decode_attention(
-    q: Array, cache: Cache, lengths: Array, *, scale: float, window: int | None = None
+    q: Array,
+    cache: Cache,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    alibi: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
     sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
+    `alibi`, `softcap` and `sinks` as in `attention`; a token's position is its place in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -180,7 +222,10 @@ def decode_attention(
         for h in range(heads):
             keys = _wide(cache[0][n, h // group, start:end])
             values = _wide(cache[1][n, h // group, start:end])
-            out[n, h] = _softmax(keys @ _wide(q[n, h]) * scale) @ values
+            scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
+            if alibi is not None:
+                scores = scores + float(alibi[h]) * (np.arange(start, end) - (end - 1))
+            out[n, h] = _weights(scores, sinks, h) @ values
     return out.astype(np.float32)
 
 

@@ -68,6 +68,69 @@ OPTIONS = {
 }
 
 
+SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
+SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)
+COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
+SCORING = {
+    "alibi": {"causal": True, "alibi": SLOPES},
+    "alibi, bidirectional": {"causal": False, "alibi": -SLOPES},
+    "alibi, positions": {
+        "causal": True,
+        "alibi": SLOPES,
+        "mask": PADDED,
+        "positions": COUNTED,
+    },
+    "alibi, positions with gaps": {
+        "causal": True,
+        "alibi": SLOPES,
+        "positions": np.sort(np.random.default_rng(7).integers(0, 200, (2, 63))).astype(np.int32),
+    },
+    "softcap": {"causal": True, "softcap": 2.5},
+    "softcap, bidirectional": {"causal": False, "softcap": 50.0},
+    "sinks": {"causal": True, "sinks": SINKS},
+    "softcap, window": {"causal": True, "softcap": 2.5, "window": 7},
+    "all": {
+        "causal": True,
+        "window": 30,
+        "mask": PADDED,
+        "segments": np.repeat(packed(63, 5, 20, 38), 2, 0),
+        "alibi": SLOPES,
+        "positions": COUNTED,
+        "softcap": 2.5,
+        "sinks": SINKS,
+    },
+}
+
+
+@pytest.mark.parametrize("options", SCORING.values(), ids=SCORING)
+def test_attention_scores_as_the_options_say(backend, dtype, options):
+    q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
+    expected = reference.attention(q, k, v, scale=0.2, **options)
+    actual = backend.attention(q, k, v, scale=0.2, **options)
+    assert_close(actual, expected, dtype, length=63, roundings=2)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 6])
+def test_attention_gives_each_head_its_slope_and_sink(backend, kv_heads):
+    dtype = np.dtype(np.float32)
+    q, k, v = inputs(dtype, 1, 17, 6, kv_heads, 16)
+    options = {"scale": 0.25, "causal": True, "alibi": SLOPES, "sinks": SINKS}
+    expected = reference.attention(q, k, v, **options)
+    assert_close(backend.attention(q, k, v, **options), expected, dtype, length=17)
+
+
+def test_attention_counts_distances_alike_at_far_positions(backend):
+    """Slope times position alone would lose the digits that tell neighbours apart."""
+    dtype = np.dtype(np.float32)
+    q, k, v = inputs(dtype, 1, 17, 6, 3, 16)
+    how = {"scale": 0.25, "causal": True, "alibi": SLOPES}
+    near = np.arange(17, dtype=np.int32)[None]
+    np.testing.assert_array_equal(
+        backend.attention(q, k, v, positions=near + 1_000_000, **how),
+        backend.attention(q, k, v, positions=near, **how),
+    )
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_hides_what_the_options_say(backend, dtype, options):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
@@ -104,6 +167,41 @@ def test_attention_holds_at_large_scores(backend, dtype):
     how = {"scale": 256.0, "causal": True}
     expected = reference.attention(q, k, v, **how)
     assert_close(backend.attention(q, k, v, **how), expected, dtype, roundings=2)
+
+
+def test_reference_attention_is_that_of_hf():
+    """Gemma 2's scores, BLOOM's ALiBi and gpt-oss' sinks."""
+    torch = pytest.importorskip("torch")
+    from transformers.models.bloom import modeling_bloom
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    q, k, v = inputs(np.dtype(np.float32), 2, 63, 6, 6, 16)
+    heads_first = [torch.from_numpy(x).transpose(1, 2) for x in (q, k, v)]
+    hidden = torch.full((63, 63), float("-inf")).triu(1)[None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 1, torch.from_numpy(SINKS)
+    how = {"attention_mask": hidden, "scaling": 0.4}
+    capped, _ = modeling_gemma2.eager_attention_forward(module, *heads_first, **how, softcap=2.5)
+    sunk, _ = modeling_gpt_oss.eager_attention_forward(module, *heads_first, **how)
+    padding = torch.from_numpy(PADDED.astype(np.int64))
+    bias = modeling_bloom.build_alibi_tensor(padding, 6, torch.float32).view(2, 6, 1, 63)
+    scores = heads_first[0] @ heads_first[1].transpose(2, 3) * 0.4 + bias + hidden
+    scores = scores.masked_fill(padding[:, None, None] == 0, float("-inf"))
+    sloped = (scores.softmax(-1) @ heads_first[2]).transpose(1, 2).numpy()
+    slopes = modeling_bloom._get_alibi_slopes(6, torch.device("cpu")).numpy()
+    found = {
+        name: reference.attention(q, k, v, scale=0.4, causal=True, **options)
+        for name, options in (
+            ("capped", {"softcap": 2.5}),
+            ("sunk", {"sinks": SINKS}),
+            ("sloped", {"alibi": slopes, "mask": PADDED, "positions": COUNTED}),
+        )
+    }
+    dtype = np.dtype(np.float32)
+    assert_close(found["capped"], capped.numpy(), dtype, length=63)
+    assert_close(found["sunk"], sunk.numpy(), dtype, length=63)
+    assert_close(found["sloped"][PADDED], sloped[PADDED], dtype, length=63)
 
 
 def test_reference_query_sees_itself_only_where_it_would_see_nothing():

@@ -47,6 +47,28 @@ def test_decode_attention_sees_its_window_only(backend, dtype, window):
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
 
 
+SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
+SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)
+SCORING = {
+    "alibi": {"alibi": SLOPES},
+    "softcap": {"softcap": 2.5},
+    "sinks": {"sinks": SINKS},
+    "all": {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS, "window": 7},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+@pytest.mark.parametrize("options", SCORING.values(), ids=SCORING)
+def test_decode_attention_scores_as_the_options_say(backend, dtype, options, kv_heads):
+    lengths = np.array([1, 6, 7, 8, 62, 63], np.int32)
+    cache = cache_of(dtype, lengths, kv_heads, 63, options.get("window"))
+    q = normal(4, len(lengths), 6, 80, dtype=dtype)
+    expected = reference.decode_attention(q, cache, lengths, scale=0.2, **options)
+    actual = backend.decode_attention(q, cache, lengths, scale=0.2, **options)
+    for n in range(len(lengths)):
+        assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
+
+
 def test_append_writes_one_place_of_each_slot(backend, dtype):
     lengths = np.array([0, 1, 31, 62], np.int32)
     cache = (normal(5, 4, 3, 63, 80, dtype=dtype), normal(6, 4, 3, 63, 80, dtype=dtype))
@@ -67,15 +89,19 @@ def test_append_to_a_full_slot_harms_no_other(backend):
         np.testing.assert_array_equal(found[1:], wanted[1:])
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_decoding_token_by_token_is_attention_of_the_whole(backend, window):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS}],
+    ids=["plain", "window", "scoring"],
+)
+def test_decoding_token_by_token_is_attention_of_the_whole(backend, options):
     dtype, tokens = np.dtype(np.float32), 7
     q = normal(1, 2, tokens, 6, 80, dtype=dtype)
     k, v = normal(2, 2, tokens, 3, 80, dtype=dtype), normal(3, 2, tokens, 3, 80, dtype=dtype)
-    whole = backend.attention(q, k, v, scale=0.1, causal=True, window=window)
+    whole = backend.attention(q, k, v, scale=0.1, causal=True, **options)
     cache = tuple(np.full((2, 3, 9, 80), GARBAGE, dtype) for _ in range(2))
     for t in range(tokens):
         lengths = np.full(2, t, np.int32)
         cache = backend.append(cache, k[:, t], v[:, t], lengths)
-        step = backend.decode_attention(q[:, t], cache, lengths + 1, scale=0.1, window=window)
+        step = backend.decode_attention(q[:, t], cache, lengths + 1, scale=0.1, **options)
         assert_close(step, whole[:, t], dtype, length=tokens)

@@ -22,6 +22,14 @@ def test_rms_norm_is_the_reference(backend, dtype, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_with_a_unit_offset_is_the_reference(backend, dtype, shape):
+    """1 + weight is not rounded to the dtype: in bfloat16 that would lose small weights."""
+    x, weight = normal(1, *shape, dtype=dtype), normal(9, shape[-1], dtype=dtype, scale=0.01)
+    expected = reference.rms_norm(x, weight, 1e-6, True)
+    assert_close(backend.rms_norm(x, weight, 1e-6, True), expected, dtype, length=shape[-1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm_is_the_reference(backend, dtype, shape):
     x, weight = normal(2, *shape, dtype=dtype), gain(dtype, shape[-1])
     bias = normal(3, shape[-1], dtype=dtype)

@@ -25,6 +25,17 @@ def test_rotary_is_the_reference(backend, dtype, tokens, heads, dim):
     assert_close(backend.rotary(x, cos, sin), reference.rotary(x, cos, sin), dtype)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "turning"), [(80, 80), (80, 20), (84, 2), (28, 10)])
+def test_rotary_of_a_part_of_each_head_is_the_reference(backend, dtype, dim, turning, interleaved):
+    x = normal(1, 2, 63, 5, dim, dtype=dtype)
+    cos, sin = angles(np.arange(63) + np.array([[0], [1000]]), turning)
+    expected = reference.rotary(x, cos, sin, interleaved)
+    actual = backend.rotary(x, cos, sin, interleaved)
+    assert_close(actual, expected, dtype)
+    np.testing.assert_array_equal(actual[..., turning:], x[..., turning:])
+
+
 def test_rotary_at_position_zero_changes_nothing(backend, dtype):
     x = normal(2, 1, 1, 5, 80, dtype=dtype)
     cos, sin = angles(np.zeros((1, 1)), 80)
@@ -49,3 +60,15 @@ def test_reference_rotary_is_that_of_hf():
     turned, _ = apply_rotary_pos_emb(heads_first, heads_first, *full)
     expected = turned.transpose(1, 2).numpy()
     assert_close(reference.rotary(x, cos, sin), expected, np.dtype(np.float32))
+
+
+def test_reference_rotary_of_pairs_is_that_of_hf():
+    torch = pytest.importorskip("torch")
+    from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
+
+    x = normal(4, 2, 63, 5, 80, dtype=np.dtype(np.float32))
+    cos, sin = angles(np.stack([np.arange(63), 9 + np.arange(63)]), 20)
+    part = torch.from_numpy(x[..., :20])
+    turned = apply_rotary_pos_emb(part, torch.from_numpy(sin), torch.from_numpy(cos)).numpy()
+    expected = np.concatenate([turned, x[..., 20:]], axis=-1)
+    assert_close(reference.rotary(x, cos, sin, True), expected, np.dtype(np.float32))

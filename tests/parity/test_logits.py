@@ -28,7 +28,12 @@ def batch():
 
 
 def positions_for(case, mask):
-    """Position ids that no default gives: gaps, and as far out as the model reaches."""
+    """Position ids that no default gives: gaps, and as far out as the model reaches.
+
+    BLOOM counts the mask's tokens and takes no others.
+    """
+    if case.family == "bloom":
+        return np.maximum(mask.cumsum(1) - 1, 0)
     limit = getattr(case.make_config(), "max_position_embeddings", 0)
     steps = np.random.default_rng(3).integers(1, limit // TOKENS + 1, mask.shape)
     return np.where(mask == 1, np.minimum((steps * mask).cumsum(1), limit - 1), 1)
@@ -112,7 +117,10 @@ PACKED = np.array(
 )
 
 
-@pytest.mark.parametrize("name", CAUSAL, scope="session")
+PACKING = tuple(name for name in CAUSAL if CASES[name].family not in ("opt", "bloom"))
+
+
+@pytest.mark.parametrize("name", PACKING, scope="session")
 @pytest.mark.parametrize("use_cache", [None, False])
 def test_packed_positions_without_a_mask_equal_hf(name, use_cache, backend, hf_model, engine_of):
     ids = random_ids(3, TOKENS, seed=5)
@@ -124,6 +132,38 @@ def test_packed_positions_without_a_mask_equal_hf(name, use_cache, backend, hf_m
     alone = next(iter(expected(hf_model(name), ids[:1, 4:10]).values()))
     separate = np.allclose(np.asarray(out[0])[:1, 4:10], alone, atol=1e-3)
     assert separate == (use_cache is False)  # HF packs only where it makes no cache
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-headless"], scope="session")
+def test_positions_of_a_family_that_does_not_pack_only_number_the_tokens(
+    name, backend, hf_model, engine_of
+):
+    ids = random_ids(3, TOKENS, seed=5)
+    reference = expected(hf_model(name), ids, position_ids=PACKED, use_cache=False)
+    engine = engine_of(name, backend)
+    out = engine(ids, position_ids=PACKED, use_cache=False, output_hidden_states=True)
+    check(out, reference)
+
+
+def test_position_ids_that_bloom_would_ignore_are_refused(backend, engine_of):
+    """HF takes them and computes without them."""
+    engine = engine_of("bloom", backend)
+    ids, mask = batch()
+    with pytest.raises(dualinfer.ArgumentError, match="bloom family takes no position_ids"):
+        engine(ids, mask, position_ids=np.arange(TOKENS)[None])
+    with pytest.raises(dualinfer.ArgumentError, match="bloom family takes no position_ids"):
+        engine(ids, position_ids=PACKED)
+    engine(ids, position_ids=np.arange(TOKENS))  # what it counts itself
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "gpt-neo", "gemma2"], scope="session")
+def test_mask_with_holes_equals_hf(name, backend, hf_model, engine_of):
+    ids = random_ids(3, TOKENS, seed=6)
+    mask = (np.random.default_rng(6).random(ids.shape) < 0.6).astype(int)
+    mask[:, 2] = 1
+    reference = expected(hf_model(name), ids, attention_mask=mask)
+    out = engine_of(name, backend)(ids, mask, output_hidden_states=True)
+    check(out, reference, mask == 1)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +179,9 @@ def test_position_ids_of_one_row_serve_every_row(name, backend, hf_model, engine
 
 
 @pytest.mark.parametrize(
-    "name", ["bert", "bert-types", "bert-masked", "gpt2", "gpt2-headless"], scope="session"
+    "name",
+    ["bert", "bert-types", "bert-masked", "gpt2", "gpt2-headless", "gptj", "gpt-neo"],
+    scope="session",
 )
 def test_token_types_equal_hf(name, backend, hf_model, engine_of):
     ids, mask = batch()
@@ -165,7 +207,11 @@ def test_any_shape_equals_hf(name, shape, hf_model, engine_of):
         check(out, expected(hf_model(name), ids))
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-mixed", "llama-yarn"], scope="session")
+@pytest.mark.parametrize(
+    "name",
+    ["mistral-window", "qwen2-mixed", "llama-yarn", "gpt-neo", "gemma2", "bloom", "gptj", "opt"],
+    scope="session",
+)
 def test_sequence_far_beyond_window_and_original_length_equals_hf(name, hf_model, engine_of):
     ids = random_ids(1, 120, seed=8)
     for backend in BACKENDS:
@@ -438,6 +484,12 @@ def test_bfloat16_folder_in_float32_equals_hf(name, backend, tmp_path):
         ("llama-gqa", "float16"),
         ("gpt2", "bfloat16"),
         ("bert-masked", "bfloat16"),
+        ("opt-post", "float16"),
+        ("gptj-tied", "bfloat16"),
+        ("gpt-neo", "float16"),
+        ("neox", "bfloat16"),
+        ("bloom", "bfloat16"),
+        ("gemma2", "bfloat16"),
     ],
 )
 def test_half_precision_is_as_near_to_float32_as_hf_is(name, dtype, backend, tmp_path, hf_model):

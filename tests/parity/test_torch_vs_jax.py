@@ -12,7 +12,10 @@ from ..models import BACKENDS, CASES, VOCAB, random_ids, relative_rms
 
 LIMIT = 1e-5
 LAYERWISE = ("llama-gqa", "llama-yarn-factor", "qwen2-mixed", "gpt2-inverse", "bert", "bert-masked")
-CACHED = ("llama-gqa", "llama-mqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
+CACHED = (
+    *("llama-gqa", "llama-mqa", "mistral-window", "qwen3-mixed", "gpt2-inverse"),
+    *("opt-post", "gptj", "gpt-neo", "neox-sequential", "bloom", "gemma2"),
+)
 PROMPTS, TOKENS = (9, 1, 4), 40
 
 

@@ -47,11 +47,12 @@ def embed(ids: jax.Array, weight: Weight) -> jax.Array:
 
 
 @jax.named_scope("rms_norm")
-def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32."""
+def rms_norm(x: jax.Array, weight: Weight, eps: float, unit_offset: bool = False) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.data.astype(jnp.float32)).astype(x.dtype)
+    factor = weight.data.astype(jnp.float32)
+    return (y * (1 + factor if unit_offset else factor)).astype(x.dtype)
 
 
 @jax.named_scope("layer_norm")
@@ -64,12 +65,24 @@ def layer_norm(x: jax.Array, weight: Weight, bias: Weight, eps: float) -> jax.Ar
 
 
 @jax.named_scope("rotary")
-def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the halves of x [B, T, heads, D] by cos and sin, float32 [B, T, D/2]."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False) -> jax.Array:
+    """Rotate the start of each head of x [B, T, heads, D] by cos and sin, float32 [B, T, R/2].
+
+    Its R elements are halves that turn together, or pairs if `interleaved`.
+    """
+    turning, rest = jnp.split(x, (2 * cos.shape[-1],), axis=-1)
+    wide = turning.astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    halves = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(halves, axis=-1).astype(x.dtype)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        turned = jnp.stack(parts, axis=-1).reshape(turning.shape)
+    else:
+        turned = jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
 
 
 @jax.named_scope("activation")
@@ -109,20 +122,44 @@ def attention(
     window: int | None = None,
     mask: jax.Array | None = None,
     segments: jax.Array | None = None,
+    alibi: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite.
+    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
+    `positions` int [B, T] are what the slopes of `alibi` count.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
-    scores = einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = _capped(scores * scale, softcap)
+    if alibi is not None:
+        at = jnp.arange(tokens)[None] if positions is None else positions
+        ahead = (at[:, None, :] - at[:, :, None]).astype(jnp.float32)
+        scores += alibi.reshape(kv_heads, -1, 1, 1) * ahead[:, None, None]
     visible = visible_keys(tokens, causal, window, mask, segments)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     out = einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     return out.reshape(batch, tokens, heads, dim)
+
+
+def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax of scores [B, K, G, ..., S] over the last axis, each head's sink [H] beside them."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    heads = scores.shape[1:3]
+    beside = sinks.reshape(*heads, *(1,) * (scores.ndim - 3))
+    beside = jnp.broadcast_to(beside, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate((scores, beside), axis=-1), axis=-1)[..., :-1]
 
 
 def visible_keys(
@@ -163,10 +200,13 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    alibi: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them.
+    The query is the last of them. `alibi` and `sinks` are float32 [H].
     """
     slots, heads, dim = q.shape
     kv_heads = cache.k.shape[1]
@@ -176,6 +216,9 @@ def decode_attention(
         visible &= at >= lengths[:, None] - window
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, dim)
     scores = einsum("nkgd,nksd->nkgs", grouped, cache.k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
+    scores = _capped(scores * scale, softcap)
+    if alibi is not None:
+        ahead = (at - (lengths[:, None] - 1)).astype(jnp.float32)
+        scores += alibi.reshape(kv_heads, -1, 1) * ahead[:, None, None]
+    weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     return einsum("nkgs,nksd->nkgd", weights.astype(cache.v.dtype), cache.v).reshape(q.shape)

@@ -133,11 +133,11 @@ class JaxRunner:
                 q,
                 k,
                 v,
-                scale=a.scale,
                 causal=a.causal,
-                window=a.window,
                 mask=mask,
                 segments=segments,
+                positions=positions,
+                **decoder.scoring(a),
             )
 
         states = decoder.hidden_states(
@@ -222,9 +222,9 @@ class JaxRunner:
         filled = list(cache)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            a = self.spec.layers[i].attention
             filled[i] = write(filled[i], slots, k, v)
-            return ops.attention(q, k, v, scale=a.scale, causal=True, window=a.window)
+            how = decoder.scoring(self.spec.layers[i].attention)
+            return ops.attention(q, k, v, causal=True, **how)
 
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         x = decoder.hidden_states(self.spec, params, ids, positions, None, attend)[-1]
@@ -288,12 +288,9 @@ class JaxRunner:
         filled = list(cache)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            a = self.spec.layers[i].attention
             filled[i] = ops.append(filled[i], k[:, 0], v[:, 0], state.length)
-            y = ops.decode_attention(
-                q[:, 0], filled[i], state.length + 1, scale=a.scale, window=a.window
-            )
-            return y[:, None]
+            how = decoder.scoring(self.spec.layers[i].attention)
+            return ops.decode_attention(q[:, 0], filled[i], state.length + 1, **how)[:, None]
 
         ids, positions = state.last[:, None], state.length[:, None]
         x = decoder.hidden_states(self.spec, params, ids, positions, None, attend)[-1]

@@ -7,7 +7,7 @@ from ...errors import ConfigError
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
-from .device import default_device
+from .device import default_device, device_name, has_triton, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
 from .params import load_params
@@ -37,4 +37,21 @@ def create_runner(
     device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
     params = load_params(spec, plan, source, dtype, device)
     graphs = config.enable_cuda_graph
-    return TorchRunner(spec, params, dtype, device, PlainOps(), graphs is not False, graphs is True)
+    ops = _make_ops(config, device)
+    return TorchRunner(spec, params, dtype, device, ops, graphs is not False, graphs is True)
+
+
+def _make_ops(config: InferenceConfig, device: torch.device) -> PlainOps:
+    """Triton kernels where they are wanted and can run, else plain torch."""
+    if not config.replace_with_kernel_inject or config.use_triton is False:
+        return PlainOps()
+    if not has_triton() or not runs_kernels(device):
+        if config.use_triton:
+            raise ConfigError(
+                f"use_triton=True: the kernels run on CUDA devices from Ampere on, and this is "
+                f"{device_name(device)}. Leave it unset."
+            )
+        return PlainOps()
+    from .kernels import KernelOps
+
+    return KernelOps(device)

@@ -45,8 +45,10 @@ def hidden_states(
 
 
 def finished(spec: ModelSpec, params: Params, ops: PlainOps, x: torch.Tensor) -> torch.Tensor:
-    """HF's last hidden state: after the final norm."""
+    """HF's last hidden state: after the final norm, in the width of the embedding."""
     norm = _final_norm(spec, params)
+    if spec.embed_width:
+        return ops.linear(x, params.outer["project_out.weight"], norm=norm)
     return ops.norm(x, norm) if norm else x
 
 
@@ -56,6 +58,8 @@ def logits(
     """Scores [..., V] of the last layer's output [..., E]; `wide` asks for float32."""
     w = params.outer
     norm = _final_norm(spec, params)
+    if spec.embed_width:
+        x, norm = finished(spec, params, ops, x), None
     if spec.head is not None and spec.head.kind == "masked":
         assert spec.head.norm and spec.head.activation
         x = ops.linear(
@@ -68,6 +72,9 @@ def logits(
         norm = NormOf.named(spec.head.norm, w, "head.norm")
     weight = w.get("head.weight", w["embed.weight"])
     scores = ops.linear(x, weight, w.get("head.bias"), norm=norm, wide=wide)
+    if spec.head is not None and spec.head.softcap:
+        capped = torch.tanh(scores.float() / spec.head.softcap) * spec.head.softcap
+        scores = capped.to(scores.dtype)
     return parallel.gather_logits(scores)
 
 
@@ -84,27 +91,50 @@ def _final_norm(spec: ModelSpec, params: Params) -> NormOf | None:
 def _block(
     layer: Layer, w: Weights, ops: PlainOps, x: torch.Tensor, index: int, attend: Attend
 ) -> torch.Tensor:
-    attn_norm = NormOf.named(layer.norm, w, "attn_norm")
-    mlp_norm = NormOf.named(layer.norm, w, "mlp_norm")
+    def norm(name: str) -> NormOf:
+        return NormOf.named(layer.norm, w, name)
+
+    def attention(norm: NormOf | None, residual: torch.Tensor | None) -> torch.Tensor:
+        return _attention(w, ops, x, norm, index, attend, residual)
+
+    if layer.parallel:
+        total = attention(norm("attn_norm"), x)
+        own = norm("attn_norm" if layer.shared_norm else "mlp_norm")
+        return _mlp(layer, w, ops, x, own, total)
     if layer.placement == "pre":
-        x = _attention(w, ops, x, attn_norm, index, attend)
-        return _mlp(layer, w, ops, x, mlp_norm)
-    x = ops.norm(_attention(w, ops, x, None, index, attend), attn_norm)
-    return ops.norm(_mlp(layer, w, ops, x, None), mlp_norm)
+        x = attention(norm("attn_norm"), x)
+        return _mlp(layer, w, ops, x, norm("mlp_norm"), x)
+    if layer.placement == "around":
+        x = x + ops.norm(attention(norm("attn_norm"), None), norm("attn_post_norm"))
+        return x + ops.norm(_mlp(layer, w, ops, x, norm("mlp_norm"), None), norm("mlp_post_norm"))
+    x = ops.norm(attention(None, x), norm("attn_norm"))
+    return ops.norm(_mlp(layer, w, ops, x, None, x), norm("mlp_norm"))
 
 
 def _attention(
-    w: Weights, ops: PlainOps, x: torch.Tensor, norm: NormOf | None, index: int, attend: Attend
+    w: Weights,
+    ops: PlainOps,
+    x: torch.Tensor,
+    norm: NormOf | None,
+    index: int,
+    attend: Attend,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`x` plus its attention, normed first where there is a norm."""
+    """Attention of `x`, normed first where there is a norm, plus the residual if given."""
     qkv = ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm)
-    return parallel.row_product(ops, attend(index, qkv), w["out.weight"], w.get("out.bias"), x)
+    y = attend(index, qkv)
+    return parallel.row_product(ops, y, w["out.weight"], w.get("out.bias"), residual)
 
 
 def _mlp(
-    layer: Layer, w: Weights, ops: PlainOps, x: torch.Tensor, norm: NormOf | None
+    layer: Layer,
+    w: Weights,
+    ops: PlainOps,
+    x: torch.Tensor,
+    norm: NormOf | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`x` plus its feed-forward, normed first where there is a norm."""
+    """Feed-forward of `x`, normed first where there is a norm, plus the residual if given."""
     mlp = layer.mlp
     h = ops.linear(
         x,
@@ -114,4 +144,4 @@ def _mlp(
         activation=mlp.activation,
         gated=mlp.gated,
     )
-    return parallel.row_product(ops, h, w["down.weight"], w.get("down.bias"), x)
+    return parallel.row_product(ops, h, w["down.weight"], w.get("down.bias"), residual)

@@ -1,5 +1,7 @@
 """The torch device that a model goes to, and what it has free."""
 
+import importlib.util
+
 import torch
 
 from ...memory import host_free_bytes
@@ -20,6 +22,16 @@ def default_dtype() -> str:
 def device_name(device: torch.device) -> str:
     """The device's name for people."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def has_triton() -> bool:
+    """True where Triton is installed: CUDA builds of torch bring it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """True on CUDA devices from Ampere on, the first with bfloat16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def free_bytes(device: torch.device) -> int | None:

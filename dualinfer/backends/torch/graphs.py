@@ -28,17 +28,15 @@ class StepGraphs:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self.captures = 0
 
     def __contains__(self, key: Hashable) -> bool:
         """True if the key's graph can be replayed."""
         return key in self._graphs
 
-    def capture(
-        self, key: Hashable, step: Callable[[torch.Tensor], None], out: torch.Tensor
-    ) -> None:
-        """Record `step`, which writes its tokens to `out`, without running it.
+    def capture(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Record `step`, which works on static buffers, without running it.
 
         It must have run before, so that libraries are loaded and have their workspaces.
         """
@@ -48,15 +46,13 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step(out)
-        self._graphs[key] = graph, out
+            step()
+        self._graphs[key] = graph
         self.captures += 1
 
-    def replay(self, key: Hashable) -> torch.Tensor:
-        """Run the key's step once; the tokens, in a buffer that the next replay writes again."""
-        graph, out = self._graphs[key]
-        graph.replay()
-        return out
+    def replay(self, key: Hashable) -> None:
+        """Run the key's step once."""
+        self._graphs[key].replay()
 
     def clear(self) -> None:
         """Let go of every graph: the buffers that they write are about to be freed."""

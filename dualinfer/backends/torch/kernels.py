@@ -11,17 +11,17 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...kernels.triton import activation as activation_kernels
+from ...kernels.triton import activation as activations
 from ...kernels.triton import (
     attention,
     attention_choice,
     decode_attention,
     embedding,
     linear,
-    norm,
     rotary,
     sampling,
 )
+from ...kernels.triton import norm as norms
 from ...kernels.triton.launch import has_pdl
 from ...spec import Activation, ModelSpec
 from ...weights import Weight
@@ -69,40 +69,31 @@ class KernelOps(PlainOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; it does not start early, as it reads what sampling wrote."""
-        x = self._embed(spec, w, ids, positions, token_types)
-        return self.linear(x, w["project_in.weight"]) if spec.embed_width else x
-
-    def _embed(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-    ) -> torch.Tensor:
+        if spec.embed_width:  # OPT-350m: a product comes between
+            return super().embed(spec, w, ids, positions, token_types)
+        table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
         return embedding.embed(
             ids,
-            w["embed.weight"].data,
+            table,
             positions=positions if learned else None,
             position_weight=w["positions.weight"].data if learned else None,
             position_offset=spec.position_offset,
             token_types=token_types,
             type_weight=None if token_types is None else w[types].data,
-            scale=spec.embed_scale,
+            scale=float(torch.tensor(spec.embed_scale, dtype=table.dtype)),  # as HF rounds it
         )
 
     @named("norm")
-    def norm(self, x: torch.Tensor, norm_of: NormOf) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
         """See `PlainOps.norm`."""
-        spec, weight, bias = norm_of
+        spec, weight, bias = norm
+        how = {"pdl": self._pdl}
         if spec.kind == "rms":
-            return norm.rms_norm(
-                x, weight.data, spec.eps, unit_offset=spec.unit_offset, pdl=self._pdl
-            )
+            return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
         assert bias is not None
-        return norm.layer_norm(x, weight.data, bias.data, spec.eps, pdl=self._pdl)
+        return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
 
     @named("matmul")
     def linear(
@@ -126,7 +117,9 @@ class KernelOps(PlainOps):
             fused_norm = linear.NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
         elif norm is not None:
             x = self.norm(x, norm)
-        if linear.serves(count, x.element_size()):
+        fused = activation is not None or residual is not None
+        features, width = weight.data.shape
+        if linear.serves(count, features, width, x.element_size(), fused):
             return linear.linear(
                 x,
                 weight.data,
@@ -136,6 +129,7 @@ class KernelOps(PlainOps):
                 gated=gated,
                 residual=residual,
                 dtype=torch.float32 if wide else None,
+                counters=self._zeros(linear.MOST_TILES),
                 sms=self._sms,
                 pdl=self._pdl,
             )
@@ -158,9 +152,7 @@ class KernelOps(PlainOps):
         else:
             y = F.linear(x, weight.data, None if bias is None else bias.data)
             if activation is not None:
-                act = (
-                    activation_kernels.gated_activation if gated else activation_kernels.activation
-                )
+                act = activations.gated_activation if gated else activations.activation
                 y = act(y, activation, pdl=self._pdl)
             if residual is not None:
                 y = residual + y

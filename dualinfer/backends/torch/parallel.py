@@ -7,7 +7,11 @@ from .plain import PlainOps
 
 
 def row_product(
-    ops: PlainOps, x: torch.Tensor, weight: Weight, bias: Weight | None, residual: torch.Tensor
+    ops: PlainOps,
+    x: torch.Tensor,
+    weight: Weight,
+    bias: Weight | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """A row-parallel product: each rank's share summed, then bias and residual added once.
 

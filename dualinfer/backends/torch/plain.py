@@ -38,6 +38,7 @@ class Attending(NamedTuple):
     q_norm: NormOf | None
     k_norm: NormOf | None
     frequencies: torch.Tensor | None  # of its rotary embedding, radians per position [R/2]
+    slopes: torch.Tensor | None  # of its ALiBi, float32 [H]
 
     @classmethod
     def of(cls, spec: ModelSpec, params: Params, layer: int) -> "Attending":
@@ -46,7 +47,9 @@ class Attending(NamedTuple):
         q_norm, k_norm = (
             NormOf.named(a.qk_norm, w, name) if a.qk_norm else None for name in ("q_norm", "k_norm")
         )
-        return cls(a, q_norm, k_norm, params.frequencies[a.rope] if a.rope else None)
+        frequencies = params.frequencies[a.rope] if a.rope else None
+        slopes = params.slopes[a.alibi] if a.alibi else None
+        return cls(a, q_norm, k_norm, frequencies, slopes)
 
 
 class PlainOps:
@@ -64,18 +67,22 @@ class PlainOps:
     ) -> torch.Tensor:
         """Embedded tokens [B, T, E], with positions and token types where the model has them."""
         x = ops.embed(ids, w["embed.weight"])
+        if spec.embed_scale != 1:
+            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+        if spec.embed_width:
+            x = ops.matmul(x, w["project_in.weight"])
         if token_types is not None:
             table = w["embed.weight" if spec.token_types_from_vocab else "token_types.weight"]
             x = x + ops.embed(token_types, table)
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
-            x = x + ops.embed(at, w["positions.weight"])
+            x = x + ops.embed(at + spec.position_offset, w["positions.weight"])
         return x
 
     def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
         """`x` [..., E] normed over the last axis."""
         if norm.spec.kind == "rms":
-            return ops.rms_norm(x, norm.weight, norm.spec.eps)
+            return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         assert norm.bias is not None
         return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
 
@@ -118,7 +125,8 @@ class PlainOps:
         if layer.q_norm and layer.k_norm:
             q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
         if a.rope:
-            q, k = ops.rotary(q, *angles[a.rope]), ops.rotary(k, *angles[a.rope])
+            cos, sin = angles[a.rope]
+            q, k = (ops.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
         return [q, k, v]
 
     def attend(
@@ -129,11 +137,13 @@ class PlainOps:
         *,
         mask: torch.Tensor | None = None,
         segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D].
 
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1.
         With `cache`, the keys and values are written to the start of its `slots` [B].
         """
         a = layer.spec
@@ -150,6 +160,9 @@ class PlainOps:
             window=a.window,
             mask=mask,
             segments=segments,
+            alibi=layer.slopes,
+            positions=positions,
+            softcap=a.softcap,
         )
         return y.flatten(-2)
 
@@ -168,11 +181,34 @@ class PlainOps:
         a = layer.spec
         q, k, v = self._heads(layer, qkv, angles)
         ops.append(cache, k[:, 0], v[:, 0], lengths)
-        y = ops.decode_attention(q[:, 0], cache, lengths + 1, scale=a.scale, window=a.window)
+        y = ops.decode_attention(
+            q[:, 0],
+            cache,
+            lengths + 1,
+            scale=a.scale,
+            window=a.window,
+            alibi=layer.slopes,
+            softcap=a.softcap,
+        )
         return y.flatten(-2)[:, None]
 
+    def sample(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        position: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """The next token [N] from float32 logits [N, V]; see `sampler.sample`."""
+        return sampler.sample(logits, state, position, features)
+
     def advance(
-        self, logits: torch.Tensor, state: SlotState, features: SamplingFeatures, out: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: torch.Tensor,
+        step: torch.Tensor,
     ) -> None:
         """Choose each slot's next token from float32 logits [N, V]; see `sampler.advance`."""
-        sampler.advance(logits, state, features, out)
+        sampler.advance(logits, state, features, out, step)

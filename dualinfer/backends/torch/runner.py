@@ -10,6 +10,7 @@ import torch
 from ...profiling import Stopwatch
 from ...spec import ModelSpec
 from ..base import (
+    MAX_STEPS,
     NO_TOKEN,
     SMALLEST_CACHE,
     ForwardInputs,
@@ -21,7 +22,7 @@ from ..base import (
     sampling_rows,
 )
 from . import decoder, sampler
-from .cache import KVCache
+from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes
 from .graphs import CallGraphs, StepGraphs
@@ -43,7 +44,7 @@ class PendingTokens:
             self._copied = torch.cuda.Event()
             self._copied.record()
         else:
-            self._tokens = tokens
+            self._tokens = tokens.clone()  # the next call's steps write there again
 
     def fetch(self) -> np.ndarray:
         """int32 [steps, columns]."""
@@ -69,6 +70,7 @@ class TorchRunner:
         self.dtype, self.device = dtype, device
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
+        self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
         name = f"forward of {spec.architecture}"
@@ -101,10 +103,13 @@ class TorchRunner:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         model = self.spec, self.params, self.ops
         angles = self.ops.angles(self.params, positions)
+        counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer = Attending.of(self.spec, self.params, i)
-            return self.ops.attend(layer, qkv, angles, mask=mask, segments=segments)
+            return self.ops.attend(
+                layer, qkv, angles, mask=mask, segments=segments, positions=counted
+            )
 
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
         outputs: dict[str, Any] = {}
@@ -149,7 +154,7 @@ class TorchRunner:
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
-        token = sampler.sample(scores, part, part.length, features)
+        token = self.ops.sample(scores, part, part.length, features)
         part.last = token
         sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
@@ -185,22 +190,29 @@ class TorchRunner:
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
         key = slots, tokens, features
-        out = torch.full((steps, slots), NO_TOKEN, dtype=torch.int64, device=self.device)
+        out, step = self._tokens[:, :slots], self._row[:slots]
+        out.fill_(NO_TOKEN)
+        step.zero_()
+        run = partial(self._step, state, cache, features, out, step)
         with own_precision(self.dtype, self.device):
-            for step in range(steps):
+            for _ in range(steps):
                 if self.device.type == "cpu" and not state.active.any():
                     break  # on a GPU the question would wait for the device
                 if self._graphs and key in self._graphs:
-                    out[step] = self._graphs.replay(key)
+                    self._graphs.replay(key)
                     continue
-                self._step(state, cache, features, out[step])
+                run()
                 if self._graphs is not None:
-                    row = torch.empty_like(out[step])
-                    self._graphs.capture(key, partial(self._step, state, cache, features), row)
-        return PendingTokens(out)
+                    self._graphs.capture(key, run)
+        return PendingTokens(out[:steps])
 
     def _step(
-        self, state: SlotState, cache: list, features: SamplingFeatures, out: torch.Tensor
+        self,
+        state: SlotState,
+        cache: list[LayerCache],
+        features: SamplingFeatures,
+        out: torch.Tensor,
+        step: torch.Tensor,
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
         model = self.spec, self.params, self.ops
@@ -213,7 +225,7 @@ class TorchRunner:
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
-        self.ops.advance(scores, state, features, out)
+        self.ops.advance(scores, state, features, out, step)
 
     def _forget_graphs(self) -> None:
         """Drop the graphs, before the buffers whose addresses they hold are replaced."""
@@ -236,6 +248,9 @@ class TorchRunner:
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_graphs()
             self._state = SlotState.make(count, eos_width, self.device)
+            integers = {"dtype": torch.int64, "device": self.device}
+            self._tokens = torch.empty(MAX_STEPS, count, **integers)
+            self._row = torch.empty(count, **integers)
             if old is not None:
                 self._state.copy_from(old)
 
@@ -316,6 +331,6 @@ class TorchRunner:
         self._cache.clear()
         self._state = None
         self._live = LiveSlots()
-        self.params = Params({}, [], {})
+        self.params = Params({}, [], {}, {})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

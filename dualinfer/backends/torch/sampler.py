@@ -121,15 +121,21 @@ def sample(
 
 
 def advance(
-    logits: torch.Tensor, state: SlotState, features: SamplingFeatures, out: torch.Tensor
+    logits: torch.Tensor,
+    state: SlotState,
+    features: SamplingFeatures,
+    out: torch.Tensor,
+    step: torch.Tensor,
 ) -> None:
     """Choose each active slot's next token and book it, all in place: ready for capture.
 
-    `out` int64 [N] gets the tokens, NO_TOKEN for slots that are not active. A slot's `length` is
-    the position of the token before, which is in the cache by now.
+    Row step[n] of `out` int64 [R, N] gets slot n's token, NO_TOKEN for one that is not active, and
+    `step` [N] grows by one. A slot's `length` is the position of the token before, which is in the
+    cache by now.
     """
     token = sample(logits, state, state.length + 1, features)
-    out.copy_(torch.where(state.active, token, NO_TOKEN))
+    out.scatter_(0, step[None], torch.where(state.active, token, NO_TOKEN)[None])
+    step.add_(1)
     state.last.copy_(torch.where(state.active, token, state.last))
     state.length.add_(state.active)
     if state.seen is not None:

@@ -5,6 +5,8 @@ of a KV head to end joins their results, in their order, so that no second launc
 bits are the same every time.
 """
 
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from typing import Any, NamedTuple
 
 import triton
@@ -15,11 +17,12 @@ from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_input
 
 
 class DecodeConfig(NamedTuple):
-    """Tokens read at a time, warps, and programs over which a sequence is split."""
+    """Tokens read at a time, warps, programs over which a sequence is split, reads in flight."""
 
     block: int
     warps: int
     splits: int
+    stages: int = 3
 
 
 @triton.jit
@@ -86,6 +89,8 @@ def _decode_attention_kernel(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -161,13 +166,13 @@ def _decode_attention_kernel(
             share_of_new = tl.exp(score - top)
             total = share_of_new + tl.exp(sink - top)
             acc *= share_of_new[:, None]
-    for start in range(first, last, BLOCK_S):
+    for start in tl.range(first, last, BLOCK_S, num_stages=STAGES):
         s = start + tl.arange(0, BLOCK_S)
         inside = (s < last)[:, None] & (d < DIM)[None, :]
         at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
         k = tl.load(k_ptr + at, mask=inside, other=0.0)
         v = tl.load(v_ptr + at, mask=inside, other=0.0)
-        if GROUP == 1:
+        if BLOCK_G == 1:
             score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
         else:
             score = dot(q, k.T, tl.zeros((BLOCK_G, BLOCK_S), tl.float32))
@@ -180,7 +185,7 @@ def _decode_attention_kernel(
         kept = tl.exp(top - higher)
         weight = tl.exp(score - higher[:, None])
         total = total * kept + tl.sum(weight, 1)
-        if GROUP == 1:
+        if BLOCK_G == 1:
             # The one row of weights stands across the tokens' axis.
             column = tl.reshape(weight, (BLOCK_S, 1))
             acc = acc * kept[:, None] + tl.sum(column * v.to(tl.float32), 0)[None, :]
@@ -188,38 +193,40 @@ def _decode_attention_kernel(
             acc = dot(weight.to(dtype), v, acc * kept[:, None])
         top = higher
 
-    heads = tl.program_id(0).to(tl.int64) * GROUP + g
-    y_at = y_ptr + heads[:, None] * DIM + d[None, :]
-    mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     if SPLITS == 1:
+        heads = tl.program_id(0).to(tl.int64) * GROUP + g
+        y_at = y_ptr + heads[:, None] * DIM + d[None, :]
+        mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
         tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
     else:
         # Partials are [slot and KV head, split, G, D + 2]: the sums, their weight and exponent.
         width: tl.constexpr = BLOCK_D + 2
-        mine = (tl.program_id(0).to(tl.int64) * SPLITS + split) * BLOCK_G + g
-        tl.store(partial_ptr + mine[:, None] * width + d[None, :], acc)
-        tl.store(partial_ptr + mine * width + BLOCK_D, total)
-        tl.store(partial_ptr + mine * width + BLOCK_D + 1, top)
+        base = tl.program_id(0).to(tl.int64) * SPLITS * GROUP
+        mine = partial_ptr + (base + split * GROUP + g) * width
+        real = g < GROUP
+        tl.store(mine[:, None] + d[None, :], acc, mask=real[:, None])
+        tl.store(mine + BLOCK_D, total, mask=real)
+        tl.store(mine + BLOCK_D + 1, top, mask=real)
         tl.debug_barrier()  # all of the program's writes, before it says that they are there
         ended = tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel")
         if ended == SPLITS - 1:
             tl.store(counter_ptr + tl.program_id(0), 0)
             tl.debug_barrier()
-            theirs = tl.program_id(0).to(tl.int64) * SPLITS * BLOCK_G + g
-            top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-            for i in range(SPLITS):
-                at = partial_ptr + (theirs + i * BLOCK_G) * width + BLOCK_D
-                top = tl.maximum(top, tl.load(at + 1, cache_modifier=".cg"))
-            total = tl.zeros((BLOCK_G,), tl.float32)
-            acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-            for i in range(SPLITS):
-                at = partial_ptr + (theirs + i * BLOCK_G) * width
-                weight = tl.exp(tl.load(at + BLOCK_D + 1, cache_modifier=".cg") - top)
-                total += weight * tl.load(at + BLOCK_D, cache_modifier=".cg")
-                acc += weight[:, None] * tl.load(
-                    at[:, None] + d[None, :], cache_modifier=".cg"
+            parts = tl.arange(0, SPLIT_BLOCK)
+            there = parts < SPLITS
+            for head in range(GROUP):
+                at = partial_ptr + (base + parts * GROUP + head) * width
+                tops = tl.load(
+                    at + BLOCK_D + 1, mask=there, other=-float("inf"), cache_modifier=".cg"
                 )
-            tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+                totals = tl.load(at + BLOCK_D, mask=there, other=0.0, cache_modifier=".cg")
+                sums = tl.load(
+                    at[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+                )
+                weight = tl.exp(tops - tl.max(tops, 0))
+                y = tl.sum(weight[:, None] * sums, 0) / tl.sum(weight * totals, 0)
+                y_at = (tl.program_id(0).to(tl.int64) * GROUP + head) * DIM + d
+                tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=d < DIM)
 
 
 def decode_attention(
@@ -262,11 +269,13 @@ def decode_attention(
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
         config = default_config(slots * kv_heads, capacity, dim, sms)
-    block_g = 1 if group == 1 else max(16, next_power_of_2(group))
+    # The matrix units take 16 rows and more, and only what they read is fetched ahead; float32,
+    # which they do not take, would pay for the rows that are not there.
+    block_g = max(16, next_power_of_2(group)) if group > 1 or qkv.element_size() == 2 else 1
     block_d = max(16, next_power_of_2(dim))
     partial = counters  # not read without splits
     if config.splits > 1:
-        shape = slots * kv_heads, config.splits, block_g, block_d + 2
+        shape = slots * heads, config.splits, block_d + 2
         partial = counters.new_empty(shape).view(torch.float32)
     launch(
         _decode_attention_kernel,
@@ -283,6 +292,8 @@ def decode_attention(
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         SPLITS=config.splits,
+        SPLIT_BLOCK=next_power_of_2(config.splits),
+        STAGES=config.stages,
         BLOCK_G=block_g,
         BLOCK_S=config.block,
         BLOCK_D=block_d,
@@ -293,10 +304,13 @@ def decode_attention(
 
 
 def default_config(pairs: int, capacity: int, dim: int, sms: int) -> DecodeConfig:
-    """A configuration for `pairs` of slot and KV head: two programs an SM, if there is work."""
+    """A configuration for `pairs` of slot and KV head that nobody measured.
+
+    Two programs an SM, if there is work: 32 tokens at least for each.
+    """
     block = 32 if dim <= 128 else 16
-    wanted = triton.cdiv(2 * sms, pairs)
-    return DecodeConfig(block, 4, max(1, min(wanted, triton.cdiv(capacity, block), 64)))
+    splits = max(1, min(round(2 * sms / pairs), triton.cdiv(capacity, block), 32))
+    return DecodeConfig(block, 2 if splits > 1 and capacity > 512 else 4, splits)
 
 
 def _check(

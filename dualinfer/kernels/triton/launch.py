@@ -6,6 +6,8 @@ kernel of a chain must call `wait_for_inputs` before its first read of what anot
 and before its first write.
 """
 
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
 import os
 from typing import Any
 

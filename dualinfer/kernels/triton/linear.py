@@ -14,10 +14,11 @@ from .activation import KINDS
 from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
 
-MOST_ROWS = 256
-MOST_VECTORS = 8
+MOST_ROWS = 128
+MOST_VECTORS = 4
 MOST_TILES = 4096
 _LINE = 128  # bytes that a prefetch brings
+_SMALL = 5 << 20  # elements of a weight matrix
 
 
 class VectorConfig(NamedTuple):
@@ -36,7 +37,9 @@ class VectorConfig(NamedTuple):
 class TileConfig(NamedTuple):
     """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time.
 
-    The columns are split over `splits` programs, the last of which adds their sums, in order.
+    The columns are split over `splits` programs, the last of which adds their sums, in order. The
+    weights of the first `ahead` turns (a power of two, or 0) are brought to the L2 cache while the
+    kernel in front still runs.
     """
 
     m: int
@@ -45,6 +48,48 @@ class TileConfig(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
+    ahead: int = 0
+
+
+def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
+    """Whether `linear` is the one for `count` rows, or cuBLAS, which is better at many.
+
+    `fused` says that an activation or a residual follows, which cuBLAS would leave to a launch of
+    its own. Measured on an H100.
+    """
+    if count == 1 or itemsize == 4:
+        return count == 1
+    return count <= 64 or (fused and count <= 128 and features * width <= _SMALL)
+
+
+class VectorConfig(NamedTuple):
+    """How the matrix-vector kernel runs: weight rows a program takes at a time, and programs.
+
+    It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
+    gives each block of weight rows a program of its own; else so many programs an SM go through all
+    blocks, each with its next block's weights on their way, where x is a single row.
+    """
+
+    rows: int
+    warps: int
+    per_sm: int = 0
+
+
+class TileConfig(NamedTuple):
+    """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time.
+
+    The columns are split over `splits` programs, the last of which adds their sums, in order. The
+    weights of the first `ahead` turns (a power of two, or 0) are brought to the L2 cache while the
+    kernel in front still runs.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    splits: int = 1
+    ahead: int = 0
 
 
 def serves(count: int, itemsize: int) -> bool:
@@ -137,6 +182,7 @@ def linear(
         SPLIT_K=share * config.k,
         STAGES=config.stages,
         LINE=_LINE // x.element_size(),
+        AHEAD=config.ahead,
         ACTIVATION=activation,
         GATED=gated,
         num_warps=config.warps,
@@ -148,18 +194,21 @@ def linear(
 def default_config(
     count: int, features: int, width: int, itemsize: int, gated: bool, sms: int
 ) -> VectorConfig | TileConfig:
-    """A configuration for a shape that nobody measured."""
-    if count == 1:
+    """A configuration for a shape that nobody measured, after those that were, on an H100."""
+    if count <= MOST_VECTORS:
         elements = next_power_of_2(width) * (2 if gated else 1)
-        rows = max(1, min(8, 16384 // elements))
+        rows = max(1, min(8, (16384 if count == 1 else 8192) // elements))
         while rows > 1 and features // rows < 2 * sms:
             rows //= 2
         return VectorConfig(rows, 4 if rows * elements <= 8192 else 8)
-    m = min(max(next_power_of_2(count), 16), 64)
-    n = 32 if features * triton.cdiv(count, m) >= 32 * sms else 16
     if itemsize == 4:
-        return TileConfig(min(m, 32), n, 32, 4, 2)
-    return TileConfig(m, n, 128 if m <= 32 else 64, 4, 4)
+        return TileConfig(32, 32, 32, 4, 2)
+    m = 16 if count <= 16 else 32 if count <= 32 else 64
+    if features >= 96 * sms:
+        return TileConfig(16, 32, 256, 4, 3) if m == 16 else TileConfig(m, 64, 128, 4, 4)
+    tiles = triton.cdiv(count, m) * triton.cdiv(features, 32)
+    splits = max(1, min(round(1.5 * sms / tiles), width // 1024, 4))
+    return TileConfig(m, 32, 128, 4, 4, splits, 4 if splits > 1 else 0)
 
 
 def _check(

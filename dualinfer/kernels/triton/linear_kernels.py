@@ -161,6 +161,7 @@ def tile_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     LINE: tl.constexpr,
+    AHEAD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -176,8 +177,10 @@ def tile_kernel(
     # Rows outside repeat the last one: nothing of theirs is written.
     n_at = weight_ptr + tl.minimum(n, features - 1).to(tl.int64)[:, None] * K
     up_offset = tl.cast(features, tl.int64) * K
-    if PDL:  # what the first turns of the loop will read, while the kernel in front still runs
-        line = begin + tl.arange(0, 4 * BLOCK_K // LINE) * LINE
+    if (
+        PDL and AHEAD > 0
+    ):  # what the first turns of the loop will read, while the kernel in front still runs
+        line = begin + tl.arange(0, AHEAD * BLOCK_K // LINE) * LINE
         lines = n_at + tl.minimum(line, K - 1)[None, :]
         _prefetch(lines)
         if GATED:

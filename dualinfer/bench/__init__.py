@@ -1,0 +1,1 @@
+"""`dualinfer bench`: decode, prefill, forward and single ops, as fractions of the limit."""

@@ -1,0 +1,244 @@
+"""`dualinfer bench decode | prefill | forward | ops`."""
+
+import importlib.util
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .. import backends
+from ..config.dtypes import dtype_name
+from ..errors import ArgumentError, BackendNotAvailableError
+from .measure import Task
+from .runs import Row, document, run_tasks, write_json
+from .shapes import EMBEDDED, SHAPES, check_model
+from .systems import PEERS, side_of
+from .tables import label, limit_lines, make_table, side_by_side, write_plot
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure speed as a fraction of what the device can do, beside other systems.",
+)
+
+_FILE_WIDTH = 150  # columns of a table that goes to a file or a pipe
+
+Choice = Literal["torch", "jax", "both"]
+ModelArgument = Annotated[
+    Path | None, typer.Argument(show_default=False, help="A checkpoint's folder.")
+]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        show_default=False,
+        help=f"Random weights of this shape; several times for several. {', '.join(SHAPES)}, "
+        f"or {EMBEDDED}, the model shipped with the package.",
+    ),
+]
+BackendOption = Annotated[Choice, typer.Option(help="What runs dualinfer; both: one by one.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="bf16, fp16 or fp32; unset: the shape's own, float32 on a CPU."),
+]
+BatchOption = Annotated[
+    list[int] | None, typer.Option(min=1, help="Sequences; several times for several rows. [1]")
+]
+PromptOption = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens a sequence; several times for several rows.")
+]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs after the warm-up.")]
+PeerOption = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Another system beside it: {', '.join(PEERS)}. Several times for several."),
+]
+KernelsOption = Annotated[
+    bool, typer.Option("--kernels/--no-kernels", help="Fused kernels, or plain operations.")
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures to this file, row by row.")
+]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw the fractions of the limit (.png).")]
+
+
+@app.command()
+def decode(
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    backend: BackendOption = "torch",
+    dtype: DtypeOption = None,
+    batch: BatchOption = None,
+    prompt: PromptOption = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
+    repeats: RepeatsOption = 5,
+    peer: PeerOption = None,
+    kernels: KernelsOption = True,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Milliseconds per token of greedy generate, as a fraction of the read bandwidth."""
+    tasks = _tasks(
+        *("decode", model, shape, EMBEDDED, backend, dtype, batch, prompt or [128]),
+        *(new_tokens, repeats, peer, kernels),
+    )
+    _bench("decode", tasks, json, plot)
+
+
+@app.command()
+def prefill(
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    backend: BackendOption = "torch",
+    dtype: DtypeOption = None,
+    batch: BatchOption = None,
+    prompt: PromptOption = None,
+    repeats: RepeatsOption = 5,
+    peer: PeerOption = None,
+    kernels: KernelsOption = True,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time to the first token, as a fraction of the matrix units' rate."""
+    tasks = _tasks(
+        *("prefill", model, shape, EMBEDDED, backend, dtype, batch, prompt or [512]),
+        *(1, repeats, peer, kernels),
+    )
+    _bench("prefill", tasks, json, plot)
+
+
+@app.command()
+def forward(
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    backend: BackendOption = "torch",
+    dtype: DtypeOption = None,
+    batch: BatchOption = None,
+    prompt: PromptOption = None,
+    repeats: RepeatsOption = 50,
+    peer: PeerOption = None,
+    kernels: KernelsOption = True,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """One pass over whole sequences, replayed from a CUDA graph where there is a GPU."""
+    tasks = _tasks(
+        *("forward", model, shape, "bert-large", backend, dtype, batch, prompt or [128]),
+        *(0, repeats, peer, kernels),
+    )
+    _bench("forward", tasks, json, plot)
+
+
+@app.command()
+def ops(
+    only: Annotated[
+        str | None,
+        typer.Argument(show_default=False, help="Ops whose name holds this; unset: all."),
+    ] = None,
+    backend: BackendOption = "torch",
+    dtype: DtypeOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Single ops beside other implementations, with rotating inputs that no cache holds."""
+    tasks = [
+        Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
+    ]
+    _bench("ops", tasks, json, plot)
+
+
+def _chosen(backend: str) -> tuple[str, ...]:
+    names = backends.BACKENDS if backend == "both" else (backend,)
+    for name in names:
+        backends.check_backend(name)
+    return names
+
+
+def _dtype(given: str | None) -> str | None:
+    try:
+        return None if given is None else dtype_name(given)
+    except ValueError as error:
+        raise ArgumentError(f"--dtype {given}: {error}.") from error
+
+
+def _tasks(
+    kind: str,
+    folder: Path | None,
+    shapes: list[str] | None,
+    default: str,
+    backend: str,
+    dtype: str | None,
+    batches: list[int] | None,
+    prompts: list[int],
+    new_tokens: int,
+    repeats: int,
+    peers: list[str] | None,
+    kernels: bool,
+) -> list[Task]:
+    """Every combination of model, system, batch and prompt."""
+    models = [*([str(folder)] if folder else []), *(shapes or [])] or [default]
+    for model in models:
+        check_model(model)
+    for peer in peers or []:
+        if peer not in PEERS:
+            raise ArgumentError(f"--peer {peer} is not known. Peers: {', '.join(PEERS)}.")
+        side = side_of(peer)
+        try:
+            backends.check_backend(side)
+        except BackendNotAvailableError as error:
+            raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
+    systems: list[str] = list(dict.fromkeys([*_chosen(backend), *(peers or [])]))
+    name = _dtype(dtype)
+    return [
+        Task(kind, system, model, name, batch, tokens, new_tokens, repeats, kernels)
+        for model, system, batch, tokens in product(
+            dict.fromkeys(models), systems, dict.fromkeys(batches or [1]), dict.fromkeys(prompts)
+        )
+    ]
+
+
+def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -> None:
+    """Measure, show, and write; exit code 1 if a row failed."""
+    for path in (json, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(f"{path}: the folder does not exist. Make it first.")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentError("--plot needs matplotlib. Install `dualinfer[bench]`, or leave it out.")
+    progress = Console(stderr=True, soft_wrap=True)
+    kept: list[Row] = []
+
+    def keep(row: Row) -> None:
+        kept.append(row)
+        if json is not None:
+            write_json(json, document(kind, kept, sys.argv))
+        progress.print(_line(row), highlight=False)
+
+    rows = side_by_side(run_tasks(tasks, keep))
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_FILE_WIDTH)
+    console.print(make_table(kind, rows))
+    for line in limit_lines(rows):
+        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    if any(row.get("device_kind") == "cpu" for row in rows):
+        console.print("[dim]Figures from a CPU are no benchmark.[/]", highlight=False)
+    if plot is not None:
+        write_plot(kind, rows, plot)
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """One row as it comes: for those who wait, and the error of one that failed."""
+    what = row.get("op") or row["model"] or "all ops"
+    if row["kind"] == "ops":
+        what += f" {row['description']} by {row['by']}" if "by" in row else ""
+    else:
+        what += f" batch {row['batch']} x {row['tokens']}"
+    start = f"{escape(label(row))}: {escape(what)}"
+    if "error" in row:
+        return f"[red]{start} failed:[/] {escape(row['error'])}"
+    return f"[dim]{start}: {row['of_limit']:.1%} of the limit[/]"

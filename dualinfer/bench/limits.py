@@ -1,0 +1,276 @@
+"""The device under test, on either framework: its limits, its clock, its memory.
+
+Figures of a CPU come from small arrays and show only that bench runs.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+Call = Callable[[], Any]
+
+_STREAM_BYTES = {"cpu": 2**26, "gpu": 2**32}
+_SIDE = {"cpu": 512, "gpu": 8192}
+_REPEATS = 8
+_CPU_CALLS = 20  # of an op whose time is taken
+_MOST_SETS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device reaches in this process: bytes read and FLOPs in `dtype`, per second."""
+
+    backend: str
+    device: str
+    dtype: str
+    read_bandwidth: float
+    matrix_rate: float
+
+
+class Device(Protocol):
+    """One device through one framework. Times are in seconds."""
+
+    backend: str
+    kind: str  # cpu or gpu
+    name: str
+
+    def limits(self, dtype: str) -> Limits:
+        """The limits, measured once a process and dtype."""
+        ...
+
+    def op_seconds(self, prepare: Callable[[], Call], nbytes: int) -> float:
+        """Median time of one call; `nbytes` is what one call reads and writes.
+
+        `prepare` makes fresh inputs and returns the call on them. Sets of inputs take turns, as
+        many as no cache of the device holds.
+        """
+        ...
+
+    def start_peak(self) -> None:
+        """Begin to watch the memory held."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes held since `start_peak`, None where nothing tells."""
+        ...
+
+    def settle(self) -> None:
+        """Free what nobody holds, and wait; raises if the device does not answer any more."""
+        ...
+
+
+class TorchDevice:
+    """The current CUDA device, else the CPU."""
+
+    backend = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.kind = "gpu" if torch.cuda.is_available() else "cpu"
+        self.place = "cuda" if self.kind == "gpu" else "cpu"
+        self.name = torch.cuda.get_device_name() if self.kind == "gpu" else "CPU"
+        self._limits: dict[str, Limits] = {}
+
+    @cached_property
+    def _read_bandwidth(self) -> float:
+        import torch
+
+        x = torch.rand(_STREAM_BYTES[self.kind] // 4, device=self.place)
+        return x.nbytes / min(self._times(x.sum))
+
+    def limits(self, dtype: str) -> Limits:
+        """The read-only stream of a float32 sum, and the rate of a square product."""
+        import torch
+
+        if dtype not in self._limits:
+            bandwidth, side = self._read_bandwidth, _SIDE[self.kind]
+            self.settle()
+            a, b = (
+                torch.randn(side, side, device=self.place).to(getattr(torch, dtype))
+                for _ in range(2)
+            )
+            rate = 2 * side**3 / min(self._times(lambda: a @ b))
+            self._limits[dtype] = Limits(self.backend, self.name, dtype, bandwidth, rate)
+            del a, b
+            self.settle()
+        return self._limits[dtype]
+
+    def _times(self, call: Call) -> list[float]:
+        """Times of single calls, after two to warm up."""
+        import torch
+
+        times = []
+        for _ in range(_REPEATS + 2):
+            if self.kind == "cpu":
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+                continue
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return times[2:]
+
+    def op_seconds(self, prepare: Callable[[], Call], nbytes: int) -> float:
+        """On CUDA the calls are captured in one graph, so that no launch from Python counts."""
+        import torch
+
+        with torch.inference_mode():
+            if self.kind == "cpu":
+                return _cpu_seconds(prepare)
+            l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+            calls = [prepare() for _ in range(_sets(nbytes, l2))]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for call in calls:  # compiles, tunes, and allocates what stays
+                    call()
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            rounds = math.ceil(_CPU_CALLS / len(calls))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for call in calls * rounds:
+                    call()
+            times = self._times(graph.replay)
+            return statistics.median(times) / (rounds * len(calls))
+
+    def start_peak(self) -> None:
+        """Begin to watch the memory held by torch."""
+        import torch
+
+        if self.kind == "gpu":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes allocated by torch since `start_peak`; None on a CPU."""
+        import torch
+
+        return torch.cuda.max_memory_allocated() if self.kind == "gpu" else None
+
+    def settle(self) -> None:
+        """Free what nobody holds, and wait."""
+        import torch
+
+        gc.collect()
+        if self.kind == "gpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+class JaxDevice:
+    """JAX's first device."""
+
+    backend = "jax"
+
+    def __init__(self) -> None:
+        import jax
+
+        self._device = jax.local_devices()[0]
+        self.kind = "cpu" if self._device.platform == "cpu" else "gpu"
+        self.name = "CPU" if self.kind == "cpu" else self._device.device_kind
+        self._limits: dict[str, Limits] = {}
+        self._peak_before = 0
+
+    @cached_property
+    def _read_bandwidth(self) -> float:
+        import jax
+        import jax.numpy as jnp
+
+        # Random values would take several times the memory for a moment, and hide rows' peaks.
+        x = jnp.ones(_STREAM_BYTES[self.kind] // 4, jnp.float32)
+        total = jax.jit(jnp.sum)
+        return x.nbytes / min(self._times(lambda: total(x)))
+
+    def limits(self, dtype: str) -> Limits:
+        """The read-only stream of a float32 sum, and the rate of a square product."""
+        import jax
+        import jax.numpy as jnp
+
+        if dtype not in self._limits:
+            bandwidth, side = self._read_bandwidth, _SIDE[self.kind]
+            a, b = (
+                jax.random.normal(jax.random.key(seed), (side, side), jnp.dtype(dtype))
+                for seed in (1, 2)
+            )
+            precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
+            product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
+            rate = 2 * side**3 / min(self._times(lambda: product(a, b)))
+            self._limits[dtype] = Limits(self.backend, self.name, dtype, bandwidth, rate)
+        return self._limits[dtype]
+
+    def _times(self, call: Call, calls: int = 4) -> list[float]:
+        """Times of a call, each the mean of `calls` enqueued at once, after two to warm up."""
+        import jax
+
+        times = []
+        for _ in range(_REPEATS + 2):
+            start = time.perf_counter()
+            jax.block_until_ready([call() for _ in range(calls)])
+            times.append((time.perf_counter() - start) / calls)
+        return times[2:]
+
+    def op_seconds(self, prepare: Callable[[], Call], nbytes: int) -> float:
+        """Calls are enqueued at once: the time of one is the device's, or Python's if longer."""
+        if self.kind == "cpu":
+            return _cpu_seconds(prepare)
+        calls = [prepare() for _ in range(_sets(nbytes, 64 * 2**20))]
+        rounds = math.ceil(_CPU_CALLS / len(calls))
+        turns = rounds * len(calls)
+        return statistics.median(
+            t / turns for t in self._times(lambda: [call() for call in calls * rounds], 1)
+        )
+
+    def start_peak(self) -> None:
+        """Begin to watch the memory held by JAX."""
+        self._peak_before = self._peak()
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes held by JAX; None on a CPU, and where an earlier row has held more.
+
+        JAX tells the peak of the whole process only.
+        """
+        peak = self._peak()
+        return peak if peak > self._peak_before else None
+
+    def _peak(self) -> int:
+        return (self._device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+    def settle(self) -> None:
+        """Free what nobody holds."""
+        gc.collect()
+
+
+def open_device(backend: str) -> TorchDevice | JaxDevice:
+    """The device that engines of `backend` run on."""
+    return TorchDevice() if backend == "torch" else JaxDevice()
+
+
+def _sets(nbytes: int, cache_bytes: int) -> int:
+    """Sets of inputs that together are four times the cache, at least 2."""
+    return min(_MOST_SETS, max(2, math.ceil(4 * cache_bytes / max(nbytes, 1))))
+
+
+def _cpu_seconds(prepare: Callable[[], Call]) -> float:
+    calls = [prepare() for _ in range(2)]
+    times = []
+    for i in range(_CPU_CALLS + 2):
+        start = time.perf_counter()
+        _wait(calls[i % 2]())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _wait(result: Any) -> None:
+    for leaf in result if isinstance(result, tuple | list) else (result,):
+        if hasattr(leaf, "block_until_ready"):
+            leaf.block_until_ready()

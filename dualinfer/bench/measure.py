@@ -1,0 +1,146 @@
+"""The rows of decode, prefill and forward: times, and the fraction of the limit."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .counts import Counts
+from .limits import Device, Limits
+from .shapes import Model
+from .systems import System
+
+_FORWARD_WARM_UPS = 6  # HF compiled records its graphs in the first ones
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to measure. `tokens` is the prompt's length; `dtype` None is resolved on the device.
+
+    For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
+    """
+
+    kind: str
+    system: str
+    model: str
+    dtype: str | None
+    batch: int
+    tokens: int
+    new_tokens: int
+    repeats: int
+    kernels: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row's first columns."""
+        return asdict(self)
+
+
+def measure(
+    task: Task, model: Model, counts: Counts, system: System, device: Device, limits: Limits
+) -> dict[str, Any]:
+    """The row of one task; the system has the model loaded."""
+    ids = np.random.default_rng(0).integers(0, model.vocab, (task.batch, task.tokens))
+    rules: dict[str, Callable[..., dict[str, Any]]] = {
+        "decode": _decode,
+        "prefill": _prefill,
+        "forward": _forward,
+    }
+    device.start_peak()
+    row = rules[task.kind](task, ids, counts, system, limits)
+    return row | {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}
+
+
+def _decode(
+    task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    """Each repeat: a generate of one token, then one of all; the difference is decoding alone."""
+
+    def seconds(new_tokens: int) -> float:
+        start = time.perf_counter()
+        columns = system.generate(ids, new_tokens)
+        elapsed = time.perf_counter() - start
+        if columns != task.tokens + new_tokens:
+            raise AssertionError(
+                f"{task.system} gave {columns - task.tokens} tokens, {new_tokens} asked for"
+            )
+        return elapsed
+
+    first_call = seconds(task.new_tokens)
+    seconds(1)
+    seconds(task.new_tokens)
+    runs = [(seconds(1), seconds(task.new_tokens)) for _ in range(task.repeats)]
+    return decode_row(task, counts, limits, runs) | {"first_call_ms": first_call * 1e3}
+
+
+def decode_row(
+    task: Task, counts: Counts, limits: Limits, runs: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """The figures of decode from the seconds of (one token, all tokens) in each repeat."""
+    steps = task.new_tokens - 1
+    per_token = [(whole - first) * 1e3 / steps for first, whole in runs]
+    ms = statistics.median(per_token)
+    weights = counts.weight_bytes(limits.dtype)
+    kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
+    limit_ms = (weights + kv) / limits.read_bandwidth * 1e3
+    return {
+        "ms_per_token": ms,
+        "tokens_per_s": task.batch * 1e3 / ms,
+        "first_token_ms": statistics.median(first for first, _ in runs) * 1e3,
+        "weight_bytes": weights,
+        "kv_bytes": kv,
+        "limit_ms": limit_ms,
+        "of_limit": limit_ms / ms,
+        "runs_ms": {
+            "first_token": [first * 1e3 for first, _ in runs],
+            "whole": [whole * 1e3 for _, whole in runs],
+            "per_token": per_token,
+        },
+    }
+
+
+def _prefill(
+    task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    first, times = _times(lambda: system.prefill(ids), 2, task.repeats)
+    flops = counts.flops(task.batch, task.tokens, head_tokens=1)
+    return _compute_row(task, flops, limits, times, 0) | {"first_call_ms": first * 1e3}
+
+
+def _forward(
+    task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
+    flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
+    row = _compute_row(task, flops, limits, times, counts.weight_bytes(limits.dtype))
+    return row | {"first_call_ms": first * 1e3}
+
+
+def _times(call: Callable[[], Any], warm_ups: int, repeats: int) -> tuple[float, list[float]]:
+    """Seconds of the first call, and of `repeats` after all warm-ups."""
+    times = []
+    for _ in range(warm_ups + repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times[0], times[warm_ups:]
+
+
+def _compute_row(
+    task: Task, flops: int, limits: Limits, times: list[float], nbytes: int
+) -> dict[str, Any]:
+    """Figures of one pass. The limit is the slower of multiplying and of reading `nbytes`."""
+    seconds = statistics.median(times)
+    least = max(flops / limits.matrix_rate, nbytes / limits.read_bandwidth)
+    return {
+        "ms": seconds * 1e3,
+        "tokens_per_s": task.batch * task.tokens / seconds,
+        "flops": flops,
+        "weight_bytes": nbytes,
+        "tflops": flops / seconds / 1e12,
+        "limit_ms": least * 1e3,
+        "of_limit": least / seconds,
+        "runs_ms": {"pass": [t * 1e3 for t in times]},
+    }

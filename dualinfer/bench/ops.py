@@ -1,0 +1,46 @@
+"""Single ops: the cases that a backend's `bench_ops` module offers, and the rows made of them."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+from .. import backends
+from ..errors import ArgumentError, UnsupportedError
+from .case import OpCase
+from .limits import Device
+
+
+def find_cases(backend: str, dtype: str, only: str | None) -> list[OpCase]:
+    """The backend's cases in `dtype`; those whose name holds `only`, where it is given."""
+    name = f"{backends.__name__}.{backend}.bench_ops"
+    backends.check_backend(backend)
+    if importlib.util.find_spec(name) is None:
+        raise UnsupportedError(
+            f"bench ops: the {backend} backend has no ops to measure in this version. Measure the "
+            "whole: bench decode, prefill or forward."
+        )
+    cases: Iterable[OpCase] = importlib.import_module(name).bench_cases(dtype)
+    cases = list(cases)
+    found = [case for case in cases if only is None or only in case.name]
+    if not found:
+        names = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
+        raise ArgumentError(f"bench ops: no op's name holds {only!r}. Ops: {names}.")
+    return found
+
+
+def measure_op(case: OpCase, device: Device, dtype: str) -> dict[str, Any]:
+    """The time of one case, what it moves and computes a second, and the fraction of the limit."""
+    limits = device.limits(dtype)
+    seconds = device.op_seconds(case.prepare, case.bytes)
+    least = max(case.bytes / limits.read_bandwidth, case.flops / limits.matrix_rate)
+    return {
+        "op": case.name,
+        "description": case.description,
+        "by": case.reference or "dualinfer",
+        "us": seconds * 1e6,
+        "gb_per_s": case.bytes / seconds / 1e9,
+        "tflops": case.flops / seconds / 1e12,
+        "limit_us": least * 1e6,
+        "of_limit": least / seconds,
+    }

@@ -1,0 +1,266 @@
+"""Other people's systems, run beside ours: HF on torch, eager and compiled; keras-hub on JAX."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from .random_weights import make_module
+from .shapes import Model
+
+
+def make_peer(name: str, model: Model, dtype: str, kind: str) -> Any:
+    """The peer with the model loaded, or UnsupportedError that says why it cannot run."""
+    if name == "hf-eager":
+        return HfEager(model, dtype)
+    if name == "hf-compile":
+        return HfCompiled(model, dtype, kind)
+    if name == "keras-hub":
+        return KerasHub(model, dtype, kind)
+    raise UnsupportedError(
+        "--peer flax: transformers has had no Flax models since version 5, which dualinfer needs. "
+        "Use --peer keras-hub."
+    )
+
+
+class HfEager:
+    """HF's own module and its own generate."""
+
+    def __init__(self, model: Model, dtype: str) -> None:
+        import torch
+        from transformers import GenerationConfig
+
+        self._place = "cuda" if torch.cuda.is_available() else "cpu"
+        self._module: Any = make_module(model, dtype, self._place)
+        if self._module.can_generate():
+            self._module.generation_config = GenerationConfig()  # no EOS, whatever the folder says
+
+    def _put(self, ids: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(ids).to(self._place)
+
+    def _generate(self, ids: np.ndarray, new_tokens: int, **options: Any) -> int:
+        import torch
+
+        tensor = self._put(ids)
+        result = self._module.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+        return result.cpu().shape[1]
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> int:
+        """HF's generate with its dynamic cache."""
+        return self._generate(ids, new_tokens)
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """HF's generate of one token."""
+        self._generate(ids, 1)
+
+    def _forward(self) -> Callable[[Any], Any]:
+        return self._module
+
+    def forward(self, ids: np.ndarray) -> Callable[[], Any]:
+        """One pass of the module."""
+        import torch
+
+        tensor, module = self._put(ids), self._forward()
+
+        def run() -> Any:
+            with torch.no_grad():
+                outputs = module(tensor)
+            if tensor.is_cuda:
+                torch.cuda.synchronize()
+            return outputs
+
+        return run
+
+    def facts(self) -> dict[str, Any]:
+        """Which attention HF chose."""
+        return {"attention": self._module.config._attn_implementation}
+
+    def close(self) -> None:
+        """Drop the module."""
+        self._module = None
+
+
+class HfCompiled(HfEager):
+    """HF as its documentation makes it fast: a static cache, and torch.compile with CUDA graphs.
+
+    With a static cache HF's generate compiles the decode step by itself, `reduce-overhead`; the
+    cache is the same in every call, reset, so that its addresses stay. HF leaves the prefill eager;
+    for the workloads prefill and forward the whole pass is compiled.
+    """
+
+    def __init__(self, model: Model, dtype: str, kind: str) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "--peer hf-compile needs a CUDA device: HF's generate compiles on no CPU. Use "
+                "--peer hf-eager."
+            )
+        super().__init__(model, dtype)
+        self._kind = kind
+        self._shape: tuple[int, ...] | None = None
+        self._cache: Any = None
+        self._compiled: Any = None
+
+    def _begin(self, ids: np.ndarray) -> bool:
+        """True for ids of another shape: compiled afresh, not as the old code's dynamic sizes."""
+        import torch
+
+        if ids.shape == self._shape:
+            return False
+        self._shape, self._cache = ids.shape, None
+        torch.compiler.reset()
+        return True
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> int:
+        """HF's generate with a static cache; the first call for ids sets the cache's length."""
+        from transformers import StaticCache
+
+        if self._begin(ids):
+            length = ids.shape[1] + new_tokens
+            self._cache = StaticCache(config=self._module.config, max_cache_len=length)
+        self._cache.reset()
+        return self._generate(ids, new_tokens, past_key_values=self._cache)
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """A compiled pass whose head serves the last token only; no cache is filled."""
+        if self._kind != "prefill":
+            self.generate(ids, 1)
+            return
+        import torch
+
+        self._begin(ids)
+        with torch.no_grad():
+            out = self._forward()(self._put(ids), use_cache=False, logits_to_keep=1)
+            out.logits[:, -1].argmax(-1).cpu()
+
+    def _forward(self) -> Callable[..., Any]:
+        import torch
+
+        if self._compiled is None:
+            self._compiled = torch.compile(self._module, mode="reduce-overhead")
+        return self._compiled
+
+    def forward(self, ids: np.ndarray) -> Callable[[], Any]:
+        """One compiled pass."""
+        self._begin(ids)
+        return super().forward(ids)
+
+    def close(self) -> None:
+        """Drop the module, its cache, and what was compiled for it."""
+        import torch
+
+        super().close()
+        self._cache = self._compiled = None
+        torch.compiler.reset()
+
+
+class KerasHub:
+    """keras-hub's causal model on Keras' JAX backend; generate with its own samplers, greedy."""
+
+    def __init__(self, model: Model, dtype: str, kind: str) -> None:
+        missing = [p for p in ("keras", "keras_hub") if importlib.util.find_spec(p) is None]
+        if missing:
+            raise UnsupportedError(
+                f"--peer keras-hub needs {' and '.join(missing)}, not installed here. Install "
+                "keras-hub, or leave the peer out."
+            )
+        if kind == "forward" or model.folder is not None:
+            raise UnsupportedError(
+                "--peer keras-hub generates with random weights only: use decode or prefill, and a "
+                "--shape."
+            )
+        if os.environ.setdefault("KERAS_BACKEND", "jax") != "jax":
+            raise UnsupportedError(
+                f"--peer keras-hub: KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}. Set it to jax."
+            )
+        keras, hub = importlib.import_module("keras"), importlib.import_module("keras_hub")
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(dtype)
+        try:
+            if model.config.model_type == "llama":
+                self._model: Any = hub.models.LlamaCausalLM(
+                    preprocessor=None, backbone=_llama_backbone(hub, model.config, dtype)
+                )
+            elif model.config.model_type == "gpt2":
+                self._model = hub.models.GPT2CausalLM(
+                    preprocessor=None, backbone=_gpt2_backbone(hub, model.config, dtype)
+                )
+            else:
+                raise UnsupportedError(
+                    f"--peer keras-hub runs llama and gpt2 shapes here; {model.name} is "
+                    f"{model.config.model_type}."
+                )
+        finally:
+            keras.config.set_dtype_policy(before)
+        self._model.compile(sampler="greedy")
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> int:
+        """Generate over a buffer of the whole length; the padding mask tells what is prompt."""
+        batch, prompt = ids.shape
+        tokens = np.zeros((batch, prompt + new_tokens), np.int32)
+        tokens[:, :prompt] = ids
+        mask = np.zeros(tokens.shape, bool)
+        mask[:, :prompt] = True
+        inputs = {"token_ids": tokens, "padding_mask": mask}
+        result = self._model.generate(inputs, stop_token_ids=None)
+        return np.asarray(result["token_ids"]).shape[1]
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """Generate of one token."""
+        self.generate(ids, 1)
+
+    def forward(self, ids: np.ndarray) -> Callable[[], Any]:
+        """Refused when the peer is made."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """The package's version."""
+        return {"keras_hub": importlib.import_module("keras_hub").__version__}
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+
+
+def _llama_backbone(hub: Any, config: Any, dtype: str) -> Any:
+    if config.tie_word_embeddings:
+        raise UnsupportedError(
+            "--peer keras-hub: its Llama has a head of its own; this shape none."
+        )
+    return hub.models.LlamaBackbone(
+        vocabulary_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_query_heads=config.num_attention_heads,
+        hidden_dim=config.hidden_size,
+        intermediate_dim=config.intermediate_size,
+        num_key_value_heads=config.num_key_value_heads,
+        rope_max_wavelength=config.rope_parameters["rope_theta"],
+        layer_norm_epsilon=config.rms_norm_eps,
+        dtype=dtype,
+    )
+
+
+def _gpt2_backbone(hub: Any, config: Any, dtype: str) -> Any:
+    return hub.models.GPT2Backbone(
+        vocabulary_size=config.vocab_size,
+        num_layers=config.n_layer,
+        num_heads=config.n_head,
+        hidden_dim=config.n_embd,
+        intermediate_dim=4 * config.n_embd,
+        max_sequence_length=config.n_positions,
+        dtype=dtype,
+    )

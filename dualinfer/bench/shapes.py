@@ -1,0 +1,198 @@
+"""The models that bench runs: named shapes, as real HF configs with random weights, and folders."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import embedded
+from ..errors import ArgumentError, ModelError
+from ..families import describe_model
+from ..spec import ModelSpec
+from ..weights import WeightTable
+
+EMBEDDED = "embedded"
+_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Fields of a HF config, the class whose weights are made, and the dtype people run it in."""
+
+    class_name: str
+    model_type: str
+    dtype: str
+    fields: dict[str, Any]
+
+
+def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
+    fields = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "rms_norm_eps": 1e-5,
+        **more,
+    }
+    return Shape("LlamaForCausalLM", "llama", "bfloat16", fields)
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta} | more
+
+
+def _gpt2(width: int, layers: int, heads: int) -> Shape:
+    fields = {"n_embd": width, "n_layer": layers, "n_head": heads}
+    return Shape("GPT2LMHeadModel", "gpt2", "float16", fields)
+
+
+def _opt(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return Shape("OPTForCausalLM", "opt", "float16", fields)
+
+
+def _gpt_neo(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "attention_types": [[["global", "local"], layers // 2]],
+    }
+    return Shape("GPTNeoForCausalLM", "gpt_neo", "float16", fields)
+
+
+def _gpt_neox(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "vocab_size": 50432,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "rope_parameters": _rope(10000.0, partial_rotary_factor=0.25),
+    }
+    return Shape("GPTNeoXForCausalLM", "gpt_neox", "float16", fields)
+
+
+def _bloom(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {"vocab_size": 250880, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
+    return Shape("BloomForCausalLM", "bloom", "bfloat16", fields)
+
+
+def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+    }
+    return Shape("Gemma2ForCausalLM", "gemma2", "bfloat16", fields)
+
+
+def _bert(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+    return Shape("BertForMaskedLM", "bert", "float16", fields)
+
+
+SHAPES: dict[str, Shape] = {
+    "tiny": _llama(1001, 96, 200, 2, 6, 3, max_position_embeddings=512),
+    "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096),
+    "llama-3-8b": _llama(
+        *(128256, 4096, 14336, 32, 32, 8),
+        max_position_embeddings=8192,
+        rope_parameters=_rope(500000.0),
+    ),
+    "llama-3.2-1b": _llama(
+        *(128256, 2048, 8192, 16, 32, 8),
+        head_dim=64,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(
+            500000.0,
+            rope_type="llama3",
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "gpt-j-6b": Shape("GPTJForCausalLM", "gptj", "float16", {}),  # the config's defaults are it
+    "gpt-neo-125m": _gpt_neo(768, 12, 12),
+    "gpt-neo-1.3b": _gpt_neo(2048, 24, 16),
+    "gpt-neo-2.7b": _gpt_neo(2560, 32, 20),
+    "pythia-6.9b": _gpt_neox(4096, 32, 32),
+    "bloom-560m": _bloom(1024, 24, 16),
+    "bloom-7b1": _bloom(4096, 30, 32),
+    "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
+    "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What one row of a benchmark runs. `folder` holds its weights; None: random ones are made."""
+
+    name: str
+    config: Any
+    class_name: str
+    folder: Path | None
+    dtype: str | None
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def describe(self) -> tuple[ModelSpec, WeightTable]:
+        """Spec and weight table; ModelError where fused mode does not serve the model."""
+        return describe_model(self.config.to_dict(), [self.class_name])
+
+
+def check_model(name: str) -> None:
+    """Raise ArgumentError if `name` is neither a shape's name nor the folder of a checkpoint."""
+    if name in SHAPES or name == EMBEDDED or (Path(name) / "config.json").is_file():
+        return
+    near = difflib.get_close_matches(name, [*SHAPES, EMBEDDED], 1)
+    raise ArgumentError(
+        f"{name!r} is no folder with a config.json and no shape's name."
+        + (f" Did you mean {near[0]}?" if near else "")
+        + f" Shapes: {', '.join([*SHAPES, EMBEDDED])}."
+    )
+
+
+def open_model(name: str) -> Model:
+    """The model of a shape's name, or of a checkpoint's folder; no weights are read or made."""
+    from transformers import AutoConfig
+
+    check_model(name)
+    if name not in SHAPES:
+        folder = embedded.path() if name == EMBEDDED else Path(name)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if not config.architectures:
+            raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
+        return Model(name, config, config.architectures[0], folder, None)
+    shape = SHAPES[name]
+    config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
+    config.architectures = [shape.class_name]
+    return Model(name, config, shape.class_name, None, shape.dtype)

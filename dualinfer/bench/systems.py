@@ -1,0 +1,131 @@
+"""What a row measures: dualinfer's engine, or a peer, behind the same three calls."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import backends
+from ..api import init_inference
+from . import peers
+from .random_weights import checkpoint, make_module
+from .shapes import Model
+
+SIDES = {
+    "torch": ("torch", "hf-eager", "hf-compile"),
+    "jax": ("jax", "keras-hub", "flax"),
+}
+PEERS = tuple(name for side, names in SIDES.items() for name in names if name != side)
+
+
+class System(Protocol):
+    """One model ready to run. Every call returns when its result is there."""
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> int:
+        """Continue ids [B, T] greedily by `new_tokens`, no EOS; the columns of the result."""
+        ...
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """The first new token of ids [B, T]."""
+        ...
+
+    def forward(self, ids: np.ndarray) -> Callable[[], Any]:
+        """A call that runs one pass over ids [B, T], put on the device here."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the row says of the system."""
+        ...
+
+    def close(self) -> None:
+        """Free everything on the device."""
+        ...
+
+
+def side_of(system: str) -> str:
+    """The framework in whose process a system runs."""
+    return next(side for side, names in SIDES.items() if system in names)
+
+
+@contextmanager
+def opened(system: str, model: Model, dtype: str, kernels: bool, kind: str) -> Iterator[System]:
+    """A system with the model loaded; `kind` is the workload: decode, prefill or forward."""
+    made: System
+    if system in backends.BACKENDS:
+        made = Engine(system, model, dtype, kernels, kind)
+    else:
+        made = peers.make_peer(system, model, dtype, kind)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Engine:
+    """Dualinfer itself, made as a user makes it."""
+
+    def __init__(self, backend: str, model: Model, dtype: str, kernels: bool, kind: str) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
+        device = backends.device_kind(backend)
+        if kind == "forward" and device != "cpu":
+            options["enable_cuda_graph"] = True
+        self._backend = backend
+        if backend == "torch" and kernels and model.folder is None:
+            # The module dies here, and with it those of its weights that are not shared.
+            module = make_module(model, dtype, device)
+            self._engine: Any = init_inference(module, backend=backend, **options)
+            del module
+        else:
+            with checkpoint(model, dtype) as folder:
+                self._engine = init_inference(folder, backend=backend, **options)
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> int:
+        """NumPy in, NumPy out."""
+        result = self._engine.generate(
+            ids,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            eos_token_id=None,
+        )
+        return result.shape[1]
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """Generate's first token."""
+        self.generate(ids, 1)
+
+    def forward(self, ids: np.ndarray) -> Callable[[], Any]:
+        """One pass; the outputs stay on the device."""
+        if self._backend == "torch":
+            import torch
+
+            tensor = torch.from_numpy(ids).to(self._engine.device)
+
+            def run() -> Any:
+                outputs = self._engine(tensor)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                return outputs
+
+            return run
+        import jax
+
+        array = jax.device_put(ids.astype(np.int32), self._engine.device)
+        return lambda: jax.block_until_ready(tuple(self._engine(array).values()))
+
+    def facts(self) -> dict[str, Any]:
+        """From the engine's report: what served each op, and what was captured or compiled."""
+        report = self._engine.report()
+        return {
+            "ops": dict(report.ops),
+            "compilations": report.compilations,
+            "parameter_bytes": report.parameter_bytes,
+            "cache_bytes": report.cache_bytes,
+            "notes": list(report.notes),
+        }
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()

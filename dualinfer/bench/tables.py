@@ -1,0 +1,170 @@
+"""What a bench command shows: a table with a row for each system, and a bar chart."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+Row = dict[str, Any]
+
+_TITLES = {
+    "decode": "Decode: the first token taken off, sampling included, medians",
+    "prefill": "Prefill: from the prompt to its first token, medians",
+    "forward": "One forward pass over whole sequences, medians",
+    "ops": "Single ops, medians",
+}
+
+
+def _share(row: Row) -> str:
+    return f"{row['of_limit']:.1%}"
+
+
+def _ms(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:.3f}" if row[name] < 10 else f"{row[name]:.1f}"
+
+
+def _gb(*names: str) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        if any(row[name] is None for name in names):
+            return "-"
+        return f"{sum(row[name] for name in names) / 1e9:.3g}"
+
+    return show
+
+
+_WORKLOAD: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: row["model"],
+    "dtype": lambda row: row["dtype"] or "",
+    "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
+}
+_FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
+    "decode": {
+        "ms/token": _ms("ms_per_token"),
+        "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "of limit": _share,
+        "to read, GB": _gb("weight_bytes", "kv_bytes"),
+        "first token, ms": _ms("first_token_ms"),
+        "peak, GB": _gb("peak_bytes"),
+    },
+    "prefill": {
+        "ms": _ms("ms"),
+        "TFLOP": lambda row: f"{row['flops'] / 1e12:.3g}",
+        "TFLOP/s": lambda row: f"{row['tflops']:.4g}",
+        "of limit": _share,
+        "peak, GB": _gb("peak_bytes"),
+    },
+    "forward": {
+        "ms": _ms("ms"),
+        "limit, ms": _ms("limit_ms"),
+        "of limit": _share,
+        "first call, ms": _ms("first_call_ms"),
+        "peak, GB": _gb("peak_bytes"),
+    },
+    "ops": {
+        "by": lambda row: row["by"],
+        "µs": lambda row: f"{row['us']:.2f}",
+        "GB/s": lambda row: f"{row['gb_per_s']:,.0f}",
+        "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
+        "of limit": _share,
+    },
+}
+
+
+def label(row: Row) -> str:
+    """The system of a row, in words."""
+    if row["system"] not in ("torch", "jax"):
+        return row["system"]
+    return f"dualinfer {row['system']}" + ("" if row["kernels"] else ", no kernels")
+
+
+def side_by_side(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the systems of one workload next to each other, in the order they came."""
+
+    def workload(row: Row) -> tuple[object, ...]:
+        return tuple(row.get(n) for n in ("model", "batch", "tokens", "op", "description"))
+
+    first: dict[tuple[object, ...], int] = {}
+    for row in rows:
+        first.setdefault(workload(row), len(first))
+    return sorted(rows, key=lambda row: first[workload(row)])
+
+
+def make_table(kind: str, rows: Sequence[Row]) -> Table:
+    """The rows that were measured; those that failed say so."""
+    table = Table(title=_TITLES[kind])
+    if kind == "ops":
+        lead: dict[str, Callable[[Row], str]] = {
+            "op": lambda row: row.get("op", row["model"]),
+            "size": lambda row: row.get("description", ""),
+            "dtype": lambda row: row["dtype"] or "",
+        }
+    else:
+        lead = {"system": label, **_WORKLOAD}
+    figures = _FIGURES[kind]
+    for column in lead:
+        table.add_column(column)
+    for column in figures:
+        table.add_column(column, justify="left" if column == "by" else "right")
+    for row in rows:
+        first = [escape(show(row)) for show in lead.values()]
+        if "error" in row:
+            table.add_row(*first, "[red]failed[/]")
+        else:
+            table.add_row(*first, *(show(row) for show in figures.values()))
+    return table
+
+
+def limit_lines(rows: Iterable[Row]) -> list[str]:
+    """The limits that the fractions are of, as measured in the rows' processes."""
+    lines = {
+        f"{row['device']}, {row['dtype']}, measured by "
+        f"{'torch' if row['system'].startswith(('torch', 'hf')) else 'jax'}: "
+        f"reads {row['read_bandwidth'] / 1e12:.3g} TB/s, "
+        f"multiplies {row['matrix_rate'] / 1e12:.3g} TFLOP/s"
+        for row in rows
+        if "read_bandwidth" in row
+    }
+    return sorted(lines)
+
+
+def write_plot(kind: str, rows: Sequence[Row], path: Path) -> None:
+    """A bar for each row that was measured: the fraction of the limit, with its time."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if "error" not in row]
+    figure = Figure(figsize=(9, 1.2 + 0.35 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [_bar_name(row, kind, shown) for row in shown]
+    shares = [row["of_limit"] * 100 for row in shown]
+    peers = [row["system"] not in ("torch", "jax") or _by(row) != "dualinfer" for row in shown]
+    colours = ["#9aa5b1" if peer else "#2563eb" for peer in peers]
+    bars = axes.barh(range(len(shown)), shares, color=colours)
+    axes.bar_label(bars, [_bar_text(kind, row) for row in shown], padding=4, fontsize=8)
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(115.0, *(share * 1.2 for share in shares)) if shares else 100)
+    axes.set_xlabel("% of the limit measured in the same process")
+    axes.set_title(", ".join(sorted({row["device"] for row in shown})), fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def _by(row: Row) -> str:
+    return row.get("by", "dualinfer")
+
+
+def _bar_name(row: Row, kind: str, rows: Sequence[Row]) -> str:
+    """The system, and what tells its row from the others."""
+    if kind == "ops":
+        return f"{row['op']} {row['description']}: {row['by']}"
+    shows = _WORKLOAD.values()
+    varying = [show for show in shows if len({show(other) for other in rows}) > 1]
+    return ", ".join([label(row), *(show(row) for show in varying)])
+
+
+def _bar_text(kind: str, row: Row) -> str:
+    time = {"decode": "ms_per_token", "ops": "us"}.get(kind, "ms")
+    unit = {"decode": "ms/token", "ops": "µs"}.get(kind, "ms")
+    return f"{row['of_limit']:.0%}, {row[time]:.3g} {unit}"

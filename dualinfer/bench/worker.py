@@ -1,0 +1,151 @@
+"""A process that measures one framework's rows: tasks come as JSON on stdin, rows go to stdout.
+
+It ends early where the device no longer answers, which a failed kernel can cause; whoever started
+it goes on with a new one.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from .. import backends
+from ..config.dtypes import dtype_name
+from ..errors import DualinferError
+from .counts import Counts
+from .limits import Device, open_device
+from .measure import Task, measure
+from .ops import find_cases, measure_op
+from .shapes import Model, open_model
+from .systems import opened, side_of
+
+Row = dict[str, Any]
+
+MARK = "BENCH "  # begins a line of ours; others are a library's chatter
+
+
+def main() -> None:
+    """Measure what stdin asks for."""
+    given = json.load(sys.stdin)
+    tasks = [Task(**fields) for fields in given["tasks"]]
+    device = open_device(side_of(tasks[0].system))
+    for task_index, row in run(tasks, device):
+        if row is not None:
+            _say(row)
+            continue
+        # Planned ends tell which task is next; a process that dies tells by saying nothing.
+        alive = _answers(device)
+        _say({"done": task_index + 1, "ended": not alive or task_index + 1 == len(tasks)})
+        if not alive:
+            os._exit(1)  # a dead device can make an orderly end hang
+
+
+def run(tasks: Sequence[Task], device: Device) -> Iterator[tuple[int, Row | None]]:
+    """Rows with their task's index, in order, and None after a task's last one.
+
+    A task that fails gives a row with `error`. Tasks that follow one another with the same model
+    and system share a loaded one.
+    """
+    for _, grouped in groupby(enumerate(tasks), lambda pair: _load_key(pair[1])):
+        group = list(grouped)
+        if group[0][1].kind == "ops":
+            for index, task in group:
+                for row in _measure_ops(task, device):
+                    yield index, row
+                yield index, None
+            continue
+        for index, row in _measure_group(group, device):
+            yield index, row
+            yield index, None
+
+
+def _load_key(task: Task) -> tuple[Any, ...]:
+    return task.kind, task.model, task.system, task.dtype, task.kernels
+
+
+def _measure_group(group: list[tuple[int, Task]], device: Device) -> Iterator[tuple[int, Row]]:
+    waiting = dict(group)
+    error = ""
+    try:
+        task = group[0][1]
+        model = open_model(task.model)
+        dtype = _resolved_dtype(task, model, device)
+        counts = Counts.of(*model.describe())
+        limits = device.limits(dtype)  # before anything is loaded
+        with opened(task.system, model, dtype, task.kernels, task.kind) as system:
+            device.settle()
+            for index, task in group:
+                try:
+                    row = measure(task, model, counts, system, device, limits)
+                except Exception as failure:
+                    row = {"error": _text(failure)}
+                del waiting[index]
+                yield index, _row(task, dtype, device, row)
+        device.settle()
+    except Exception as failure:
+        error = _text(failure)
+    for index, task in waiting.items():
+        yield index, _row(task, task.dtype, device, {"error": error})
+
+
+def _measure_ops(task: Task, device: Device) -> Iterator[Row]:
+    try:
+        dtype = task.dtype or backends.default_dtype(device.backend)
+        cases = find_cases(device.backend, dtype, task.model or None)
+        device.limits(dtype)
+    except Exception as failure:
+        yield _row(task, task.dtype, device, {"error": _text(failure)})
+        return
+    for case in cases:
+        try:
+            row = measure_op(case, device, dtype)
+            device.settle()
+        except Exception as failure:
+            row = {"op": case.name, "description": case.description, "error": _text(failure)}
+        yield _row(task, dtype, device, row)
+        if "error" in row and not _answers(device):
+            rest = {"error": "The device no longer answers; the ops after it were not measured."}
+            yield _row(task, dtype, device, rest)
+            return
+
+
+def _resolved_dtype(task: Task, model: Model, device: Device) -> str:
+    """What was asked for; else float32 on a CPU, and the shape's own or the default on a GPU."""
+    if task.dtype:
+        return task.dtype
+    default = backends.default_dtype(device.backend)
+    return default if device.kind == "cpu" else dtype_name(model.dtype or default)
+
+
+def _row(task: Task, dtype: str | None, device: Device, figures: Row) -> Row:
+    row = task.to_dict() | {"dtype": dtype, "device": device.name, "device_kind": device.kind}
+    if dtype and "error" not in figures:
+        limits = device.limits(dtype)
+        row |= {"read_bandwidth": limits.read_bandwidth, "matrix_rate": limits.matrix_rate}
+    return row | figures
+
+
+def _text(failure: Exception) -> str:
+    """Our own errors are a message; others are bugs, or a peer's, and come with where they rose."""
+    if isinstance(failure, DualinferError):
+        return str(failure)
+    return "".join(traceback.format_exception(failure, limit=-8)).strip()
+
+
+def _answers(device: Device) -> bool:
+    try:
+        device.settle()
+    except Exception:
+        return False
+    return True
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(MARK + json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""BLOOM: ALiBi in the place of positions, a norm after the embedding. HF source: models/bloom."""
+
+import math
+
+import numpy as np
+
+from ..errors import ModelError
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+
+_TRAINED = 2048  # tokens, of every published BLOOM; ALiBi itself has no limit
+
+
+def architectures(model_type: str) -> tuple[str, ...]:
+    """HF class names served, the default first."""
+    return "BloomForCausalLM", "BloomModel"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a BLOOM model."""
+    embed, heads = fields.size("hidden_size"), fields.size("n_head")
+    layers, vocab = fields.size("n_layer"), fields.size("vocab_size")
+    if embed % heads:
+        raise ModelError(f"hidden_size={embed} is no multiple of n_head={heads}.")
+    head_dim, ffn = embed // heads, 4 * embed
+    norm = Norm("layer", fields.number("layer_norm_epsilon"))
+    tied = bool(fields.take("tie_word_embeddings", True))
+    has_head = architecture == "BloomForCausalLM"
+    fields.require("apply_residual_connection_post_layernorm", False)
+    if fields.take("pretraining_tp", 1) > 1:
+        fields.require("slow_but_exact", False)  # HF drops the output biases then
+    fields.ignore("slow_but_exact", "hidden_dropout", "attention_dropout")
+    # Written by the training code; HF's model reads none of them.
+    fields.ignore("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion")
+    fields.ignore("skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "n_inner", "unk_token_id")
+    block = Layer(
+        Attention(heads, heads, head_dim, head_dim**-0.5, alibi=alibi_slopes(heads)),
+        Mlp(ffn, "gelu_tanh", gated=False),
+        norm,
+        "pre",
+    )
+    spec = ModelSpec(
+        family="bloom",
+        architecture=architecture,
+        vocab=vocab,
+        embed=embed,
+        layers=(block,) * layers,
+        max_positions=fields.size("seq_length", _TRAINED),
+        positions_from_mask=True,
+        embed_norm=norm,
+        final_norm=norm,
+        head=Head("causal") if has_head else None,
+    )
+    embedding = "transformer.word_embeddings.weight"
+    head = make.HeadRows.of(has_head, tied, embedding)
+    rows = [
+        row("embed.weight", "vocab embed", (embedding, "vocab embed")),
+        *make.layer_norm("embed_norm", "transformer.word_embeddings_layernorm"),
+        *make.layer_norm("final_norm", "transformer.ln_f"),
+    ]
+    for i in range(layers):
+        ours, hf = f"layers.{i}.", f"transformer.h.{i}."
+        rows += make.layer_norm(f"{ours}attn_norm", f"{hf}input_layernorm")
+        rows += make.fused_qkv(f"{ours}qkv", f"{hf}self_attention.query_key_value", bias=True)
+        rows += make.linear(f"{ours}out", f"{hf}self_attention.dense", "embed q")
+        rows += make.layer_norm(f"{ours}mlp_norm", f"{hf}post_attention_layernorm")
+        rows += make.linear(f"{ours}up", f"{hf}mlp.dense_h_to_4h", "ffn embed")
+        rows += make.linear(f"{ours}down", f"{hf}mlp.dense_4h_to_h", "embed ffn")
+    table = WeightTable(
+        rows=(*rows, *head.rows),
+        sizes={
+            "vocab": vocab,
+            "embed": embed,
+            "heads": heads,
+            "q": embed,
+            "k": embed,
+            "v": embed,
+            "ffn": ffn,
+        },
+        base="transformer.",
+        unused=head.unused,
+        tied=head.tied,
+    )
+    return spec, table
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Slopes of Press et al., 2022, as float32 values.
+
+    Heads beyond a power of two take every second slope of twice as many.
+    """
+
+    def series(count: int) -> np.ndarray:
+        base = np.float32(2 ** (-8 / count))
+        return (np.float64(base) ** np.arange(1, count + 1)).astype(np.float32)
+
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = np.concatenate([series(power), series(2 * power)[::2]])[:heads]
+    return tuple(float(slope) for slope in slopes)

@@ -1,0 +1,152 @@
+"""Attention of whole prompts, with every kind of mask."""
+
+import math
+from typing import Any
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .attention_choice import Config, attention_configs
+from .attention_kernel import attention_kernel
+from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: Any = None,
+    segments: Any = None,
+    alibi: Any = None,
+    positions: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    start: int = 0,
+    config: Config | None = None,
+    pdl: bool = False,
+) -> Any:
+    """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
+
+    Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
+    `positions` int are [B, S]. Keys at or beyond `lengths` int [B] are hidden; the output of
+    queries there is finite, and zero in blocks that lie wholly there. Keys and values that are
+    hidden are read all the same and must be finite. Strides are free but for the last axis.
+    """
+    batch, tokens, heads, dim = q.shape
+    _check(q, k, v, scale, window, softcap, start)
+    per_key = {"mask": mask, "segments": segments, "positions": positions}
+    for name, x in per_key.items():
+        _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
+    _check_option("alibi", alibi, (heads,), _FLOAT32)
+    _check_option("sinks", sinks, (heads,), _FLOAT32)
+    _check_option("lengths", lengths, (batch,), _INTEGERS)
+    if segments is not None and start:
+        raise ValueError(f"segments with start={start}: packed sequences must start at 0.")
+    if positions is not None and alibi is None:
+        raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
+    out = q.new_empty(q.shape)
+    if not out.numel():
+        return out
+    itemsize, pairs = q.element_size(), batch * heads
+    if config is None:
+        config = attention_configs(itemsize=itemsize, head_dim=dim, tokens=tokens, pairs=pairs)[0]
+    main, rest = _split(dim)
+    tma = all(_has_descriptor(x) for x in (q, k, v))
+    tensors = []
+    for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
+        end = tokens if x is q else start + tokens
+        tensors.append(_descriptor(x, rows, main, end) if tma else x)
+        tensors.append(None if not rest else _descriptor(x, rows, rest, end) if tma else x)
+    group = heads // k.shape[2]
+    section = min(pairs, group * max(1, _L2_BYTES // (2 * (start + tokens) * dim * itemsize)))
+    factor = scale * _LOG2E
+    if softcap is not None:
+        factor, softcap = scale / softcap, softcap * _LOG2E
+    launch(
+        attention_kernel,
+        (-(-tokens // config.block_m) * pairs,),
+        *tensors, out, mask, segments, positions, alibi, sinks, lengths,
+        factor, softcap, window, tokens, start, heads, pairs, section,
+        *_strides(q), *_strides(k), *_strides(v),
+        *(0 if x is None else x.stride(0) for x in per_key.values()),
+        GROUP=group, DIM=dim, MAIN=main, REST=rest, CAUSAL=causal,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, LATE=config.late, TMA=tma,
+        num_warps=config.warps, num_stages=config.stages, pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+_LOG2E = math.log2(math.e)
+_L2_BYTES = 16 << 20  # of keys and values that are read at a time; an H100 has 50 MB
+_FLOAT32 = ("torch.float32",)
+_DTYPES = (*_FLOAT32, "torch.bfloat16", "torch.float16")
+_INTEGERS = ("torch.int32", "torch.int64")
+_BOOL = ("torch.bool",)
+
+
+def _split(dim: int) -> tuple[int, int]:
+    """Two block extents that hold a head: 80 is 64 + 16; the second is 0 where one is as good."""
+    main = max(1 << (dim.bit_length() - 1), 16)
+    rest = 0 if dim <= main else max(next_power_of_2(dim - main), 16)
+    return (2 * main, 0) if rest == main else (main, rest)
+
+
+def _strides(x: Any) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(2), x.stride(1)
+
+
+def _has_descriptor(x: Any) -> bool:
+    """Whether TMA can read x [B, T, heads, D]: Hopper, addresses that are multiples of 16 bytes."""
+    if not (INTERPRETED or has_pdl(x)) or x.data_ptr() % 16:
+        return False
+    steps = (n for n, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+    return all(n > 0 and n * x.element_size() % 16 == 0 for n in steps)
+
+
+def _descriptor(x: Any, rows: int, columns: int, end: int) -> TensorDescriptor:
+    """Blocks [rows, columns] of one head of x, of which `end` tokens exist."""
+    batch, _, heads, dim = x.shape
+    # An axis of one element may have any stride; TMA wants multiples of 16 bytes even there.
+    steps = [n if size > 1 else 16 for n, size in zip(x.stride(), x.shape, strict=True)]
+    strides = [steps[0], steps[2], steps[1], 1]
+    return TensorDescriptor(x, [batch, heads, end, dim], strides, [1, 1, rows, columns])
+
+
+def _check(
+    q: Any, k: Any, v: Any, scale: float, window: int | None, softcap: float | None, start: int
+) -> None:
+    batch, tokens, heads, dim = q.shape
+    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % k.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [B, T, H, D] "
+            "and twice [B, S, K, D], with H a multiple of K."
+        )
+    if dim > 256:
+        raise ValueError(f"head_dim {dim}: at most 256. Use torch's attention for it.")
+    if not 0 <= start <= k.shape[1] - tokens:
+        raise ValueError(f"start={start} with {tokens} queries and {k.shape[1]} keys.")
+    if str(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_DTYPES}.")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() and x.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {x.stride(-1)} in its last axis; expected 1.")
+    for name, x in (("scale", scale), ("window", window), ("softcap", softcap)):
+        if x is not None and not x > 0:
+            raise ValueError(f"{name}={x}: expected a positive number, or None for no {name}.")
+
+
+def _check_option(name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """A row of `x` may be longer than `shape` says."""
+    if x is None:
+        return
+    fits = x.dim() == len(shape) and x.shape[:-1] == shape[:-1]
+    if not fits or x.shape[-1] < shape[-1] or (len(shape) == 1 and x.shape != shape):
+        raise ValueError(f"{name} {tuple(x.shape)}: expected {list(shape)}.")
+    if str(x.dtype) not in dtypes:
+        raise ValueError(f"{name} is {x.dtype}; expected {' or '.join(dtypes)}.")
+    if x.numel() and x.stride(-1) != 1:
+        raise ValueError(f"{name} has stride {x.stride(-1)} in its last axis; expected 1.")

@@ -1,0 +1,307 @@
+"""The kernel of attention of whole prompts: FlashAttention-2's loop over keys, with every mask.
+
+Dao, 2023 ("FlashAttention-2"). A program owns BLOCK_M queries of one head. Blocks of keys that all
+its queries see pass without a mask; only those at the diagonal, the window's edge and the end are
+masked. Scores are kept in units of log2, so that exp2 serves.
+"""
+
+import triton
+import triton.language as tl
+
+from .launch import dot, let_next_start, wait_for_inputs
+
+_FRONT = tl.constexpr(0)
+_ALL = tl.constexpr(0)
+_SOME = tl.constexpr(1)
+_ITSELF = tl.constexpr(2)
+
+
+@triton.jit
+def _tile(
+    x, strides, b, head, row, end,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of x [B, T, heads, D], elements FIRST..; 0 beyond `end` and D."""
+    if TMA:
+        tile = x.load([b, head, row, FIRST]).reshape(ROWS, COLUMNS)
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = FIRST + tl.arange(0, COLUMNS)
+        base = x + b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        at = base + rows[:, None].to(tl.int64) * strides[2] + columns[None, :]
+        inside = rows[:, None] < end
+        if FIRST + COLUMNS > DIM:
+            inside = inside & (columns[None, :] < DIM)
+        tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _tanh(x, ACCURATE: tl.constexpr):
+    power = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2|x|)
+    y = (1 - power) / (1 + power)
+    y = tl.where(x < 0, -y, y)
+    if ACCURATE:  # 1 - power cancels near 0; there the series is good to float32
+        z = x * x
+        series = 1 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+        y = tl.where(tl.abs(x) < 0.25, x * series, y)
+    return y
+
+
+@triton.jit
+def _scores(
+    queries, keys, per_key, place, n, scoring,
+    SEES: tl.constexpr, CAUSAL: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Of the keys n..n+BLOCK_N-1, -inf where hidden; these times `factor` are in units of log2.
+
+    SEES says which of them a query sees: all, what the options leave, or itself if it is blind.
+    """
+    q, q_rest, rows, q_segment, q_position, blind = queries
+    k, k_rest, k_strides = keys
+    mask_ptr, segments_ptr, positions_ptr = per_key
+    b, head, end, key_end = place
+    scale, softcap, slope, window = scoring
+    columns = n + tl.arange(0, BLOCK_N)
+    tile = _tile(k, k_strides, b, head, n, key_end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    s = dot(q, tile.T, tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    if REST > 0:
+        tile = _tile(k_rest, k_strides, b, head, n, key_end, BLOCK_N, REST, MAIN, DIM, TMA)
+        s = dot(q_rest, tile.T, s)
+    if softcap is not None:
+        s = _tanh(s * scale, q.dtype == tl.float32)
+    if slope is not None:
+        if positions_ptr is not None:
+            k_position = tl.load(positions_ptr + columns, mask=columns < key_end, other=0)
+        else:
+            k_position = columns
+        distance = (k_position[None, :] - q_position[:, None]).to(tl.float32)
+        s = s * (scale if softcap is None else softcap) + slope * distance
+    if SEES == _ITSELF:
+        s = tl.where((columns[None, :] == rows[:, None]) & blind[:, None], s, float("-inf"))
+    if SEES == _SOME:
+        seen = columns[None, :] < end
+        if CAUSAL:
+            seen = seen & (columns[None, :] <= rows[:, None])
+        if window is not None:
+            seen = seen & (columns[None, :] > rows[:, None] - window)
+        if mask_ptr is not None:
+            shown = tl.load(mask_ptr + columns, mask=columns < end, other=0)
+            seen = seen & (shown != 0)[None, :]
+        if segments_ptr is not None:
+            k_segment = tl.load(segments_ptr + columns, mask=columns < end, other=0)
+            seen = seen & (k_segment[None, :] == q_segment[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _softmax(s, top, total, factor, SEES: tl.constexpr):
+    """Weights of these scores, what the sums shrink by, and the new maximum and sum of weights."""
+    new_top = tl.maximum(top, s.max(1) * factor)
+    base = new_top
+    if SEES != _ALL:  # -inf minus -inf, in a row that has seen nothing yet, is NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * factor - base[:, None])
+    shrink = tl.exp2(top - base)
+    return p, shrink, new_top, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def _add(
+    acc, acc_rest, p, shrink, values, place, n,
+    DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The shrunken sums plus the values n..n+BLOCK_N-1 times their weights."""
+    v, v_rest, v_strides = values
+    b, head, _, key_end = place
+    acc = acc * shrink[:, None]
+    tile = _tile(v, v_strides, b, head, n, key_end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    acc = dot(p, tile, acc)
+    if REST > 0:
+        acc_rest = acc_rest * shrink[:, None]
+        tile = _tile(v_rest, v_strides, b, head, n, key_end, BLOCK_N, REST, MAIN, DIM, TMA)
+        acc_rest = dot(p, tile, acc_rest)
+    return acc, acc_rest
+
+
+@triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
+def attention_kernel(
+    q, q_rest, k, k_rest, v, v_rest, out_ptr,
+    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, lengths_ptr,
+    scale, softcap, window, tokens, start, heads, pairs, section,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATE: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With LATE, values are added one step late, beside the next softmax (Shah et al., 2024)."""
+    dtype = out_ptr.dtype.element_ty
+    bits = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    # The programs of a section's heads run together and share the L2 cache; the last blocks of
+    # queries, which are the longest if causal, run first.
+    blocks = tl.cdiv(tokens, BLOCK_M)
+    first = tl.program_id(0) // (section * blocks) * section
+    within = tl.program_id(0) - first * blocks
+    width = tl.minimum(section, pairs - first)
+    pair = first + within % width
+    m = (blocks - 1 - within // width) * BLOCK_M
+    b = pair // heads
+    head = pair % heads
+    kv_head = head // GROUP
+
+    q_strides = (q_stride_b, q_stride_h, q_stride_t)
+    k_strides = (k_stride_b, k_stride_h, k_stride_t)
+    v_strides = (v_stride_b, v_stride_h, v_stride_t)
+    rows = start + m + tl.arange(0, BLOCK_M)
+    key_end = start + tokens
+    far = b.to(tl.int64)
+    if mask_ptr is not None:
+        mask_ptr += far * mask_stride
+    q_segment = 0
+    if segments_ptr is not None:
+        segments_ptr += far * segments_stride
+        q_segment = tl.load(segments_ptr + rows, mask=rows < key_end, other=0)
+    q_position = rows
+    if positions_ptr is not None:
+        positions_ptr += far * positions_stride
+        q_position = tl.load(positions_ptr + rows, mask=rows < key_end, other=0)
+    q_main = _tile(q, q_strides, b, head, m, tokens, BLOCK_M, MAIN, _FRONT, DIM, TMA)
+    q_more = q_main
+    if REST > 0:
+        q_more = _tile(q_rest, q_strides, b, head, m, tokens, BLOCK_M, REST, MAIN, DIM, TMA)
+    queries = (q_main, q_more, rows, q_segment, q_position, None)
+    keys = (k, k_rest, k_strides)
+    values = (v, v_rest, v_strides)
+    per_key = (mask_ptr, segments_ptr, positions_ptr)
+
+    # Keys lo..end-1 are seen by some query of the block, those of full_lo..full_hi-1 by all.
+    end = key_end
+    if lengths_ptr is not None:
+        end = tl.minimum(end, tl.load(lengths_ptr + b).to(tl.int32))
+    alive = start + m < end
+    if CAUSAL:
+        hi = tl.minimum(end, start + m + BLOCK_M)
+        full_hi = tl.minimum(end, start + m + 1) // BLOCK_N * BLOCK_N
+    else:
+        hi = end
+        full_hi = end // BLOCK_N * BLOCK_N
+    lo = 0
+    full_lo = 0
+    if window is not None:
+        lo = tl.maximum(start + m + 1 - window, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.maximum(tl.cdiv(start + m + BLOCK_M - window, BLOCK_N) * BLOCK_N, lo)
+    if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
+        full_lo = lo
+        full_hi = lo
+    full_hi = tl.where(alive, tl.maximum(full_hi, full_lo), full_lo)
+    lower = (full_lo - lo) // BLOCK_N
+    masked = tl.where(alive, lower + tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_N), 0)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
+    place = (b, kv_head, end, key_end)
+    scoring = (scale, softcap, None, window)
+    factor = scale if softcap is None else softcap
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head) * 1.4426950408889634
+        scoring = (scale, softcap, slope, window)
+        factor = 1.0
+    for i in range(0, masked):
+        n = tl.where(i < lower, lo + i * BLOCK_N, full_hi + (i - lower) * BLOCK_N)
+        s = _scores(
+            queries, keys, per_key, place, n, scoring, _SOME, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA
+        )
+        p, shrink, top, total = _softmax(s, top, total, factor, _SOME)
+        acc, acc_rest = _add(
+            acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
+        )
+    if (mask_ptr is None) and (segments_ptr is None):
+        if LATE:
+            if full_lo < full_hi:
+                s = _scores(
+                    queries, keys, per_key, place, full_lo, scoring,
+                    _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
+                )  # fmt: skip
+                p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
+                # As integers: weights that a loop hands on as they are would be moved to shared
+                # memory for the product.
+                late = p.to(dtype).to(bits, bitcast=True)
+                for n in range(full_lo, full_hi - BLOCK_N, BLOCK_N):
+                    s = _scores(
+                        queries, keys, per_key, place, n + BLOCK_N, scoring,
+                        _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
+                    )  # fmt: skip
+                    acc, acc_rest = _add(
+                        acc, acc_rest, late.to(dtype, bitcast=True), shrink, values, place, n,
+                        DIM, MAIN, REST, BLOCK_N, TMA,
+                    )  # fmt: skip
+                    p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
+                    late = p.to(dtype).to(bits, bitcast=True)
+                acc, acc_rest = _add(
+                    acc, acc_rest, late.to(dtype, bitcast=True), shrink, values, place,
+                    full_hi - BLOCK_N, DIM, MAIN, REST, BLOCK_N, TMA,
+                )  # fmt: skip
+        else:
+            for n in range(full_lo, full_hi, BLOCK_N):
+                s = _scores(
+                    queries, keys, per_key, place, n, scoring,
+                    _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
+                )  # fmt: skip
+                p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
+                acc, acc_rest = _add(
+                    acc, acc_rest, p.to(dtype), shrink, values, place, n,
+                    DIM, MAIN, REST, BLOCK_N, TMA,
+                )  # fmt: skip
+
+    if mask_ptr is not None:
+        blind = total == 0
+        some_blind = alive & (tl.max(blind.to(tl.int32), 0) != 0)
+        queries = (q_main, q_more, rows, q_segment, q_position, blind)
+        for n in range(start + m, tl.where(some_blind, start + m + BLOCK_M, 0), BLOCK_N):
+            s = _scores(
+                queries,
+                keys,
+                per_key,
+                place,
+                n,
+                scoring,
+                _ITSELF,
+                CAUSAL,
+                DIM,
+                MAIN,
+                REST,
+                BLOCK_N,
+                TMA,
+            )
+            p, shrink, top, total = _softmax(s, top, total, factor, _ITSELF)
+            acc, acc_rest = _add(
+                acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
+            )
+
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+        base = tl.maximum(top, sink)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+        acc_rest = acc_rest * shrink[:, None]
+    share = 1 / tl.where(total == 0, 1.0, total)  # 0 in rows beyond a sequence's length
+    i = m + tl.arange(0, BLOCK_M)
+    at = out_ptr + ((far * tokens + i) * heads + head)[:, None] * DIM
+    inside = i[:, None] < tokens
+    columns = tl.arange(0, MAIN)[None, :]
+    y = (acc * share[:, None]).to(dtype)
+    tl.store(at + columns, y, mask=inside & (columns < DIM))
+    if REST > 0:
+        columns = MAIN + tl.arange(0, REST)[None, :]
+        y = (acc_rest * share[:, None]).to(dtype)
+        tl.store(at + columns, y, mask=inside & (columns < DIM))

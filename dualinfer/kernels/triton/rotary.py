@@ -1,0 +1,400 @@
+"""Rotary embedding: the op, and with head norms and the cache's append in one launch for prefill.
+
+Su et al., 2021. The first R elements of a head of D are turned, the rest passes. A pair is one
+complex number: elements i and i + R/2 (HF's `rotate_half`), or 2 i and 2 i + 1 (GPT-J).
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
+from .rows import check_last_axis, check_vector
+
+_TILE = 2048
+
+
+@triton.jit
+def _load_pairs(at, inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """Both parts of pairs [heads, HALF], float32, of heads that begin at `at` [heads, 1]."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(at + column, mask=inside & (column < 2 * PAIRS), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [both.shape[0], HALF, 2]))
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        mask = inside & (column < PAIRS)
+        first = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(at + PAIRS + column, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    at,
+    first,
+    second,
+    inside,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    dtype: tl.constexpr = at.dtype.element_ty
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.reshape(tl.join(first, second), [first.shape[0], 2 * HALF])
+        tl.store(at + column, both.to(dtype), mask=inside & (column < 2 * PAIRS))
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        mask = inside & (column < PAIRS)
+        tl.store(at + column, first.to(dtype), mask=mask)
+        tl.store(at + PAIRS + column, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
+    """A head norm's weight at elements `at`; 1 where there is no norm."""
+    gain = tl.full(at.shape, 1.0, tl.float32)
+    if weight_ptr is not None:
+        gain = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if UNIT_OFFSET:
+            gain += 1.0
+    return gain
+
+
+@triton.jit
+def _rotary_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    tokens,
+    heads,
+    x_stride0,
+    x_stride1,
+    x_stride2,
+    cos_stride0,
+    cos_stride1,
+    sin_stride0,
+    sin_stride1,
+    PAIRS: tl.constexpr,
+    D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    blocks = tl.cdiv(heads, HEADS)
+    token = tl.program_id(0) // blocks
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)[:, None]
+    inside = head < heads
+    i = tl.arange(0, HALF)
+    b, t = (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
+    at = b * cos_stride0 + t * cos_stride1 + i
+    cos = tl.load(cos_ptr + at, mask=i < PAIRS, other=0.0)[None, :]
+    at = b * sin_stride0 + t * sin_stride1 + i
+    sin = tl.load(sin_ptr + at, mask=i < PAIRS, other=0.0)[None, :]
+    at = x_ptr + b * x_stride0 + t * x_stride1 + head.to(tl.int64) * x_stride2
+    to = y_ptr + (token.to(tl.int64) * heads + head) * D
+    x, y = _load_pairs(at, inside, PAIRS, INTERLEAVED, HALF)
+    _store_pairs(to, x * cos - y * sin, y * cos + x * sin, inside, PAIRS, INTERLEAVED, HALF)
+    if REST:
+        j = 2 * PAIRS + tl.arange(0, REST)[None, :]
+        mask = inside & (j < D)
+        tl.store(to + j, tl.load(at + j, mask=mask), mask=mask)
+
+
+@triton.jit
+def _rotary_append_kernel(
+    qkv_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    starts_ptr,
+    scaling,
+    eps,
+    tokens,
+    room,
+    qkv_stride0,
+    qkv_stride1,
+    positions_stride0,
+    positions_stride1,
+    keys_stride0,
+    keys_stride1,
+    keys_stride2,
+    values_stride0,
+    values_stride1,
+    values_stride2,
+    PAIRS: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v."""
+    let_next_start(PDL)
+    i = tl.arange(0, HALF)
+    first = i * 2 if INTERLEAVED else i
+    second = first + (1 if INTERLEAVED else PAIRS)
+    rest = 2 * PAIRS + tl.arange(0, REST if REST else 1)
+    frequency = 0.0
+    if frequencies_ptr is not None:
+        frequency = tl.load(frequencies_ptr + i, mask=i < PAIRS, other=0.0)
+    q1 = _gain(q_norm_ptr, first, i < PAIRS, UNIT_OFFSET)
+    q2 = _gain(q_norm_ptr, second, i < PAIRS, UNIT_OFFSET)
+    q3 = _gain(q_norm_ptr, rest, rest < D, UNIT_OFFSET)
+    k1 = _gain(k_norm_ptr, first, i < PAIRS, UNIT_OFFSET)
+    k2 = _gain(k_norm_ptr, second, i < PAIRS, UNIT_OFFSET)
+    k3 = _gain(k_norm_ptr, rest, rest < D, UNIT_OFFSET)
+    wait_for_inputs(PDL)
+    blocks = (LAST - FIRST + HEADS - 1) // HEADS
+    row = tl.program_id(0) // blocks
+    head = FIRST + tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)[:, None]
+    inside = head < LAST
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), head >= H + K
+    b, t = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    at = qkv_ptr + b * qkv_stride0 + t * qkv_stride1 + head * D
+    x, y = _load_pairs(at, inside, PAIRS, INTERLEAVED, HALF)
+    z = tl.load(at + rest[None, :], mask=inside & (rest < D)[None, :], other=0.0).to(tl.float32)
+    changed = head < 0
+    if q_norm_ptr is not None or k_norm_ptr is not None:
+        if q_norm_ptr is not None:
+            changed |= is_q
+        if k_norm_ptr is not None:
+            changed |= is_k
+        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+        factor = tl.where(changed, tl.rsqrt(squares / D + eps)[:, None], 1.0)
+        x *= factor * _of_head(is_q, is_v, q1, k1)
+        y *= factor * _of_head(is_q, is_v, q2, k2)
+        z *= factor * _of_head(is_q, is_v, q3, k3)
+    if frequencies_ptr is not None:
+        position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
+        angle = position.to(tl.float32) * frequency
+        # Gathered, lest each thread computes the angles of all its columns of the tile.
+        cos = tl.gather(tl.cos(angle) * scaling, i, 0)[None, :]
+        sin = tl.gather(tl.sin(angle) * scaling, i, 0)[None, :]
+        turned, other = x * cos - y * sin, y * cos + x * sin
+        x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
+        changed = head < H + K
+    # In place: where several threads hold one element, all must have read it before one writes.
+    tl.debug_barrier()
+    changed &= inside
+    _store_pairs(at, x, y, changed, PAIRS, INTERLEAVED, HALF)
+    z = z.to(at.dtype.element_ty)
+    if REST:
+        tl.store(at + rest[None, :], z, mask=changed & (rest < D)[None, :])
+    if keys_ptr is not None:
+        slot, start = b, 0
+        if slots_ptr is not None:
+            slot = tl.load(slots_ptr + b)
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + b)
+        place = start + t + tl.zeros([1, 1], tl.int64)  # not a scalar: it makes a mask
+        to_k, to_v = inside & is_k & (place < room), inside & is_v & (place < room)
+        k_at = keys_ptr + slot.to(tl.int64) * keys_stride0 + place * keys_stride2
+        k_at += (head - H).to(tl.int64) * keys_stride1
+        v_at = values_ptr + slot.to(tl.int64) * values_stride0 + place * values_stride2
+        v_at += (head - H - K).to(tl.int64) * values_stride1
+        _store_pairs(k_at, x, y, to_k, PAIRS, INTERLEAVED, HALF)
+        _store_pairs(v_at, x, y, to_v, PAIRS, INTERLEAVED, HALF)
+        if REST:
+            tl.store(k_at + rest[None, :], z, mask=to_k & (rest < D)[None, :])
+            tl.store(v_at + rest[None, :], z, mask=to_v & (rest < D)[None, :])
+
+
+@triton.jit
+def _of_head(is_q, is_v, q, k):
+    return tl.where(is_q, q[None, :], tl.where(is_v, 1.0, k[None, :]))
+
+
+def _blocks(pairs: int, head_dim: int, heads: int) -> dict[str, int]:
+    """The tile of `heads` heads; REST is 0 where all of a head is turned."""
+    half, rest = next_power_of_2(pairs), head_dim - 2 * pairs
+    rest = next_power_of_2(rest) if rest else 0
+    width = 2 * half + rest
+    each = min(max(_TILE // next_power_of_2(width), 1), next_power_of_2(heads))
+    return {
+        "PAIRS": pairs,
+        "D": head_dim,
+        "HEADS": each,
+        "HALF": half,
+        "REST": rest,
+        "num_warps": 4 if width * each >= 1024 else 1,
+    }
+
+
+def rotary(x: Any, cos: Any, sin: Any, *, interleaved: bool = False, pdl: bool = False) -> Any:
+    """x [B, T, heads, D] turned by the angles with cos and sin float32 [B, T, R/2]; R <= D.
+
+    Computed in float32, rounded once. `pdl` as in `launch`.
+    """
+    check_last_axis("x", x)
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {tuple(x.shape)}; [B, T, heads, D] is expected.")
+    for name, part in (("cos", cos), ("sin", sin)):
+        check_last_axis(name, part)
+        if part.shape != (*x.shape[:2], cos.shape[-1]) or part.element_size() != 4:
+            raise ValueError(
+                f"{name} is {tuple(part.shape)} {part.dtype}; float32 "
+                f"{(*x.shape[:2], cos.shape[-1])} is expected."
+            )
+    batch, tokens, heads, head_dim = x.shape
+    _check_pairs(cos.shape[-1], head_dim)
+    y = x.new_empty(x.shape)
+    if y.numel():
+        meta = _blocks(cos.shape[-1], head_dim, heads)
+        launch(
+            _rotary_kernel,
+            (batch * tokens * triton.cdiv(heads, meta["HEADS"]),),
+            x,
+            cos,
+            sin,
+            y,
+            tokens,
+            heads,
+            *x.stride()[:3],
+            *cos.stride()[:2],
+            *sin.stride()[:2],
+            INTERLEAVED=interleaved,
+            pdl=pdl,
+            **meta,
+        )
+    return y
+
+
+def rotary_append(
+    qkv: Any,
+    positions: Any,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inv_freq: Any = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 0.0,
+    norm_unit_offset: bool = False,
+    cache: Any = None,
+    slots: Any = None,
+    starts: Any = None,
+    pdl: bool = False,
+) -> None:
+    """Norm and turn q and k in qkv [B, T, (H + 2K) D], in place, and append k and v to the cache.
+
+    RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
+    `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
+    sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
+    to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S on; no
+    other place is written. Positions, slots [B] and starts [B] are int32 or int64. What is None
+    falls away. Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms and
+    frequencies are read before the kernel in front has ended.
+    """
+    check_last_axis("qkv", qkv)
+    width = (heads + 2 * kv_heads) * head_dim
+    if qkv.dim() != 3 or qkv.shape[-1] != width:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}; [B, T, {width}] is expected.")
+    batch, tokens, _ = qkv.shape
+    pairs = 0 if inv_freq is None else inv_freq.shape[-1]
+    if inv_freq is not None:
+        check_vector("inv_freq", inv_freq, pairs)
+        if inv_freq.element_size() != 4:
+            raise ValueError(f"inv_freq has dtype {inv_freq.dtype}; float32 is expected.")
+        _check_pairs(pairs, head_dim)
+        _check_integers("positions", positions, (batch, tokens))
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_vector(name, weight, head_dim)
+    keys, values = (None, None) if cache is None else cache
+    if keys is not None:
+        _check_cache(qkv, keys, values, kv_heads, head_dim)
+        if slots is None and batch > keys.shape[0]:
+            raise ValueError(f"{batch} sequences without slots, but {keys.shape[0]} slots.")
+    elif slots is not None or starts is not None:
+        raise ValueError("slots and starts without a cache. Pass cache, or neither.")
+    for name, index in (("slots", slots), ("starts", starts)):
+        if index is not None:
+            _check_integers(name, index, (batch,))
+    first = 0 if pairs or q_norm is not None else heads
+    last = heads + kv_heads if pairs or k_norm is not None else heads
+    last = last if keys is None else heads + 2 * kv_heads
+    if last <= first or not qkv.numel():
+        return
+    # Without rotation the halves of a head are pairs all the same, which only pass.
+    meta = _blocks(pairs or head_dim // 2, head_dim, last - first)
+    launch(
+        _rotary_append_kernel,
+        (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
+        qkv,
+        positions,
+        inv_freq,
+        q_norm,
+        k_norm,
+        keys,
+        values,
+        slots,
+        starts,
+        scaling,
+        norm_eps,
+        tokens,
+        0 if keys is None else keys.shape[2],
+        *qkv.stride()[:2],
+        *((0, 0) if positions is None else positions.stride()),
+        *((0, 0, 0) if keys is None else keys.stride()[:3]),
+        *((0, 0, 0) if values is None else values.stride()[:3]),
+        H=heads,
+        K=kv_heads,
+        FIRST=first,
+        LAST=last,
+        INTERLEAVED=interleaved and pairs > 0,
+        UNIT_OFFSET=norm_unit_offset,
+        pdl=pdl,
+        **meta,
+    )
+
+
+def _check_pairs(pairs: int, head_dim: int) -> None:
+    if not 0 < 2 * pairs <= head_dim:
+        raise ValueError(f"{pairs} angles turn {2 * pairs} elements; a head has {head_dim}.")
+
+
+def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    import torch
+
+    found = "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+    if x is None or x.shape != shape or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {found}; int32 or int64 {shape} is expected.")
+    if len(shape) == 1 and not x.is_contiguous():
+        raise ValueError(f"{name} has stride {x.stride(0)}; a contiguous vector is expected.")
+
+
+def _check_cache(qkv: Any, keys: Any, values: Any, kv_heads: int, head_dim: int) -> None:
+    for name, part in (("keys", keys), ("values", values)):
+        check_last_axis(f"cache {name}", part)
+        shape = tuple(part.shape)
+        if (
+            len(shape) != 4
+            or shape != tuple(keys.shape)
+            or (shape[1], shape[3]) != (kv_heads, head_dim)
+            or part.dtype != qkv.dtype
+        ):
+            raise ValueError(
+                f"cache {name} is {shape} {part.dtype}; [N, {kv_heads}, S, {head_dim}] "
+                f"{qkv.dtype} is expected."
+            )

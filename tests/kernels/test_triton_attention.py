@@ -1,0 +1,238 @@
+"""Triton's attention of whole prompts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import DTYPES, GARBAGE, assert_close
+from .tensors import get, needs_triton, put, strict, strided, torch
+from .test_attention import inputs, left_padding, packed
+
+from dualinfer.kernels.triton.attention import Config, attention  # isort: skip
+from dualinfer.kernels.triton.launch import INTERPRETED  # isort: skip
+from dualinfer.kernels.triton.attention_choice import (  # isort: skip
+    attention_configs,
+    sdpa_backends,
+)
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+
+FLOAT32 = np.dtype(np.float32)
+SMALL = Config(32, 16, 4, 2)  # 63 tokens make blocks of every kind
+
+
+def run(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
+    options = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    put_all = [put(x) if isinstance(x, np.ndarray) else x for x in (q, k, v)]
+    return get(attention(*put_all, **{"config": SMALL, **options}))
+
+
+SHAPES = {
+    "one token": (2, 1, 5, 5, 80),
+    "80 is 64 and 16": (2, 63, 4, 2, 80),
+    "96 is 64 and 32": (1, 33, 2, 2, 96),
+    "one block of keys": (1, 16, 2, 1, 64),
+    "odd dim, so no descriptor": (1, 63, 3, 1, 33),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_is_the_reference(dtype, shape, causal):
+    q, k, v = inputs(dtype, *shape)
+    how = {"scale": shape[-1] ** -0.5, "causal": causal}
+    expected = reference.attention(q, k, v, **how)
+    assert_close(run(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_attention_is_the_reference_with_its_own_configuration(dtype, dim):
+    q, k, v = inputs(dtype, 1, 150, 2, 1, dim)
+    how = {"scale": dim**-0.5, "causal": True}
+    expected = reference.attention(q, k, v, **how)
+    assert_close(run(q, k, v, config=None, **how), expected, dtype, length=150, roundings=2)
+
+
+def numbers(seed: int, *shape: int, low: float = -1.0, high: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(low, high, shape).astype(np.float32)
+
+
+PADDED = left_padding(63, 0, 11)
+HOLES = np.random.default_rng(6).random((2, 63)) < 0.3
+PACKED = np.repeat(packed(63, 5, 20, 38), 2, 0)
+SLOPES = numbers(7, 4, low=0.01, high=0.7)
+SINKS = numbers(8, 4, low=-2, high=3)
+COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window of 1": {"causal": True, "window": 1},
+    "window of 7": {"causal": True, "window": 7},
+    "window of 40": {"causal": True, "window": 40},
+    "window of T": {"causal": True, "window": 63},
+    "window beyond T": {"causal": True, "window": 2000},
+    "window, bidirectional": {"causal": False, "window": 20},
+    "mask": {"causal": True, "mask": PADDED},
+    "holes": {"causal": False, "mask": HOLES},
+    "nothing left": {"causal": True, "mask": np.zeros((2, 63), bool)},
+    "nothing left but sinks": {"causal": True, "mask": left_padding(63, 63, 9), "sinks": SINKS},
+    "segments": {"causal": True, "segments": PACKED},
+    "segments, bidirectional": {"causal": False, "segments": PACKED},
+    "window, mask, segments": {"causal": True, "window": 7, "mask": PADDED, "segments": PACKED},
+    "alibi": {"causal": True, "alibi": SLOPES},
+    "alibi, bidirectional": {"causal": False, "alibi": SLOPES},
+    "alibi by position": {
+        "causal": True,
+        "alibi": SLOPES,
+        "positions": COUNTED,
+        "mask": PADDED,
+    },
+    "soft cap": {"causal": True, "softcap": 2.0},
+    "soft cap, window": {"causal": True, "softcap": 30.0, "window": 20},
+    "sinks": {"causal": True, "sinks": SINKS},
+    "sinks, window": {"causal": True, "sinks": SINKS, "window": 9},
+    "scores": {"causal": True, "softcap": 2.0, "alibi": SLOPES, "sinks": SINKS},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [FLOAT32] if INTERPRETED else DTYPES, ids=str)
+def test_attention_does_what_the_options_say(dtype, options):
+    q, k, v = inputs(dtype, 2, 63, 4, 2, 16)
+    expected = reference.attention(q, k, v, scale=0.4, **options)
+    actual = run(q, k, v, scale=0.4, **options)
+    # Exponents as large as the cap or the distance are rounded, too: a dozen units.
+    assert_close(actual, expected, dtype, length=200, roundings=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"alibi": SLOPES}], ids=str)
+def test_chunks_give_what_the_whole_prompt_gives(options):
+    """A chunk reads the cache, [B, K, S, D] and longer than what has been written."""
+    q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
+    whole = reference.attention(q, k, v, scale=0.3, causal=True, **options)
+    cache = [np.pad(x, [(0, 0), (0, 37), (0, 0), (0, 0)]).swapaxes(1, 2).copy() for x in (k, v)]
+    for first, last in ((0, 17), (17, 50), (50, 51), (51, 63)):
+        ends = []
+        for written in cache:
+            x = put(written)
+            x[:, :, last:] = torch.nan
+            ends.append(x.transpose(1, 2))
+        chunk = put(q[:, first:last])
+        actual = run(chunk, *ends, scale=0.3, causal=True, start=first, **options)
+        assert_close(actual, whole[:, first:last], FLOAT32, length=last)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("start", [0, 20])
+def test_ragged_sequences_are_those_alone(causal, start):
+    """The third sequence ends before the chunk: nothing but zeros, since no block is alive."""
+    q, k, v = inputs(FLOAT32, 3, 63, 4, 2, 16)
+    lengths = np.array([63, 31, 20 if start else 1], np.int64)
+    for b, length in enumerate(lengths):
+        k[b, length:], v[b, length:] = GARBAGE, -GARBAGE
+    how = {"scale": 0.3, "causal": causal}
+    actual = run(q[:, start:], k, v, lengths=lengths, start=start, **how)
+    assert np.isfinite(actual).all()
+    for b, length in enumerate(lengths):
+        alone = [x[b : b + 1, :length] for x in (q, k, v)]
+        if length > start:
+            expected = reference.attention(*alone, **how)[:, start:]
+            assert_close(actual[b : b + 1, : length - start], expected, FLOAT32, length=63)
+        dead = -(-max(length - start, 0) // SMALL.block_m) * SMALL.block_m
+        assert not actual[b, dead:].any()
+
+
+def test_slices_of_a_packed_projection_and_other_strides_agree():
+    q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
+    how = {"scale": 0.3, "causal": True}
+    plain = run(q, k, v, **how)
+    qkv = put(np.concatenate([x.reshape(2, 63, -1) for x in (q, k, v)], -1)).view(2, 63, 8, 16)
+    np.testing.assert_array_equal(run(qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:], **how), plain)
+    np.testing.assert_array_equal(run(*(strided(x) for x in (q, k, v)), **how), plain)
+
+
+def test_masks_and_positions_may_be_strided():
+    q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
+    rows = {"mask": HOLES, "segments": PACKED, "positions": COUNTED}
+    wide = {n: put(np.pad(x, [(0, 0), (0, 9)]))[:, :63] for n, x in rows.items()}
+    how = {"scale": 0.3, "causal": False, "alibi": SLOPES}
+    np.testing.assert_array_equal(run(q, k, v, **how, **wide), run(q, k, v, **how, **rows))
+
+
+def test_attention_holds_at_large_scores(dtype):
+    q, k, v = inputs(dtype, 1, 63, 2, 1, 80)
+    q, k = np.sign(q.astype(np.float32)).astype(dtype), np.sign(k.astype(np.float32)).astype(dtype)
+    how = {"scale": 256.0, "causal": True}
+    assert_close(run(q, k, v, **how), reference.attention(q, k, v, **how), dtype, roundings=2)
+
+
+@pytest.mark.parametrize("config", [(16, 64, 4, 1), (64, 16, 4, 2), (16, 16, 4, 2, True)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"mask": HOLES}], ids=["", "window", "mask"]
+)
+def test_every_cut_gives_the_same(dtype, config, options):
+    q, k, v = inputs(dtype, 2, 63, 2, 1, 80)
+    how = {"scale": 0.3, "causal": True, **options}
+    expected = reference.attention(q, k, v, **how)
+    actual = run(q, k, v, config=Config(*config), **how)
+    assert_close(actual, expected, dtype, length=63, roundings=2)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 5), (2, 0)])
+def test_nothing_gives_nothing(batch, tokens):
+    q, k, v = (np.zeros((batch, tokens, heads, 16), np.float32) for heads in (4, 2, 2))
+    assert run(q, k, v, scale=1.0, causal=True).shape == q.shape
+
+
+WRONG = [
+    ({"q": (1, 5, 3, 16)}, "multiple of K"),
+    ({"k": (1, 5, 2, 32)}, r"\[B, S, K, D\]"),
+    ({"start": 1}, "start=1 with 5 queries and 5 keys"),
+    ({"window": 0}, "window=0"),
+    ({"softcap": 0.0}, "softcap=0.0"),
+    ({"scale": -1.0}, "scale=-1.0"),
+    ({"mask": (1, 4)}, r"mask \(1, 4\): expected \[1, 5\]"),
+    ({"alibi": (3,)}, r"alibi \(3,\)"),
+    ({"lengths": (2,)}, r"lengths \(2,\)"),
+    ({"positions": (1, 5)}, "alibi only"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_what_does_not_fit_is_refused(wrong, message):
+    good: dict[str, Any] = {"q": (1, 5, 4, 16), "k": (1, 5, 2, 16), "v": (1, 5, 2, 16)}
+    given: dict[str, Any] = {"scale": 1.0, "causal": True, **good, **wrong}
+    dtypes = {"mask": torch.bool, "lengths": torch.int64, "positions": torch.int32}
+    for name, x in given.items():
+        if isinstance(x, tuple):
+            given[name] = torch.zeros(x, dtype=dtypes.get(name, torch.float32))
+    with pytest.raises(ValueError, match=message):
+        attention(**given)
+
+
+def test_a_strided_last_axis_and_mixed_dtypes_are_refused():
+    x = torch.zeros(1, 5, 2, 32)
+    with pytest.raises(ValueError, match="stride 2 in its last axis"):
+        attention(x[..., ::2], x[..., :16], x[..., :16], scale=1.0, causal=True)
+    with pytest.raises(ValueError, match="dtypes"):
+        attention(x.half(), x, x, scale=1.0, causal=True)
+    for option, shape in (("mask", (1, 5)), ("alibi", (2,)), ("lengths", (1,))):
+        given = {option: torch.zeros(shape, dtype=torch.float64)}
+        with pytest.raises(ValueError, match=f"{option} is torch.float64"):
+            attention(x, x, x, scale=1.0, causal=True, **given)
+    with pytest.raises(ValueError, match="head_dim 320"):
+        attention(*[torch.zeros(1, 5, 2, 320)] * 3, scale=1.0, causal=True)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 160, 256])
+def test_every_head_has_configurations_and_short_prompts_smaller_blocks(itemsize, dim):
+    long = attention_configs(itemsize=itemsize, head_dim=dim, tokens=4096, pairs=64)
+    short = attention_configs(itemsize=itemsize, head_dim=dim, tokens=128, pairs=16)
+    assert long[0].block_m >= short[0].block_m
+
+
+def test_sdpa_serves_no_call_on_the_cpu():
+    q = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16)
+    assert sdpa_backends(q, q, causal=True) == ()

@@ -1,0 +1,191 @@
+"""Triton's rotary, and its fusion with head norms and the cache's append."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import assert_close, normal
+from .tensors import get, needs_triton, put, strict, strided, torch
+from .test_norms import gain
+from .test_rotary import angles
+
+from dualinfer.kernels.triton.rotary import rotary, rotary_append  # isort: skip
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "part"),
+    [(1, 1, 2, 2), (17, 5, 80, 80), (3, 20, 64, 64), (3, 5, 80, 24), (5, 3, 256, 64)],
+    ids=str,
+)
+def test_rotary_is_the_reference(dtype, tokens, heads, dim, part, interleaved):
+    x = normal(1, 2, tokens, heads, dim, dtype=dtype)
+    cos, sin = angles(np.array([[0], [100_000]]) + np.arange(tokens), part)
+    expected = reference.rotary(x, cos, sin, interleaved)
+    for value in (put(x), strided(x)):
+        found = rotary(value, put(cos), strided(sin), interleaved=interleaved)
+        assert_close(get(found), expected, dtype)
+
+
+class Prompt:
+    """Inputs of `rotary_append` as arrays, and what it should leave behind."""
+
+    def __init__(self, dtype: np.dtype, heads: int, kv_heads: int, dim: int, part: int) -> None:
+        self.sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+        self.batch, self.tokens = 3, 3
+        shape = self.batch, self.tokens, (heads + 2 * kv_heads) * dim
+        self.qkv = normal(1, *shape, dtype=dtype, scale=2.0)
+        self.positions = np.array([[0], [17], [131_000]]) + np.arange(self.tokens)
+        exponents = np.arange(0, part, 2) / max(part, 1)
+        self.inv_freq = (10000.0**-exponents).astype(np.float32)
+        self.cache = tuple(normal(i, 4, kv_heads, 9, dim, dtype=dtype) for i in (2, 3))
+        self.slots, self.starts = np.array([2, 0, 3]), np.array([0, 4, 3])
+
+    def expected(
+        self, scaling: float, interleaved: bool, norms: Any = None, offset: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q, k and v [B, T, heads, D], float32."""
+        h, k = self.sizes["heads"], self.sizes["kv_heads"]
+        x = self.qkv.reshape(self.batch, self.tokens, -1, self.sizes["head_dim"])
+        q, k, v = np.split(x.astype(np.float64), [h, h + k], axis=2)
+        if norms:
+            q, k = (
+                reference.rms_norm(p, n.astype(np.float64) + offset, 1e-6)
+                for p, n in zip((q, k), norms, strict=True)
+            )
+        if self.inv_freq.size:
+            turns = self.positions.astype(np.float32)[..., None] * self.inv_freq
+            cos, sin = (scaling * f(turns.astype(np.float64)) for f in (np.cos, np.sin))
+            q, k = (reference.rotary(p, cos, sin, interleaved) for p in (q, k))
+        return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
+
+
+def check(prompt: Prompt, dtype: np.dtype, expected: Any, cached: bool = True, **options: Any):
+    """Run the op on a strided qkv and cache, and compare all that it may write."""
+    larger = np.pad(prompt.qkv, [(0, 1), (1, 1), (0, 0)], constant_values=np.nan)
+    whole = put(larger)
+    qkv = whole[: prompt.batch, 1 : 1 + prompt.tokens]
+    cache = tuple(strided(part) for part in prompt.cache) if cached else None
+    if cached:
+        options |= {"slots": put(prompt.slots), "starts": put(prompt.starts).int()}
+    positions = put(prompt.positions)
+    rotary_append(qkv, positions, **prompt.sizes, cache=cache, **options)
+    q, k, v = expected
+    heads = get(qkv).reshape(prompt.batch, prompt.tokens, -1, prompt.sizes["head_dim"])
+    split = np.split(heads, [q.shape[2], q.shape[2] + k.shape[2]], axis=2)
+    length = prompt.sizes["head_dim"]
+    assert_close(split[0], q, dtype, length=length)
+    assert_close(split[1], k, dtype, length=length)
+    np.testing.assert_array_equal(split[2].astype(np.float32), v)
+    outside = get(whole).copy()
+    outside[: prompt.batch, 1 : 1 + prompt.tokens] = np.nan
+    assert np.isnan(outside.astype(np.float32)).all()
+    if cache is None:
+        return
+    for found, old, new in zip(cache, prompt.cache, split[1:], strict=True):
+        wanted = old.copy()
+        for b, (slot, start) in enumerate(zip(prompt.slots, prompt.starts, strict=True)):
+            wanted[slot, :, start : start + prompt.tokens] = new[b].swapaxes(0, 1)
+        np.testing.assert_array_equal(get(found), wanted)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "part"),
+    [(1, 1, 2, 2), (6, 2, 64, 64), (5, 1, 80, 32), (20, 4, 96, 96), (3, 3, 63, 20)],
+    ids=str,
+)
+def test_prefill_turns_and_appends(dtype, heads, kv_heads, dim, part, interleaved):
+    prompt = Prompt(dtype, heads, kv_heads, dim, part)
+    expected = prompt.expected(1.25, interleaved)
+    inv_freq = put(prompt.inv_freq)
+    check(prompt, dtype, expected, inv_freq=inv_freq, scaling=1.25, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("dim", "part"), [(64, 64), (80, 32), (63, 0)], ids=str)
+def test_prefill_norms_heads_before_it_turns_them(dtype, dim, part, offset):
+    prompt = Prompt(dtype, 6, 2, dim, part)
+    norms = gain(dtype, dim), normal(8, dim, dtype=dtype)
+    expected = prompt.expected(1.0, part == 32, norms, float(offset))
+    options = {
+        "inv_freq": put(prompt.inv_freq) if part else None,
+        "interleaved": part == 32,
+        "q_norm": put(norms[0]),
+        "k_norm": put(norms[1]),
+        "norm_eps": 1e-6,
+        "norm_unit_offset": offset,
+    }
+    check(prompt, dtype, expected, **options)
+    check(prompt, dtype, expected, cached=False, **options)
+
+
+@pytest.mark.parametrize("only", ["q", "k"])
+def test_one_norm_alone_leaves_the_other_heads(dtype, only):
+    prompt = Prompt(dtype, 6, 2, 80, 0)
+    weight = gain(dtype, 80)
+    q, k, v = prompt.expected(1.0, False, (weight, weight))
+    q_old, k_old, _ = prompt.expected(1.0, False)
+    expected = (q, k_old, v) if only == "q" else (q_old, k, v)
+    for cached in (False, True):
+        check(prompt, dtype, expected, cached, norm_eps=1e-6, **{f"{only}_norm": put(weight)})
+
+
+@pytest.mark.parametrize("dim", [1, 63, 80])
+def test_without_rope_the_cache_gets_what_is_there(dtype, dim):
+    prompt = Prompt(dtype, 6, 2, dim, 0)
+    check(prompt, dtype, prompt.expected(1.0, False))
+
+
+def test_without_anything_to_do_nothing_is_launched(monkeypatch):
+    from dualinfer.kernels.triton import rotary as module
+
+    monkeypatch.delattr(module, "launch")
+    qkv = put(np.ones((1, 3, 8), np.float32))
+    rotary_append(qkv, None, heads=2, kv_heads=1, head_dim=2)
+    assert (qkv == 1).all()
+
+
+def test_slots_and_starts_default_to_the_sequence_and_the_beginning():
+    qkv = put(normal(1, 2, 3, 8, dtype=np.dtype(np.float32)))
+    cache = tuple(put(np.zeros((2, 1, 4, 2), np.float32)) for _ in range(2))
+    rotary_append(qkv, None, heads=2, kv_heads=1, head_dim=2, cache=cache)
+    for i, part in enumerate(cache):
+        assert torch.equal(part[:, 0, :3], qkv[..., 4 + 2 * i : 6 + 2 * i])
+        assert (part[:, 0, 3] == 0).all()
+
+
+def test_tokens_behind_the_cache_are_dropped():
+    qkv = put(normal(1, 1, 5, 6, dtype=np.dtype(np.float32)))
+    whole = put(np.zeros((2, 2, 1, 4, 2), np.float32))
+    cache, starts = (whole[0, :1], whole[1, :1]), put(np.array([2]))
+    rotary_append(qkv, None, heads=1, kv_heads=1, head_dim=2, cache=cache, starts=starts)
+    assert torch.equal(whole[0, 0, 0, 2:], qkv[0, :2, 2:4])
+    assert torch.equal(whole[1, 0, 0, 2:], qkv[0, :2, 4:])
+    assert whole.count_nonzero() == 8
+
+
+def test_what_cannot_be_run_is_refused():
+    x = put(np.ones((1, 3, 2, 4), np.float32))
+    angle = put(np.ones((1, 3, 2), np.float32))
+    with pytest.raises(ValueError, match="cos is"):
+        rotary(x, angle[:, :2], angle)
+    with pytest.raises(ValueError, match="3 angles turn 6 elements; a head has 4"):
+        rotary(x, angle[..., :1].expand(1, 3, 3).contiguous(), put(np.ones((1, 3, 3), np.float32)))
+    qkv, sizes = x.view(1, 3, 8), {"heads": 2, "kv_heads": 1, "head_dim": 2}
+    at, one = put(np.arange(3))[None], put(np.ones(1, np.float32))
+    with pytest.raises(ValueError, match=r"\[B, T, 10\] is expected"):
+        rotary_append(qkv, at, heads=3, kv_heads=1, head_dim=2)
+    with pytest.raises(ValueError, match="positions is None"):
+        rotary_append(qkv, None, inv_freq=one, **sizes)
+    with pytest.raises(ValueError, match="inv_freq has dtype"):
+        rotary_append(qkv, at, inv_freq=one.half(), **sizes)
+    with pytest.raises(ValueError, match="without a cache"):
+        rotary_append(qkv, at, slots=at[0, :1], **sizes)
+    with pytest.raises(ValueError, match=r"\[N, 1, S, 2\]"):
+        rotary_append(qkv, at, cache=(x, x), **sizes)

@@ -1,0 +1,374 @@
+"""`dualinfer bench`: what it counts, what it measures, and what it writes."""
+
+import importlib.util
+import json
+import os
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import dualinfer
+from dualinfer import cli
+from dualinfer.bench import peers, runs
+from dualinfer.bench.case import OpCase
+from dualinfer.bench.counts import Counts
+from dualinfer.bench.limits import Limits, open_device
+from dualinfer.bench.measure import Task, decode_row
+from dualinfer.bench.ops import find_cases, measure_op
+from dualinfer.bench.random_weights import checkpoint, make_module
+from dualinfer.bench.shapes import SHAPES, open_model
+from dualinfer.errors import ArgumentError, UnsupportedError
+from dualinfer.spec import Attention
+
+from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama
+
+VOCAB = 50
+QUERY, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+LAYER_MATRICES = (QUERY + 2 * KV) * EMBED + EMBED * QUERY + 3 * FFN * EMBED
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"), VOCAB)
+
+
+def bench(*arguments: object):
+    """The command line's result."""
+    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+
+
+def counts_of(name: str) -> Counts:
+    return Counts.of(*open_model(name).describe())
+
+
+def attention(window: int | None = None, causal: bool = True) -> Attention:
+    return Attention(6, 3, 8, 1.0, causal=causal, window=window)
+
+
+def test_counts_of_a_tiny_llama_by_hand(llama):
+    counts = counts_of(str(llama))
+    assert counts.body == LAYERS * LAYER_MATRICES
+    assert counts.head == VOCAB * EMBED
+    norms = (2 * LAYERS + 1) * EMBED
+    assert counts.read == LAYERS * LAYER_MATRICES + VOCAB * EMBED + norms
+    assert counts.weight_bytes("bfloat16") == 2 * counts.read
+    assert counts.weight_bytes("float32") == 4 * counts.read
+
+
+SMALLEST = ("llama-3.2-1b", "gpt2", "opt-125m", "gpt-neo-125m", "bloom-560m", "bert-base")
+
+
+@pytest.mark.parametrize("name", [*SMALLEST, "gpt-j-6b", "pythia-6.9b", "gemma-2-2b"])
+def test_read_weights_are_hf_parameters_without_embeddings(name):
+    model = open_model(name)
+    with torch.device("meta"):
+        module = getattr(transformers, model.class_name)(model.config)
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    head = module.get_output_embeddings().weight
+    expected = sum(p.numel() for p in module.parameters() if id(p) not in tables or p is head)
+    assert counts_of(name).read == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_a_hf_config_of_its_class(name):
+    model = open_model(name)
+    assert issubclass(getattr(transformers, model.class_name), transformers.PreTrainedModel)
+    assert model.folder is None
+    assert model.config.eos_token_id is None
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 20, 63, 1000])
+def test_cached_bytes_are_those_that_the_steps_read(window):
+    batch, prompt, new_tokens = 3, 17, 30
+    counts = Counts(0, 0, 0, 0, (attention(window), attention()))
+    total = 0
+    for step in range(1, new_tokens):  # the token that a step feeds is at this position
+        position = prompt + step - 1
+        seen = position if window is None else min(position, window - 1)
+        total += (seen + position) * 2 * 3 * 8 * 2
+    expected = batch * total / (new_tokens - 1)
+    assert counts.kv_bytes("float16", batch, prompt, new_tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize("window", [None, 1, 63, 5000])
+def test_flops_count_visible_pairs(tokens, window):
+    counts = Counts(0, body=1000, head=500, pooler=7, attention=(attention(window),))
+    pairs = sum(min(i + 1, window or tokens) for i in range(tokens))
+    dense = tokens * 1000 + 500 + 7
+    expected = 2 * (2 * dense + 2 * 2 * pairs * 6 * 8)
+    assert counts.flops(2, tokens, head_tokens=1) == expected
+
+
+def test_flops_of_a_bidirectional_layer_count_all_pairs():
+    counts = Counts(0, 0, 0, 0, attention=(attention(causal=False),))
+    assert counts.flops(1, 10, 10) == 4 * 100 * 6 * 8
+
+
+def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama):
+    task = Task("decode", "torch", str(llama), None, 4, 16, 11, 3, True)
+    counts = counts_of(str(llama))
+    limits = Limits("torch", "CPU", "float16", read_bandwidth=1e9, matrix_rate=1e12)
+    row = decode_row(task, counts, limits, [(0.1, 0.3), (0.1, 0.5), (0.2, 0.5)])
+    assert row["runs_ms"]["per_token"] == pytest.approx([20.0, 40.0, 30.0])
+    assert row["ms_per_token"] == pytest.approx(30.0)
+    assert row["tokens_per_s"] == pytest.approx(4 * 1000 / 30)
+    assert row["first_token_ms"] == pytest.approx(100.0)
+    # Ten steps read 16 to 25 tokens of 2 * KV values a layer, four sequences, two bytes a value.
+    kv = 4 * 20.5 * LAYERS * 2 * KV * 2
+    assert row["kv_bytes"] == pytest.approx(kv)
+    assert row["of_limit"] == pytest.approx((2 * counts.read + kv) / 0.030 / 1e9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_checkpoint_is_one_that_hf_and_dualinfer_read_alike(dtype):
+    model = open_model("tiny")
+    ids = np.arange(1, 64)[None]
+    with checkpoint(model, dtype) as folder:
+        module = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with dualinfer.init_inference(folder, dtype="fp32") as engine:
+            logits = engine(ids).logits
+    assert not folder.exists()
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    with torch.no_grad():
+        expected = module.eval()(torch.from_numpy(ids)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_random_module_has_the_dtype_and_leaves_the_default_alone():
+    module = make_module(open_model("tiny"), "bfloat16", "cpu")
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert module.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def check_row(row: dict, kind: str) -> None:
+    assert row["kind"] == kind
+    assert row["device"] == "CPU"
+    least = row["flops"] / row["matrix_rate"] if kind != "decode" else 0
+    if kind != "prefill":
+        read = row["weight_bytes"] + row.get("kv_bytes", 0)
+        least = max(least, read / row["read_bandwidth"])
+    ms = row["ms_per_token"] if kind == "decode" else row["ms"]
+    assert row["of_limit"] == pytest.approx(least / ms * 1e3)
+    assert row["limit_ms"] == pytest.approx(least * 1e3)
+    for times in row["runs_ms"].values():
+        assert len(times) == row["repeats"]
+    assert row["peak_bytes"] is None
+
+
+def test_bench_decode_writes_every_row_of_both_backends_and_a_peer(tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    pytest.importorskip("matplotlib")
+    result = bench(
+        *("decode", "--shape", "tiny", "--backend", "both", "--peer", "hf-eager"),
+        *("--batch", 1, "--batch", 3, "--prompt", 9, "--new-tokens", 12, "--repeats", 2),
+        *("--json", out, "--plot", plot),
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["schema"] == 1
+    assert written["kind"] == "decode"
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["devices"] == ["CPU"]
+    found = [(row["system"], row["batch"]) for row in written["rows"]]
+    assert found == [(s, b) for s in ("torch", "hf-eager", "jax") for b in (1, 3)]
+    for row in written["rows"]:
+        check_row(row, "decode")
+        assert row["dtype"] == "float32"
+        assert row["new_tokens"] == 12
+    assert {row["weight_bytes"] for row in written["rows"]} == {4 * counts_of("tiny").read}
+    assert "matmul" in written["rows"][0]["system_facts"]["ops"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for part in ("dualinfer torch", "hf-eager", "dualinfer jax", "no benchmark"):
+        assert part in result.stdout
+
+
+def test_bench_goes_on_after_a_row_that_fails(llama, tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("prefill", llama, "--shape", "tiny", "--no-kernels", "--prompt", 200),
+        *("--peer", "hf-compile", "--repeats", 1, "--json", out),
+    )
+    assert result.exit_code == 1
+    rows = json.loads(out.read_text())["rows"]
+    by_system = {(row["model"], row["system"]): row for row in rows}
+    assert len(by_system) == 4
+    assert (
+        "over the model's max_position_embeddings (128)" in by_system[str(llama), "torch"]["error"]
+    )
+    check_row(by_system["tiny", "torch"], "prefill")
+    assert by_system["tiny", "torch"]["kernels"] is False
+    for model in (str(llama), "tiny"):
+        assert "needs a CUDA device" in by_system[model, "hf-compile"]["error"]
+    assert result.stdout.count("failed") == 3
+    assert "max_position_embeddings" in result.stderr
+
+
+def test_bench_forward_beside_hf(tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("forward", "--shape", "tiny", "--prompt", 31, "--repeats", 3, "--dtype", "bf16"),
+        *("--peer", "hf-eager", "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["torch", "hf-eager"]
+    for row in rows:
+        check_row(row, "forward")
+        assert row["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("decode", "--shape", "lama-2-7b"), "Did you mean llama-2-7b?"),
+        (("decode", "nowhere"), "'nowhere' is no folder with a config.json"),
+        (("prefill", "--peer", "vllm"), "--peer vllm is not known. Peers: hf-eager"),
+        (("forward", "--dtype", "int3"), "--dtype int3"),
+        (("decode", "--json", "nowhere/out.json"), "the folder does not exist"),
+    ],
+)
+def test_bench_refuses_before_anything_runs(arguments, message):
+    result = bench(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr.replace("\n", " ")
+
+
+def test_bench_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    result = bench("decode", "--plot", tmp_path / "out.png")
+    assert result.exit_code == 1
+    assert "Install `dualinfer[bench]`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [
+        ("hf-compile", "needs a CUDA device"),
+        ("flax", "no Flax models since version 5"),
+        ("keras-hub", "Install keras-hub"),
+    ],
+)
+def test_peer_that_cannot_run_says_why(peer, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=message):
+        peers.make_peer(peer, open_model("tiny"), "float32", "decode")
+
+
+def make_case(backend: str) -> tuple[OpCase, list[int]]:
+    """A matrix product, and how many sets of inputs were made."""
+    made = []
+
+    def prepare():
+        made.append(1)
+        if backend == "torch":
+            a, b = torch.randn(63, 1000), torch.randn(1000, 17)
+            return lambda: a @ b
+        import jax
+        import jax.numpy as jnp
+
+        x, y = jnp.ones((63, 1000)), jnp.ones((1000, 17))
+        product = jax.jit(jnp.matmul)
+        return lambda: product(x, y)
+
+    moved = 4 * (63 * 1000 + 1000 * 17 + 63 * 17)
+    case = OpCase("matmul", "63x1000x17", moved, 2 * 63 * 1000 * 17, prepare, "torch")
+    return case, made
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_op_row_is_time_and_its_fraction_of_the_slower_limit(backend):
+    case, made = make_case(backend)
+    device = open_device(backend)
+    row = measure_op(case, device, "float32")
+    limits = device.limits("float32")
+    seconds = row["us"] / 1e6
+    assert len(made) >= 2  # inputs take turns
+    assert row["gb_per_s"] == pytest.approx(case.bytes / seconds / 1e9)
+    assert row["tflops"] == pytest.approx(case.flops / seconds / 1e12)
+    least = max(case.bytes / limits.read_bandwidth, case.flops / limits.matrix_rate)
+    assert row["of_limit"] == pytest.approx(least / seconds)
+    assert row["by"] == "torch"
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch backend that offers one op."""
+    name = "dualinfer.backends.torch.bench_ops"
+    spec = importlib.util.spec_from_loader(name, loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.bench_cases = lambda dtype: iter([make_case("torch")[0]])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_ops_are_found_by_part_of_their_name(offered):
+    assert [case.name for case in find_cases("torch", "float32", "mat")] == ["matmul"]
+    assert len(find_cases("torch", "float32", None)) == 1
+    with pytest.raises(ArgumentError, match=r"no op's name holds 'norm'\. Ops: matmul\."):
+        find_cases("torch", "float32", "norm")
+
+
+def test_backend_without_ops_says_so(monkeypatch):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "bench_ops" in name else object()
+    )
+    with pytest.raises(UnsupportedError, match="the jax backend has no ops to measure"):
+        find_cases("jax", "float32", None)
+
+
+def test_a_process_that_dies_costs_the_row_it_was_at(monkeypatch, tmp_path):
+    """A stand-in for the process: task 1 kills it, task 3 ends it by plan, chatter is passed on."""
+    script = tmp_path / "worker"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        + textwrap.dedent(
+            """
+            import json, os, sys
+            tasks = json.load(sys.stdin)["tasks"]
+            say = lambda message: print("BENCH " + json.dumps(message), flush=True)
+            print("chatter", flush=True)
+            for i, task in enumerate(tasks):
+                if task["batch"] == 1:
+                    os._exit(9)
+                say(task | {"ok": os.getpid()})
+                last = task["batch"] == 3 or i + 1 == len(tasks)
+                say({"done": i + 1, "ended": last})
+                if last:
+                    os._exit(int(task["batch"] == 3))
+            """
+        )
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(script))
+    tasks = [Task("decode", "torch", "tiny", None, i, 8, 8, 1, True) for i in range(6)]
+    seen: list[dict] = []
+    rows = runs.run_tasks(tasks, seen.append)
+    assert rows == seen
+    assert [row["batch"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert ["error" in row for row in rows] == [False, True, False, False, False, False]
+    assert "code 9" in rows[1]["error"]
+    processes = [row.get("ok") for row in rows]
+    assert processes[2] == processes[3] != processes[4] == processes[5]
+
+
+def test_json_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "out.json"
+    for rows in ([], [{"device": "CPU"}]):
+        runs.write_json(path, runs.document("decode", rows, ["bench"]))
+        assert json.loads(path.read_text())["rows"] == rows
+    assert os.listdir(tmp_path) == ["out.json"]
