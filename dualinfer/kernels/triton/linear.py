@@ -62,41 +62,6 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
     return count <= 64 or (fused and count <= 128 and features * width <= _SMALL)
 
 
-class VectorConfig(NamedTuple):
-    """How the matrix-vector kernel runs: weight rows a program takes at a time, and programs.
-
-    It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
-    gives each block of weight rows a program of its own; else so many programs an SM go through all
-    blocks, each with its next block's weights on their way, where x is a single row.
-    """
-
-    rows: int
-    warps: int
-    per_sm: int = 0
-
-
-class TileConfig(NamedTuple):
-    """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time.
-
-    The columns are split over `splits` programs, the last of which adds their sums, in order. The
-    weights of the first `ahead` turns (a power of two, or 0) are brought to the L2 cache while the
-    kernel in front still runs.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    splits: int = 1
-    ahead: int = 0
-
-
-def serves(count: int, itemsize: int) -> bool:
-    """Whether `linear` is the one for `count` rows; cuBLAS is better at many, or at float32."""
-    return count == 1 or (count <= MOST_ROWS and itemsize == 2)
-
-
 class NormArguments(NamedTuple):
     """A norm over the rows of x: `rms`, `rms_offset` (times 1 + weight) or `layer`."""
 
