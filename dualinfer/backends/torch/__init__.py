@@ -35,9 +35,13 @@ def create_runner(
 ) -> TorchRunner:
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
-    params = load_params(spec, plan, source, dtype, device)
-    graphs = config.enable_cuda_graph
     ops = _make_ops(config, device)
+    params = load_params(spec, plan, source, dtype, device)
+    if config.triton_autotune:
+        from .tuning import autotune
+
+        autotune(spec, params, ops)
+    graphs = config.enable_cuda_graph
     return TorchRunner(spec, params, dtype, device, ops, graphs is not False, graphs is True)
 
 
@@ -46,12 +50,14 @@ def _make_ops(config: InferenceConfig, device: torch.device) -> PlainOps:
     if not config.replace_with_kernel_inject or config.use_triton is False:
         return PlainOps()
     if not has_triton() or not runs_kernels(device):
-        if config.use_triton:
+        if config.use_triton or config.triton_autotune:
+            name = "use_triton" if config.use_triton else "triton_autotune"
             raise ConfigError(
-                f"use_triton=True: the kernels run on CUDA devices from Ampere on, and this is "
+                f"{name}=True: the kernels run on CUDA devices from Ampere on, and this is "
                 f"{device_name(device)}. Leave it unset."
             )
         return PlainOps()
     from .kernels import KernelOps
+    from .tuned import load_configurations
 
-    return KernelOps(device)
+    return KernelOps(device, load_configurations(device))

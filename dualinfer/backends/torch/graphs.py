@@ -29,6 +29,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # the graphs' memory: they run one after another, on one stream
         self.captures = 0
 
     def __contains__(self, key: Hashable) -> bool:
@@ -44,8 +45,10 @@ class StepGraphs:
             torch.cuda.synchronize()  # it may be running
             del self._graphs[next(iter(self._graphs))]
         graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         # Other threads may go on using the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._graphs[key] = graph
         self.captures += 1
@@ -59,6 +62,7 @@ class StepGraphs:
         if self._graphs:
             torch.cuda.synchronize()  # one may be running
             self._graphs.clear()
+            self._pool = None  # torch frees a pool with its last graph
 
 
 class _Captured(NamedTuple):

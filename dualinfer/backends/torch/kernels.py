@@ -23,12 +23,14 @@ from ...kernels.triton import (
 )
 from ...kernels.triton import norm as norms
 from ...kernels.triton.launch import has_pdl
+from ...kernels.triton.linear import NormArguments, TileConfig, VectorConfig
+from ...kernels.triton.tuning import Configurations
 from ...spec import Activation, ModelSpec
 from ...weights import Weight
 from ..base import SamplingFeatures
 from .cache import LayerCache
 from .params import Params, Weights
-from .plain import Attending, NormOf, PlainOps
+from .plain import Attending, Chunk, NormOf, PlainOps
 from .profiling import named
 from .sampler import SlotState
 
@@ -38,7 +40,8 @@ _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    implementations: Mapping[str, str] = {
+    takes_chunks = True
+    _IMPLEMENTATIONS: Mapping[str, str] = {
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row",
@@ -50,7 +53,8 @@ class KernelOps(PlainOps):
         "sampling": "Triton, threefry2x32",
     }
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, configurations: Configurations | None = None):
+        self.configurations = configurations or Configurations()
         self._sms = 1
         self._pdl = has_pdl(torch.empty(0, device=device))
         if device.type == "cuda":
@@ -58,6 +62,11 @@ class KernelOps(PlainOps):
         self._device = device
         self._counters: dict[int, torch.Tensor] = {}
         self._workspaces: dict[tuple[int, int], sampling.Workspace] = {}
+
+    @property
+    def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What serves each op, and where the kernels' configurations come from."""
+        return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
     @named("embed")
     def embed(
@@ -114,28 +123,48 @@ class KernelOps(PlainOps):
         if norm is not None and count == 1:
             kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
             norm_bias = None if norm.bias is None else norm.bias.data
-            fused_norm = linear.NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
+            fused_norm = NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
         elif norm is not None:
             x = self.norm(x, norm)
         fused = activation is not None or residual is not None
         features, width = weight.data.shape
+        epilogue = bias, activation, gated, residual, wide
         if linear.serves(count, features, width, x.element_size(), fused):
-            return linear.linear(
-                x,
-                weight.data,
-                None if bias is None else bias.data,
-                norm=fused_norm,
-                activation=activation,
-                gated=gated,
-                residual=residual,
-                dtype=torch.float32 if wide else None,
-                counters=self._zeros(linear.MOST_TILES),
-                sms=self._sms,
-                pdl=self._pdl,
-            )
-        return self._wide_product(x, weight, bias, activation, gated, residual, wide)
+            if gated:
+                features //= 2
+            config = self.configurations.linear(count, features, width, x.element_size(), gated)
+            return self.narrow_product(x, weight, fused_norm, *epilogue, config)
+        return self.wide_product(x, weight, *epilogue)
 
-    def _wide_product(
+    def narrow_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormArguments | None,
+        bias: Weight | None,
+        activation: Activation | None,
+        gated: bool,
+        residual: torch.Tensor | None,
+        wide: bool,
+        config: VectorConfig | TileConfig | None,
+    ) -> torch.Tensor:
+        """Few rows, by the kernel; see `linear.linear`."""
+        return linear.linear(
+            x,
+            weight.data,
+            None if bias is None else bias.data,
+            norm=norm,
+            activation=activation,
+            gated=gated,
+            residual=residual,
+            dtype=torch.float32 if wide else None,
+            config=config,
+            counters=self._zeros(linear.MOST_TILES),
+            sms=self._sms,
+            pdl=self._pdl,
+        )
+
+    def wide_product(
         self,
         x: torch.Tensor,
         weight: Weight,
@@ -174,9 +203,11 @@ class KernelOps(PlainOps):
         positions: torch.Tensor | None = None,
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
     ) -> torch.Tensor:
         """See `PlainOps.attend`; `qkv` is changed in place."""
         a = layer.spec
+        start = chunk.start if chunk else 0
         rotary.rotary_append(
             qkv,
             angles,
@@ -185,11 +216,15 @@ class KernelOps(PlainOps):
             head_dim=a.head_dim,
             cache=cache,
             slots=slots,
+            starts=torch.full_like(slots, start) if start and slots is not None else None,
             pdl=self._pdl,
             **_heads(layer),
         )
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
+        if start and cache is not None and chunk is not None:
+            k, v = (part[chunk.slot, None].transpose(1, 2) for part in cache)
         how: dict[str, Any] = {
+            "start": start,
             "causal": a.causal,
             "window": a.window,
             "mask": mask,
@@ -210,7 +245,10 @@ class KernelOps(PlainOps):
                 ).transpose(1, 2)
         else:
             counted = positions if layer.slopes is not None else None
-            y = attention.attention(q, k, v, scale=a.scale, positions=counted, pdl=self._pdl, **how)
+            pairs = q.shape[0] * a.heads
+            key = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
+            how |= {"positions": counted, "config": self.configurations.attention(*key)}
+            y = attention.attention(q, k, v, scale=a.scale, pdl=self._pdl, **how)
         return y.flatten(-2)
 
     @named("decode_attention")
@@ -221,9 +259,15 @@ class KernelOps(PlainOps):
         angles: Any,
         cache: LayerCache,
         lengths: torch.Tensor,
+        config: decode_attention.DecodeConfig | None = None,
     ) -> torch.Tensor:
-        """See `PlainOps.attend_token`."""
+        """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
         a = layer.spec
+        if config is None:
+            slots, kv_heads, reach, dim = cache.k.shape
+            shape = a.heads // kv_heads, dim, qkv.element_size()
+            reach = min(reach, a.window or reach)
+            config = self.configurations.decode_attention(slots * kv_heads, reach, *shape)
         y = decode_attention.decode_attention(
             qkv[:, 0],
             cache,
@@ -234,6 +278,7 @@ class KernelOps(PlainOps):
             window=a.window,
             alibi=layer.slopes,
             softcap=a.softcap,
+            config=config,
             sms=self._sms,
             pdl=self._pdl,
             **_heads(layer),

@@ -52,9 +52,17 @@ class Attending(NamedTuple):
         return cls(a, q_norm, k_norm, frequencies, slopes)
 
 
+class Chunk(NamedTuple):
+    """A later piece of one prompt: its first token's position, and the slot of what came before."""
+
+    start: int
+    slot: int
+
+
 class PlainOps:
     """Fused ops on any device, as primitives of torch one after another."""
 
+    takes_chunks = False  # whether `attend` can go on behind what the cache holds already
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
 
     def embed(
@@ -140,12 +148,15 @@ class PlainOps:
         positions: torch.Tensor | None = None,
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
     ) -> torch.Tensor:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D].
 
         `positions` [B, T] are what ALiBi counts, None for 0 to T-1.
-        With `cache`, the keys and values are written to the start of its `slots` [B].
+        With `cache`, the keys and values are written to the start of its `slots` [B], or with
+        `chunk` behind what is there, which is then attended to as well.
         """
+        assert chunk is None, "plain ops take whole prompts"
         a = layer.spec
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:

@@ -30,6 +30,7 @@ from .params import Params
 from .plain import Attending, PlainOps
 from .precision import own_precision
 from .profiling import make_stopwatch, span
+from .prompts import Prompts
 from .sampler import SlotState
 
 
@@ -73,6 +74,7 @@ class TorchRunner:
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
+        self._prompts = Prompts(spec, ops, self._graphs)
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name) if forward_graphs else None
         self._compiled: Callable[..., dict[str, Any]] | None = None
@@ -138,19 +140,14 @@ class TorchRunner:
         features = SamplingFeatures.of(requests)
         rows = torch.tensor(slots, device=self.device)
         lengths = np.array([len(r.tokens) for r in requests])
-        # Right padding: a causal query sees no later key, so that padding needs no mask.
-        ids = np.zeros((len(requests), lengths.max()), np.int64)
-        for i, r in enumerate(requests):
-            ids[i, : len(r.tokens)] = r.tokens
-        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
         with own_precision(self.dtype, self.device):
-            last = self._prompts(self._put(ids), self._put(positions.copy()), rows, lengths)
+            tokens = [r.tokens for r in requests]
+            last = self._prompts.run(self.params, self._cache, tokens, rows)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
@@ -162,21 +159,6 @@ class TorchRunner:
         if state.seen is not None:
             state.seen[rows, token] = True
         return PendingTokens(token[None])
-
-    def _prompts(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, lengths: np.ndarray
-    ) -> torch.Tensor:
-        """Fill the cache of `rows` [B] with ids [B, T]: the last token's hidden state [B, E]."""
-        angles = self.ops.angles(self.params, positions)
-
-        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = Attending.of(self.spec, self.params, i)
-            return self.ops.attend(layer, qkv, angles, cache=self._cache.layer(i), slots=rows)
-
-        x = decoder.hidden_states(self.spec, self.params, self.ops, ids, positions, None, attend)[
-            -1
-        ]
-        return x[torch.arange(len(lengths), device=self.device), self._put(lengths - 1)]
 
     @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
@@ -231,6 +213,7 @@ class TorchRunner:
         """Drop the graphs, before the buffers whose addresses they hold are replaced."""
         if self._graphs is not None:
             self._graphs.clear()
+            self._prompts.clear()
 
     def _reserve(self, idle: bool) -> None:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""

@@ -1,0 +1,150 @@
+"""Prompts into the cache: short ones replayed from a graph, very long ones in pieces.
+
+A short prompt takes the device less time than its launches take Python; padded to a multiple of
+GRAIN tokens it is one launch. A long one would need memory for all of its tokens' activations.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...spec import ModelSpec
+from . import decoder
+from .cache import KVCache
+from .graphs import StepGraphs
+from .params import Params
+from .plain import Attending, Chunk, PlainOps
+
+GRAIN = 64  # tokens
+_MOST_REPLAYED = 1024  # tokens of all prompts of a call
+_MOST_AT_ONCE = 32768
+
+
+class _Buffers(NamedTuple):
+    """What a graph reads and writes, for B prompts of T tokens."""
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+    out: torch.Tensor
+
+
+class Prompts:
+    """The prompts' pass of one runner."""
+
+    def __init__(self, spec: ModelSpec, ops: PlainOps, graphs: StepGraphs | None):
+        self._spec, self._ops, self._graphs = spec, ops, graphs
+        self._buffers: dict[Hashable, _Buffers] = {}
+
+    def run(
+        self, params: Params, cache: KVCache, tokens: list[np.ndarray], slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The last token's hidden state of each prompt [B, E]; keys and values go to `slots` [B]."""
+        longest = max(map(len, tokens))
+        width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
+        if self._graphs is not None and len(tokens) * width <= _MOST_REPLAYED:
+            return self._replayed(self._graphs, params, cache, tokens, slots, width)
+        at_once = max(1, _MOST_AT_ONCE // longest) if self._ops.takes_chunks else len(tokens)
+        parts = []
+        for first in range(0, len(tokens), at_once):
+            group = tokens[first : first + at_once]
+            rows = slots[first : first + at_once]
+            if len(group) == 1 and len(group[0]) > _MOST_AT_ONCE and self._ops.takes_chunks:
+                parts.append(self._in_pieces(params, cache, group[0], rows))
+                continue
+            ids, last = _padded(group, max(map(len, group)))
+            put = partial(torch.as_tensor, device=slots.device)
+            parts.append(self._pass(params, cache, put(ids), rows, put(last)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def clear(self) -> None:
+        """Let go of the graphs' buffers."""
+        self._buffers.clear()
+
+    def _replayed(
+        self,
+        graphs: StepGraphs,
+        params: Params,
+        cache: KVCache,
+        tokens: list[np.ndarray],
+        slots: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        key = "prompts", len(tokens), width
+        b = self._buffers.get(key)
+        is_new = b is None
+        if b is None:
+            count = len(tokens)
+            integers = partial(torch.empty, dtype=torch.int64, device=slots.device)
+            b = _Buffers(
+                integers(count, width),
+                integers(count),
+                integers(count),
+                params.outer["embed.weight"].data.new_empty(count, self._spec.embed),
+            )
+            self._buffers[key] = b
+        ids, last = _padded(tokens, width)
+        b.ids.copy_(torch.from_numpy(ids))
+        b.last.copy_(torch.from_numpy(last))
+        b.slots.copy_(slots)
+        if key in graphs:
+            graphs.replay(key)
+            return b.out
+
+        def work() -> None:
+            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last))
+
+        work()
+        if not is_new:  # a size that comes a second time is worth a capture
+            graphs.capture(key, work)
+        return b.out
+
+    def _in_pieces(
+        self, params: Params, cache: KVCache, tokens: np.ndarray, slots: torch.Tensor
+    ) -> torch.Tensor:
+        slot, size = int(slots), _MOST_AT_ONCE // 2
+        x = None
+        for start in range(0, len(tokens), size):
+            ids, last = _padded([tokens[start : start + size]], min(size, len(tokens) - start))
+            put = partial(torch.as_tensor, device=slots.device)
+            x = self._pass(params, cache, put(ids), slots, put(last), Chunk(start, slot))
+        assert x is not None
+        return x
+
+    def _pass(
+        self,
+        params: Params,
+        cache: KVCache,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+        chunk: Chunk | None = None,
+    ) -> torch.Tensor:
+        """One pass over ids [B, T]: the hidden state [B, E] of the tokens at `last` [B]."""
+        start = chunk.start if chunk else 0
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+        angles = self._ops.angles(params, positions)
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            layer = Attending.of(self._spec, params, i)
+            return self._ops.attend(
+                layer, qkv, angles, cache=cache.layer(i), slots=slots, chunk=chunk
+            )
+
+        model = self._spec, params, self._ops
+        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
+        return x[torch.arange(len(ids), device=ids.device), last]
+
+
+def _padded(tokens: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 ids [B, width], zeros behind each prompt, and the place of each one's last token [B].
+
+    Padding needs no mask: a causal query sees no later key.
+    """
+    ids = np.zeros((len(tokens), width), np.int64)
+    for i, row in enumerate(tokens):
+        ids[i, : len(row)] = row
+    return ids, np.array([len(row) - 1 for row in tokens])

@@ -1,0 +1,181 @@
+"""Kernel configurations measured before: the user's private cache on disk, and the package's own.
+
+A file of the cache serves one kind of device, version of torch and Triton, and state of the
+kernels' sources, all of which its name tells apart. It is data from outside: only the user may be
+able to write it, and every value is checked before a kernel sees it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from ...errors import warn_caller
+from ...kernels.triton import tuning
+from ...kernels.triton.tuning import Configurations, Table
+from .device import device_name
+
+HERE = "tuned on this machine"
+_MOST_BYTES = 16 << 20
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a measurement holds for; `kernels` is a hash of their sources."""
+
+    device: str
+    processors: int
+    torch: str
+    triton: str
+    kernels: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Machine":
+        """This machine with `device`."""
+        processors = 1
+        if device.type == "cuda":
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        versions = torch.__version__, triton.__version__
+        return cls(device_name(device), processors, *versions, _hash_of_kernels())
+
+    @property
+    def file_name(self) -> str:
+        """Name of its file in the cache."""
+        facts = json.dumps(asdict(self), sort_keys=True)
+        name = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        return f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+
+
+@cache
+def _hash_of_kernels() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(tuning.__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where the cache is; it need not exist. RuntimeError where the user has no home."""
+    if own := os.environ.get("DUALINFER_CACHE"):
+        return Path(own).expanduser()
+    shared = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "dualinfer"
+
+
+def load_configurations(device: torch.device) -> Configurations:
+    """What is known for `device`: the user's cache, then the package's table for its kind."""
+    if device.type != "cuda":
+        return Configurations()
+    machine = Machine.of(device)
+    capability = torch.cuda.get_device_capability(device)
+    kinds = tuning.device_kinds(machine.device, capability, machine.processors)
+    kind, table = tuning.shipped(kinds)
+    return Configurations([(HERE, load_cache(machine)), (f"shipped for {kind}", table)])
+
+
+def load_cache(machine: Machine) -> Table:
+    """What was measured on `machine`: empty, with one warning, if the file cannot be trusted."""
+    try:
+        path = cache_folder() / machine.file_name
+    except RuntimeError:
+        return {}
+    try:
+        return _read(path, machine)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        warn_caller(
+            f"The kernel configurations in {path} are not used: {error}. Delete the file, or set "
+            "DUALINFER_CACHE to a folder of your own, and tune again with triton_autotune=True."
+        )
+        return {}
+
+
+def save_cache(machine: Machine, table: Table) -> bool:
+    """Add `table` to the cache: what it holds already stays. False, with a warning, if it fails."""
+    folder = None
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder.stat(), "its folder")
+        with _locked(folder):
+            _write(folder / machine.file_name, machine, table)
+    except (OSError, ValueError, RuntimeError) as error:
+        warn_caller(
+            f"The tuned kernel configurations are used now, but cannot be kept in {folder}: "
+            f"{error}. Set DUALINFER_CACHE to a folder of your own that can be written."
+        )
+        return False
+    return True
+
+
+def _check_owner(status: os.stat_result, what: str) -> None:
+    """Raise ValueError if somebody else can have written it."""
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"{what} belongs to user {status.st_uid}, not to you")
+    if status.st_mode & _OTHERS_WRITE:
+        raise ValueError(f"{what} can be written by others (mode {status.st_mode & 0o777:o})")
+
+
+def _read(path: Path, machine: Machine) -> Table:
+    # Never waits for a FIFO, and follows no link that somebody may have laid there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        _check_owner(path.parent.stat(), "its folder")
+        _check_owner(status, "it")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise ValueError("it is no file of ours")
+        content = json.loads(file.read(_MOST_BYTES))
+    if not isinstance(content, dict) or len(content) != 1:
+        raise ValueError("it holds no table")
+    facts = next(iter(content.values()))
+    if not isinstance(facts, dict):
+        raise ValueError("it holds no table")
+    entries = facts.pop("entries", None)
+    if facts != asdict(machine):
+        raise ValueError("it was measured on another machine or by other kernels")
+    return tuning.to_table(entries)
+
+
+def _write(path: Path, machine: Machine, table: Table) -> None:
+    """Replace the file at once by what it holds, if that is sound, and `table`."""
+    try:
+        known = _read(path, machine)
+    except (OSError, ValueError, RecursionError):
+        known = {}
+    facts = {**asdict(machine), "entries": tuning.to_entries(known | table)}
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(tuning.to_json({machine.device: facts}))
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time: two that add to a file must not lose each other's."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / ".lock", flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # given back when the descriptor is closed
+        yield
+    finally:
+        os.close(descriptor)
