@@ -1,5 +1,6 @@
 """init_inference: what it takes, and what it refuses before anything is loaded."""
 
+import importlib.util
 import warnings
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.config import InferenceConfig
+from dualinfer.limits import check_config
 
 from .models import BACKENDS, CASES, random_ids
 from .test_engine import Perceptron, make_module
@@ -50,6 +53,7 @@ ANYWHERE = [
     ({"checkpoint": {"type": "ds_model", "checkpoints": []}}, "checkpoint=.*DeepSpeed"),
 ]
 FUSED = [
+    ({"use_triton": True, "triton_autotune": True}, "use_triton=True.*(Triton is torch's|CUDA)"),
     ({"injection_policy": {torch.nn.Linear: "out"}}, "injection_policy.*fused"),
 ]
 MODULE = [
@@ -81,6 +85,36 @@ def test_refusal_comes_before_anything_is_read(tmp_path):
     CASES[CAUSAL].make_config().save_pretrained(tmp_path)
     with pytest.raises(dualinfer.ConfigError, match="enable_cuda_graph=True needs a CUDA device"):
         dualinfer.init_inference(tmp_path, enable_cuda_graph=True)
+
+
+@pytest.mark.parametrize("name", ["use_triton", "triton_autotune"])
+def test_kernels_are_refused_where_they_cannot_run(name, monkeypatch):
+    def check(mode="fused", device="cuda", **fields):
+        check_config(InferenceConfig(**{name: True, **fields}), mode, device)
+
+    kernels = {"replace_with_kernel_inject": True}
+    if importlib.util.find_spec("triton") is not None:
+        check(**kernels)
+    for device, fields, message in [
+        ("cuda", {"backend": "jax", **kernels}, "Triton is torch's"),
+        ("cuda", {}, "those of replace_with_kernel_inject=True. Set it"),
+        ("cpu", kernels, "needs a CUDA device, and torch runs on cpu"),
+    ]:
+        with pytest.raises(dualinfer.ConfigError, match=f"{name}=True: .*{message}"):
+            check(device=device, **fields)
+    with pytest.raises(dualinfer.ConfigError, match="those of replace_with_kernel_inject=True"):
+        check("module", **kernels)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(dualinfer.ConfigError, match="Triton is not installed"):
+        check(**kernels)
+
+
+def test_tuning_without_kernels_is_refused():
+    config = InferenceConfig(
+        use_triton=False, triton_autotune=True, replace_with_kernel_inject=True
+    )
+    with pytest.raises(dualinfer.ConfigError, match=r"(no kernels to tune|not installed)"):
+        check_config(config, "fused", "cuda")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

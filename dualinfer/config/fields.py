@@ -77,11 +77,16 @@ class InferenceConfig(Model):
     use_triton: bool | None = None
     """Triton kernels: unset, where they can run; True, required; False, never.
 
-    This version has none, and refuses True. DeepSpeed's serve BERT only.
+    They are those of `replace_with_kernel_inject=True` in fused mode on torch, and run on CUDA
+    devices from Ampere on. DeepSpeed's serve BERT only.
     """
 
     triton_autotune: bool = False
-    """Tune Triton's kernels at the start; True is refused while there are none."""
+    """Measure which configurations of the Triton kernels serve the model best, when the engine is
+    made: a minute or two the first time, then read from the user's cache.
+
+    Refused where the kernels cannot run.
+    """
 
     zero: Annotated[dict[str, Any], only({}, "ZeRO is for training", {"stage": 0})] = Field(
         default_factory=dict, **_STALE

@@ -39,7 +39,7 @@ def hidden_states(
     kept = [x]
     for i, layer in enumerate(spec.layers):
         with span(f"layer.{i}"):
-            x = _block(layer, params.layers[i], ops, x, i, attend)
+            x = _block(layer, params.layers[i], ops, x, i, attend, spend=not keep)
         kept = [*kept, x] if keep else [x]
     return kept
 
@@ -89,59 +89,47 @@ def _final_norm(spec: ModelSpec, params: Params) -> NormOf | None:
 
 
 def _block(
-    layer: Layer, w: Weights, ops: PlainOps, x: torch.Tensor, index: int, attend: Attend
-) -> torch.Tensor:
-    def norm(name: str) -> NormOf:
-        return NormOf.named(layer.norm, w, name)
-
-    def attention(norm: NormOf | None, residual: torch.Tensor | None) -> torch.Tensor:
-        return _attention(w, ops, x, norm, index, attend, residual)
-
-    if layer.parallel:
-        total = attention(norm("attn_norm"), x)
-        own = norm("attn_norm" if layer.shared_norm else "mlp_norm")
-        return _mlp(layer, w, ops, x, own, total)
-    if layer.placement == "pre":
-        x = attention(norm("attn_norm"), x)
-        return _mlp(layer, w, ops, x, norm("mlp_norm"), x)
-    if layer.placement == "around":
-        x = x + ops.norm(attention(norm("attn_norm"), None), norm("attn_post_norm"))
-        return x + ops.norm(_mlp(layer, w, ops, x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-    x = ops.norm(attention(None, x), norm("attn_norm"))
-    return ops.norm(_mlp(layer, w, ops, x, None, x), norm("mlp_norm"))
-
-
-def _attention(
-    w: Weights,
-    ops: PlainOps,
-    x: torch.Tensor,
-    norm: NormOf | None,
-    index: int,
-    attend: Attend,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of `x`, normed first where there is a norm, plus the residual if given."""
-    qkv = ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm)
-    y = attend(index, qkv)
-    return parallel.row_product(ops, y, w["out.weight"], w.get("out.bias"), residual)
-
-
-def _mlp(
     layer: Layer,
     w: Weights,
     ops: PlainOps,
     x: torch.Tensor,
-    norm: NormOf | None,
-    residual: torch.Tensor | None,
+    index: int,
+    attend: Attend,
+    spend: bool,
 ) -> torch.Tensor:
-    """Feed-forward of `x`, normed first where there is a norm, plus the residual if given."""
-    mlp = layer.mlp
-    h = ops.linear(
-        x,
-        w["up.weight"],
-        w.get("up.bias"),
-        norm=norm,
-        activation=mlp.activation,
-        gated=mlp.gated,
-    )
-    return parallel.row_product(ops, h, w["down.weight"], w.get("down.bias"), residual)
+    """One layer's output; with `spend` its input may be overwritten."""
+
+    def norm(name: str) -> NormOf:
+        return NormOf.named(layer.norm, w, name)
+
+    def attention(norm: NormOf | None, residual: torch.Tensor | None, spend: bool) -> torch.Tensor:
+        """Attention of `x`, normed first where there is a norm, plus the residual if given."""
+        qkv = ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm)
+        y = attend(index, qkv)
+        out = w["out.weight"], w.get("out.bias")
+        return parallel.row_product(ops, y, *out, residual, spend)
+
+    def mlp(x: torch.Tensor, norm: NormOf | None, residual: torch.Tensor | None) -> torch.Tensor:
+        """Feed-forward of `x`, likewise; the residual may be overwritten."""
+        h = ops.linear(
+            x,
+            w["up.weight"],
+            w.get("up.bias"),
+            norm=norm,
+            activation=layer.mlp.activation,
+            gated=layer.mlp.gated,
+        )
+        down = w["down.weight"], w.get("down.bias")
+        return parallel.row_product(ops, h, *down, residual, spend=True)
+
+    if layer.parallel:
+        total = attention(norm("attn_norm"), x, spend=False)
+        return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
+    if layer.placement == "pre":
+        x = attention(norm("attn_norm"), x, spend)
+        return mlp(x, norm("mlp_norm"), x)
+    if layer.placement == "around":
+        x = x + ops.norm(attention(norm("attn_norm"), None, spend), norm("attn_post_norm"))
+        return x + ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
+    x = ops.norm(attention(None, x, spend), norm("attn_norm"))
+    return ops.norm(mlp(x, None, x), norm("mlp_norm"))

@@ -55,11 +55,11 @@ class KernelOps(PlainOps):
 
     def __init__(self, device: torch.device, configurations: Configurations | None = None):
         self.configurations = configurations or Configurations()
-        self._sms = 1
-        self._pdl = has_pdl(torch.empty(0, device=device))
+        self.sms = 1
+        self.pdl = has_pdl(torch.empty(0, device=device))
         if device.type == "cuda":
-            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._device = device
+            self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.device = device
         self._counters: dict[int, torch.Tensor] = {}
         self._workspaces: dict[tuple[int, int], sampling.Workspace] = {}
 
@@ -98,7 +98,7 @@ class KernelOps(PlainOps):
     def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
         """See `PlainOps.norm`."""
         spec, weight, bias = norm
-        how = {"pdl": self._pdl}
+        how = {"pdl": self.pdl}
         if spec.kind == "rms":
             return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
         assert bias is not None
@@ -115,6 +115,7 @@ class KernelOps(PlainOps):
         activation: Activation | None = None,
         gated: bool = False,
         residual: torch.Tensor | None = None,
+        spend: bool = False,
         wide: bool = False,
     ) -> torch.Tensor:
         """See `PlainOps.linear`."""
@@ -134,7 +135,7 @@ class KernelOps(PlainOps):
                 features //= 2
             config = self.configurations.linear(count, features, width, x.element_size(), gated)
             return self.narrow_product(x, weight, fused_norm, *epilogue, config)
-        return self.wide_product(x, weight, *epilogue)
+        return self.wide_product(x, weight, *epilogue, spend)
 
     def narrow_product(
         self,
@@ -160,8 +161,8 @@ class KernelOps(PlainOps):
             dtype=torch.float32 if wide else None,
             config=config,
             counters=self._zeros(linear.MOST_TILES),
-            sms=self._sms,
-            pdl=self._pdl,
+            sms=self.sms,
+            pdl=self.pdl,
         )
 
     def wide_product(
@@ -173,18 +174,19 @@ class KernelOps(PlainOps):
         gated: bool,
         residual: torch.Tensor | None,
         wide: bool,
+        spend: bool = False,
     ) -> torch.Tensor:
         """Many rows, by cuBLAS."""
         if residual is not None and bias is None and activation is None:
-            rows, added = x.flatten(0, -2), residual.flatten(0, -2)
-            y = torch.addmm(added, rows, weight.data.t()).view(residual.shape)
+            add = torch.Tensor.addmm_ if spend else torch.addmm  # which copies the residual first
+            y = add(residual.flatten(0, -2), x.flatten(0, -2), weight.data.t()).view(residual.shape)
         else:
             y = F.linear(x, weight.data, None if bias is None else bias.data)
             if activation is not None:
                 act = activations.gated_activation if gated else activations.activation
-                y = act(y, activation, pdl=self._pdl)
+                y = act(y, activation, pdl=self.pdl)
             if residual is not None:
-                y = residual + y
+                y = residual.add_(y) if spend else residual + y
         return y.float() if wide else y
 
     def angles(self, params: Params, positions: torch.Tensor) -> Any:
@@ -217,7 +219,7 @@ class KernelOps(PlainOps):
             cache=cache,
             slots=slots,
             starts=torch.full_like(slots, start) if start and slots is not None else None,
-            pdl=self._pdl,
+            pdl=self.pdl,
             **_heads(layer),
         )
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
@@ -248,7 +250,7 @@ class KernelOps(PlainOps):
             pairs = q.shape[0] * a.heads
             key = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             how |= {"positions": counted, "config": self.configurations.attention(*key)}
-            y = attention.attention(q, k, v, scale=a.scale, pdl=self._pdl, **how)
+            y = attention.attention(q, k, v, scale=a.scale, pdl=self.pdl, **how)
         return y.flatten(-2)
 
     @named("decode_attention")
@@ -279,8 +281,8 @@ class KernelOps(PlainOps):
             alibi=layer.slopes,
             softcap=a.softcap,
             config=config,
-            sms=self._sms,
-            pdl=self._pdl,
+            sms=self.sms,
+            pdl=self.pdl,
             **_heads(layer),
         )
         return y[:, None]
@@ -294,7 +296,7 @@ class KernelOps(PlainOps):
     ) -> torch.Tensor:
         """See `PlainOps.sample`."""
         work = self._workspace(*logits.shape)
-        return sampling.sample(logits, state, position, features, workspace=work, pdl=self._pdl)
+        return sampling.sample(logits, state, position, features, workspace=work, pdl=self.pdl)
 
     @named("sampling")
     def advance(
@@ -307,17 +309,17 @@ class KernelOps(PlainOps):
     ) -> None:
         """See `sampler.advance`."""
         work = self._workspace(*logits.shape)
-        sampling.sample_step(logits, state, features, out, step, workspace=work, pdl=self._pdl)
+        sampling.sample_step(logits, state, features, out, step, workspace=work, pdl=self.pdl)
 
     # Graphs hold the addresses of scratch memory, so that none is ever replaced.
     def _zeros(self, count: int) -> torch.Tensor:
         if count not in self._counters:
-            self._counters[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+            self._counters[count] = torch.zeros(count, dtype=torch.int32, device=self.device)
         return self._counters[count]
 
     def _workspace(self, rows: int, vocab: int) -> sampling.Workspace:
         if (rows, vocab) not in self._workspaces:
-            self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self._device)
+            self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
         return self._workspaces[rows, vocab]
 
 

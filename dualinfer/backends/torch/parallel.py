@@ -12,12 +12,13 @@ def row_product(
     weight: Weight,
     bias: Weight | None,
     residual: torch.Tensor | None,
+    spend: bool = False,
 ) -> torch.Tensor:
     """A row-parallel product: each rank's share summed, then bias and residual added once.
 
     With one rank the product takes both itself, which saves roundings and launches.
     """
-    return reduce(ops.linear(x, weight, bias, residual=residual))
+    return reduce(ops.linear(x, weight, bias, residual=residual, spend=spend))
 
 
 def reduce(x: torch.Tensor) -> torch.Tensor:

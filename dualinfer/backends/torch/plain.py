@@ -104,12 +104,13 @@ class PlainOps:
         activation: Activation | None = None,
         gated: bool = False,
         residual: torch.Tensor | None = None,
+        spend: bool = False,
         wide: bool = False,
     ) -> torch.Tensor:
         """residual + activation(norm(x) weight^T + bias): x [..., in] to [..., out].
 
         With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide.
-        `wide` asks for float32 results.
+        With `spend` the residual may become the result. `wide` asks for float32 results.
         """
         y = ops.matmul(self.norm(x, norm) if norm else x, weight, bias)
         if activation is not None:

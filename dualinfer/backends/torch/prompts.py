@@ -42,7 +42,7 @@ class Prompts:
     def run(
         self, params: Params, cache: KVCache, tokens: list[np.ndarray], slots: torch.Tensor
     ) -> torch.Tensor:
-        """The last token's hidden state of each prompt [B, E]; keys and values go to `slots` [B]."""
+        """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B]."""
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         if self._graphs is not None and len(tokens) * width <= _MOST_REPLAYED:

@@ -104,7 +104,7 @@ def load_cache(machine: Machine) -> Table:
 
 
 def save_cache(machine: Machine, table: Table) -> bool:
-    """Add `table` to the cache: what it holds already stays. False, with a warning, if it fails."""
+    """Add `table` to the cache; other keys stay in it. False, with a warning, if that fails."""
     folder = None
     try:
         folder = cache_folder()
@@ -126,7 +126,9 @@ def _check_owner(status: os.stat_result, what: str) -> None:
     if status.st_uid != os.geteuid():
         raise ValueError(f"{what} belongs to user {status.st_uid}, not to you")
     if status.st_mode & _OTHERS_WRITE:
-        raise ValueError(f"{what} can be written by others (mode {status.st_mode & 0o777:o})")
+        raise ValueError(
+            f"{what} can be written by others (mode {status.st_mode & 0o777:o}; 700 is safe)"
+        )
 
 
 def _read(path: Path, machine: Machine) -> Table:

@@ -1,37 +1,24 @@
-"""The search for the kernels' best configurations on the device, over a model's own weights."""
+"""The search for the kernels' best configurations on the device."""
 
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import cycle, islice
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from ...errors import warn_caller
-from ...kernels.triton import attention, attention_choice, tuning
-from ...kernels.triton.linear import NormArguments
-from ...kernels.triton.tuning import Config, Key, Measured, Table
+from ...kernels.triton.tuning import Measured, Table
 from ...progress import track
-from ...spec import Activation, ModelSpec
-from ...weights import Weight
-from ..base import bucket
-from . import decoder
-from .cache import LayerCache
-from .device import free_bytes
+from ...spec import ModelSpec
 from .kernels import KernelOps
-from .params import Params, Weights
-from .plain import Attending, NormOf, PlainOps
+from .params import Params
+from .plain import PlainOps
+from .problems import Problem, find_problems
 from .tuned import HERE, Machine, save_cache
 
 MOST_SECONDS = 300.0
-DECODE_ROWS = (1, 2, 4, 8, 16, 32)
-FORWARD_ROWS = (1, 16, 32, 64, 128)  # of models that only run whole sequences
-REACHES = (256, 512, 1024, 2048, 4096)
-PROMPTS = (128, 512, 2048)
-_L2_TIMES = 4  # so much more than the L2 cache holds is read between two readings of a tensor
 _FINALISTS = 3
 _REPEATS, _FINAL_REPEATS = 5, 21
 _CLEARLY = 0.99  # of the default's time: less of a gain is noise
@@ -40,31 +27,7 @@ _ERROR = 4e-3
 
 _log = logging.getLogger(__name__)
 
-Run: TypeAlias = Callable[[Config], torch.Tensor]
 Clock: TypeAlias = Callable[[Callable[[], Any], int], float]
-
-
-class Problem(NamedTuple):
-    """A key to measure: `prepare` makes the tensors, and a function that does `calls` with them.
-
-    That function gives the first call's result. The first of the candidates is the default.
-    """
-
-    key: Key
-    candidates: Sequence[Config]
-    prepare: Callable[[], tuple[Run, int]]
-
-
-class _Product(NamedTuple):
-    """The arguments of a product with few rows, but for x and the values of the residual."""
-
-    weight: Weight
-    norm: NormArguments | None
-    bias: Weight | None
-    activation: Activation | None
-    gated: bool
-    residual: bool
-    wide: bool
 
 
 def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
@@ -76,17 +39,21 @@ def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
     if not isinstance(ops, KernelOps):
         return
     known = ops.configurations.table(HERE)
-    problems = [p for p in find_problems(spec, params, ops) if p.key not in known]
+    problems = [
+        _with_shipped(problem, ops)
+        for problem in find_problems(spec, params, ops)
+        if problem.key not in known
+    ]
     if not problems:
         return
     found: Table = {}
     try:
-        search(problems, found, graph_seconds(ops.device), MOST_SECONDS)
+        ended = search(problems, found, graph_seconds(ops.device), MOST_SECONDS)
     finally:  # what an interrupt leaves is worth keeping
         torch.cuda.empty_cache()
         if found:
             save_cache(Machine.of(ops.device), found)
-    if len(found) < len(problems):
+    if not ended:
         warn_caller(
             f"triton_autotune measured {len(found)} of {len(problems)} shapes, as it takes "
             f"{MOST_SECONDS:.0f} seconds at most. The others run as without it; the next start "
@@ -95,18 +62,30 @@ def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
     ops.configurations = ops.configurations.having(HERE, found)
 
 
+def _with_shipped(problem: Problem, ops: KernelOps) -> Problem:
+    """The problem, with what runs without a search among its candidates."""
+    _, config = ops.configurations.look_up(problem.key)
+    if config is None or config in problem.candidates:
+        return problem
+    return problem._replace(candidates=[*problem.candidates, config])
+
+
 @torch.inference_mode()
 def search(
     problems: Sequence[Problem], found: Table, seconds: Clock, limit: float | None = None
-) -> None:
-    """Add each problem's best configuration to `found`; none is begun after `limit` seconds."""
+) -> bool:
+    """Add each problem's best configuration to `found`; none is begun after `limit` seconds.
+
+    False if that left some out.
+    """
     started = time.monotonic()
     for problem in track(problems, "Tuning kernels"):
         if limit is not None and time.monotonic() - started > limit:
-            return
+            return False
         best = _best(problem, seconds)
         if best is not None:
             found[problem.key] = best
+    return True
 
 
 def _best(problem: Problem, seconds: Clock) -> Measured | None:
@@ -129,8 +108,8 @@ def _best(problem: Problem, seconds: Clock) -> Measured | None:
         else:
             _log.warning("%s gives a wrong result as %s", problem.key, config)
     times = {config: seconds(call, _REPEATS) for config, call in runs.items()}
-    finalists = {default, *sorted(times, key=lambda config: times[config])[:_FINALISTS]}
-    times = {config: seconds(runs[config], _FINAL_REPEATS) for config in finalists}
+    finalists = [default, *sorted(times, key=lambda config: times[config])[:_FINALISTS]]
+    times = {config: seconds(runs[config], _FINAL_REPEATS) for config in dict.fromkeys(finalists)}
     best = min(times, key=lambda config: times[config])
     if times[best] > _CLEARLY * times[default]:
         best = default
@@ -168,241 +147,3 @@ def graph_seconds(device: torch.device) -> Clock:
         return statistics.median(start.elapsed_time(end) for start, end in times[1:]) / 1e3
 
     return seconds
-
-
-def find_problems(
-    spec: ModelSpec,
-    params: Params,
-    ops: KernelOps,
-    rows: Iterable[int] = (),
-    reaches: Iterable[int] = REACHES,
-    prompts: Iterable[int] = PROMPTS,
-) -> list[Problem]:
-    """What a model's steps ask of the kernels with so many rows (by default the likely ones).
-
-    One row comes first, and what matters less later: the time may not last.
-    """
-    problems: dict[Key, Problem] = {}
-    layers = [Attending.of(spec, params, i) for i in range(len(spec.layers))]
-    most = spec.most_tokens(None)
-    reaches = sorted({min(reach, bucket(most)) for reach in reaches})
-    for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
-        for problem in _products(spec, params, ops, count):
-            problems.setdefault(problem.key, problem)
-        if spec.causal:
-            for problem in _decodes(layers, ops, params, count, reaches):
-                problems.setdefault(problem.key, problem)
-    for tokens in sorted({min(tokens, most) for tokens in prompts}):
-        for problem in _prompts(layers, ops, params, tokens):
-            problems.setdefault(problem.key, problem)
-    return list(problems.values())
-
-
-class _Recorder(KernelOps):
-    """Ops that launch nothing: they note the products with few rows of a pass."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.products: list[_Product] = []
-
-    def _embed(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-    ) -> torch.Tensor:
-        table = w["embed.weight"].data
-        return table.new_empty((*ids.shape, table.shape[1]))
-
-    def norm(self, x: torch.Tensor, norm_of: NormOf) -> torch.Tensor:
-        """`x` itself."""
-        return x
-
-    def narrow_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormArguments | None,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-        config: Config | None,
-    ) -> torch.Tensor:
-        """Note the product; what it gives is empty."""
-        has_residual = residual is not None
-        product = _Product(weight, norm, bias, activation, gated, has_residual, wide)
-        self.products.append(product)
-        return self.wide_product(x, weight, bias, activation, gated, residual, wide)
-
-    def wide_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-    ) -> torch.Tensor:
-        """Nothing is computed: empty, of the result's shape."""
-        features = weight.data.shape[0] // (2 if gated else 1)
-        return x.new_empty((*x.shape[:-1], features))
-
-
-def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[Problem]:
-    """The products with few rows of a step with `rows` rows, those of a shape together."""
-    recorder = _Recorder(ops.device)
-    ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
-
-    def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv[..., : spec.layers[i].attention.qkv_sizes[0]].contiguous()
-
-    with torch.inference_mode():
-        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
-        if spec.head is not None:
-            decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
-    groups: dict[Key, list[_Product]] = {}
-    for product in recorder.products:
-        features, width = product.weight.data.shape
-        features //= 2 if product.gated else 1
-        itemsize = product.weight.data.element_size()
-        key = tuning.linear_key(rows, features, width, itemsize, product.gated)
-        groups.setdefault(key, []).append(product)
-    total = sum(weight.data.nbytes for weight in params.weights())
-    return [
-        Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
-        for key, group in groups.items()
-    ]
-
-
-def _product_maker(
-    ops: KernelOps, group: list[_Product], rows: int, total: int
-) -> Callable[[], tuple[Run, int]]:
-    def prepare() -> tuple[Run, int]:
-        first = group[0].weight.data
-        needed = min(_beyond_cache(ops.device), total)
-        held = sum(product.weight.data.nbytes for product in group)
-        extra = max(0, -(-(needed - held) // first.nbytes))
-        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // first.nbytes)
-        products = list(group)
-        for product in islice(cycle(group), extra):
-            weight = replace(product.weight, data=product.weight.data.clone())
-            products.append(product._replace(weight=weight))
-        x = _random(first, rows, first.shape[1])
-        features = first.shape[0] // (2 if group[0].gated else 1)
-        residual = _random(first, rows, features)
-
-        def run(config: Config) -> torch.Tensor:
-            y = None
-            for p in products:
-                added = residual if p.residual else None
-                made = ops.narrow_product(
-                    *(x, p.weight, p.norm, p.bias, p.activation, p.gated, added, p.wide),
-                    config,  # pyright: ignore[reportArgumentType]
-                )
-                y = made if y is None else y
-            assert y is not None
-            return y
-
-        return run, len(products)
-
-    return prepare
-
-
-def _decodes(
-    layers: list[Attending], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
-) -> Iterable[Problem]:
-    """Attention of one token of `slots` sequences, by kind of layer and length."""
-    like = params.outer["embed.weight"].data
-    for reach in reaches:
-        for layer in layers:
-            a = layer.spec
-            seen = min(reach, a.window or reach)
-            shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
-            key = tuning.decode_key(slots * a.kv_heads, seen, *shape)
-            maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
-            yield Problem(key, tuning.candidates(key, ops.sms), maker)
-
-
-def _decode_maker(
-    layer: Attending, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
-) -> Callable[[], tuple[Run, int]]:
-    def prepare() -> tuple[Run, int]:
-        a = layer.spec
-        qkv = _random(like, slots, 1, sum(a.qkv_sizes))
-        keys = _random(like, slots, a.kv_heads, reach, a.head_dim)
-        size = 2 * keys.nbytes
-        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
-        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
-        caches = [LayerCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
-        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
-
-        def run(config: Config) -> torch.Tensor:
-            y = None
-            for cache in caches:
-                made = ops.attend_token(layer, qkv, None, cache, lengths, config)  # pyright: ignore[reportArgumentType]
-                y = made if y is None else y
-            assert y is not None
-            return y
-
-        return run, count
-
-    return prepare
-
-
-def _prompts(
-    layers: list[Attending], ops: KernelOps, params: Params, tokens: int
-) -> Iterable[Problem]:
-    """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
-    like = params.outer["embed.weight"].data
-    for layer in layers:
-        a = layer.spec
-        how: dict[str, Any] = {
-            **{"causal": a.causal, "window": a.window},
-            **{"alibi": layer.slopes, "softcap": a.softcap},
-        }
-        shape = like.new_empty((1, tokens, 1, a.head_dim))
-        if attention_choice.sdpa_backends(shape, shape, **how) or a.head_dim > 256:
-            continue
-        key = tuning.attention_key(like.element_size(), a.head_dim, tokens, a.heads, a.causal)
-        how["scale"] = a.scale
-        maker = _prompt_maker(layer, ops, like, tokens, how)
-        yield Problem(key, tuning.candidates(key, ops.sms), maker)
-
-
-def _prompt_maker(
-    layer: Attending, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
-) -> Callable[[], tuple[Run, int]]:
-    def prepare() -> tuple[Run, int]:
-        a = layer.spec
-        q = _random(like, 1, tokens, a.heads, a.head_dim)
-        k, v = (_random(like, 1, tokens, a.kv_heads, a.head_dim) for _ in range(2))
-        calls = 4
-
-        def run(config: Config) -> torch.Tensor:
-            made = [
-                attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
-                for _ in range(calls)
-            ]
-            return made[0]
-
-        return run, calls
-
-    return prepare
-
-
-def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Normal numbers that leave the caller's generators alone, on the device and in the dtype."""
-    generator = torch.Generator(like.device).manual_seed(0)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
-
-
-def _beyond_cache(device: torch.device) -> int:
-    """Bytes that push everything else out of the L2 cache."""
-    if device.type != "cuda":
-        return 0
-    return _L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size

@@ -74,7 +74,7 @@ def attention(
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),
         GROUP=group, DIM=dim, MAIN=main, REST=rest, CAUSAL=causal,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, LATE=config.late, TMA=tma,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma,
         num_warps=config.warps, num_stages=config.stages, pdl=pdl,
     )  # fmt: skip
     return out

@@ -136,12 +136,11 @@ def attention_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATE: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With LATE, values are added one step late, beside the next softmax (Shah et al., 2024)."""
+    """BLOCK_M queries of one head; its grid is blocks of queries times `pairs` of heads."""
     dtype = out_ptr.dtype.element_ty
-    bits = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     wait_for_inputs(PDL)
     let_next_start(PDL)
     # The programs of a section's heads run together and share the L2 cache; the last blocks of
@@ -225,42 +224,16 @@ def attention_kernel(
             acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
         )
     if (mask_ptr is None) and (segments_ptr is None):
-        if LATE:
-            if full_lo < full_hi:
-                s = _scores(
-                    queries, keys, per_key, place, full_lo, scoring,
-                    _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
-                )  # fmt: skip
-                p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
-                # As integers: weights that a loop hands on as they are would be moved to shared
-                # memory for the product.
-                late = p.to(dtype).to(bits, bitcast=True)
-                for n in range(full_lo, full_hi - BLOCK_N, BLOCK_N):
-                    s = _scores(
-                        queries, keys, per_key, place, n + BLOCK_N, scoring,
-                        _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
-                    )  # fmt: skip
-                    acc, acc_rest = _add(
-                        acc, acc_rest, late.to(dtype, bitcast=True), shrink, values, place, n,
-                        DIM, MAIN, REST, BLOCK_N, TMA,
-                    )  # fmt: skip
-                    p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
-                    late = p.to(dtype).to(bits, bitcast=True)
-                acc, acc_rest = _add(
-                    acc, acc_rest, late.to(dtype, bitcast=True), shrink, values, place,
-                    full_hi - BLOCK_N, DIM, MAIN, REST, BLOCK_N, TMA,
-                )  # fmt: skip
-        else:
-            for n in range(full_lo, full_hi, BLOCK_N):
-                s = _scores(
-                    queries, keys, per_key, place, n, scoring,
-                    _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
-                )  # fmt: skip
-                p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
-                acc, acc_rest = _add(
-                    acc, acc_rest, p.to(dtype), shrink, values, place, n,
-                    DIM, MAIN, REST, BLOCK_N, TMA,
-                )  # fmt: skip
+        for n in range(full_lo, full_hi, BLOCK_N):
+            s = _scores(
+                queries, keys, per_key, place, n, scoring,
+                _ALL, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
+            )  # fmt: skip
+            p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
+            acc, acc_rest = _add(
+                acc, acc_rest, p.to(dtype), shrink, values, place, n,
+                DIM, MAIN, REST, BLOCK_N, TMA,
+            )  # fmt: skip
 
     if mask_ptr is not None:
         blind = total == 0

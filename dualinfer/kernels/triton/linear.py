@@ -26,12 +26,15 @@ class VectorConfig(NamedTuple):
 
     It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
     gives each block of weight rows a program of its own; else so many programs an SM go through all
-    blocks, each with its next block's weights on their way, where x is a single row.
+    blocks, each with its next block's weights on their way, where x is a single row. While it
+    waits for x, a program also brings the weights of the one `ahead` places behind it to the L2
+    cache: it pays where the kernel in front leaves the memory idle, as attention does.
     """
 
     rows: int
     warps: int
     per_sm: int = 0
+    ahead: int = 0
 
 
 class TileConfig(NamedTuple):
@@ -55,11 +58,12 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
     """Whether `linear` is the one for `count` rows, or cuBLAS, which is better at many.
 
     `fused` says that an activation or a residual follows, which cuBLAS would leave to a launch of
-    its own. Measured on an H100.
+    its own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16 bytes.
     """
     if count == 1 or itemsize == 4:
         return count == 1
-    return count <= 64 or (fused and count <= 128 and features * width <= _SMALL)
+    small = fused and features * width <= _SMALL
+    return count <= 64 or (count <= MOST_ROWS and (small or features % 8 > 0))
 
 
 class NormArguments(NamedTuple):
@@ -119,6 +123,8 @@ def linear(
             ROWS=config.rows,
             BLOCK_K=next_power_of_2(width),
             PROGRAMS=programs,
+            LINE=_LINE // x.element_size(),
+            AHEAD=0 if programs else config.ahead,
             NORM=kind,
             ACTIVATION=activation,
             GATED=gated,
@@ -168,6 +174,12 @@ def default_config(
         return VectorConfig(rows, 4 if rows * elements <= 8192 else 8)
     if itemsize == 4:
         return TileConfig(32, 32, 32, 4, 2)
+    if count > 64:
+        if features >= 24 * sms:
+            return TileConfig(128, 32, 64, 4, 4)
+        if width <= 2048:
+            return TileConfig(64, 16, 128, 4, 4)
+        return TileConfig(128, 32, 64, 4, 4, 4, 4)
     m = 16 if count <= 16 else 32 if count <= 32 else 64
     if features >= 96 * sms:
         return TileConfig(16, 32, 256, 4, 3) if m == 16 else TileConfig(m, 64, 128, 4, 4)

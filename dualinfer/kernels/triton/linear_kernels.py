@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .launch import dot, let_next_start, wait_for_inputs
+from .launch import dot, let_next_start, prefetch, wait_for_inputs
 
 
 @triton.jit
@@ -44,6 +44,8 @@ def matvec_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    LINE: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -66,6 +68,12 @@ def matvec_kernel(
     up = w
     if GATED:
         up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL and AHEAD > 0:
+        later = tl.minimum(rows + AHEAD * ROWS, features - 1).to(tl.int64)[:, None] * K
+        line = tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, K - 1)[None, :]
+        prefetch(weight_ptr + later + line)
+        if GATED:
+            prefetch(up_ptr + later + line)
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
@@ -128,19 +136,6 @@ def _finish(
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Bring the lines at `pointers` into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def tile_kernel(
     x_ptr,
     weight_ptr,
@@ -182,9 +177,9 @@ def tile_kernel(
     ):  # what the first turns of the loop will read, while the kernel in front still runs
         line = begin + tl.arange(0, AHEAD * BLOCK_K // LINE) * LINE
         lines = n_at + tl.minimum(line, K - 1)[None, :]
-        _prefetch(lines)
+        prefetch(lines)
         if GATED:
-            _prefetch(lines + up_offset)
+            prefetch(lines + up_offset)
     x_at = x_ptr + tl.minimum(m, count - 1).to(tl.int64)[:, None] * x_stride + begin + k[None, :]
     w_at = n_at + begin + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -111,14 +111,16 @@ class Configurations:
         try:
             return self._found[key]
         except KeyError:
-            origin, config = DEFAULTS, None
-            for name, table in self._tables:
-                if key in table:
-                    origin, config = name, table[key].config
-                    break
+            origin, self._found[key] = self.look_up(key)
             self._uses[origin] += 1
-            self._found[key] = config
-            return config
+            return self._found[key]
+
+    def look_up(self, key: Key) -> tuple[str, Config | None]:
+        """Where a key's configuration comes from, and the configuration."""
+        for origin, table in self._tables:
+            if key in table:
+                return origin, table[key].config
+        return DEFAULTS, None
 
     def __str__(self) -> str:
         """What is there, and what calls have used so far, for a report."""
@@ -188,7 +190,10 @@ def _powers(least: int, most: int) -> list[int]:
 
 
 _ALLOWED: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "vector": {"rows": _powers(1, 32), "warps": _powers(1, 16), "per_sm": range(9)},
+    "vector": {
+        **{"rows": _powers(1, 32), "warps": _powers(1, 16), "per_sm": range(9)},
+        "ahead": [0, *_powers(1, 2048)],
+    },
     "tile": {
         **{"m": _powers(16, 128), "n": _powers(16, 256), "k": _powers(16, 512)},
         **{"warps": _powers(1, 16), "stages": range(1, 9), "splits": range(1, 17)},
@@ -196,11 +201,11 @@ _ALLOWED: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "decode": {
         **{"block": _powers(16, 256), "warps": _powers(1, 16), "splits": range(1, 65)},
-        "stages": range(1, 9),
+        **{"stages": range(1, 9), "matrix": [False, True]},
     },
     "attention": {
         **{"block_m": _powers(16, 256), "block_n": _powers(16, 256), "warps": _powers(1, 16)},
-        **{"stages": range(1, 9), "late": [False, True]},
+        "stages": range(1, 9),
     },
 }
 
@@ -292,20 +297,24 @@ def _tile_candidates(rows: int, features: int, width: int, gated: bool, sms: int
             parts = min(round(wave * sms / tiles), width // max(k, 512), 8)
             if parts > 1:
                 split.append(TileConfig(m, n, k, warps, stages, parts, 4))
-    return [*split[:6], *whole, *split[6:]]
+    fetching = [config._replace(ahead=4) for config in whole[:2]]
+    return [*split[:5], *whole[:2], *fetching, *whole[2:], *split[5:]]
 
 
 def _decode_candidates(
     pairs: int, reach: int, group: int, dim: int, itemsize: int, sms: int
 ) -> list[Any]:
-    default = decode_attention.default_config(pairs, reach, dim, sms)
+    default = decode_attention.default_config(pairs, reach, dim, itemsize, sms)
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
     found = [default]
     for n in splits:
-        for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2), (64, 8)):
-            if n <= triton.cdiv(reach, block) and block * dim <= 8192:
-                found.append(DecodeConfig(block, warps, n))
+        for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2)):
+            if n > triton.cdiv(reach, block) or block * dim > 8192:
+                continue
+            found.append(DecodeConfig(block, warps, n, matrix=default.matrix))
+            if group == 1 and itemsize == 2:
+                found.append(DecodeConfig(block, warps, n, matrix=not default.matrix))
     return found
 
 

@@ -1,0 +1,153 @@
+"""Find the kernels' best configurations for a list of shapes: the table that the package ships.
+
+    python benchmarks/tune.py --out dualinfer/kernels/triton/tuned.json
+
+The search is that of `triton_autotune=True`, over random weights for the first layers of each shape
+in the dtype that people run it in. Many processes compile a shape's candidates first. What the file
+holds for other kinds of device stays, and so does, with `--keep`, what it holds for this one: only
+the rest is measured then. The file is written after every shape, and no search is begun after
+`--seconds`. Times are microseconds a call.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+
+from dualinfer.backends.torch.kernels import KernelOps
+from dualinfer.backends.torch.params import Params
+from dualinfer.backends.torch.problems import Problem, find_problems
+from dualinfer.backends.torch.tuned import Machine
+from dualinfer.backends.torch.tuning import graph_seconds, search
+from dualinfer.bench.shapes import SHAPES, open_model
+from dualinfer.kernels.triton import tuning
+from dualinfer.kernels.triton.tuning import Key, Table
+from dualinfer.spec import ModelSpec
+from dualinfer.weights import Weight
+
+NAMES = [
+    *("llama-3-8b", "llama-2-7b", "llama-3.2-1b", "opt-6.7b", "gpt-j-6b", "gpt2", "bert-large"),
+    *("gemma-2-2b", "gemma-2-9b", "pythia-6.9b", "bloom-7b1", "gpt-neo-2.7b", "opt-1.3b"),
+    *("gpt2-xl", "gpt-neo-1.3b", "bloom-560m", "bert-base", "opt-125m", "gpt-neo-125m"),
+]
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPTS = (128, 512, 2048, 8192)
+REACHES = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def make_params(name: str, dtype: str, device: torch.device) -> tuple[ModelSpec, Params]:
+    """The shape with its first layers only, and random weights for them."""
+    spec, table = open_model(name).describe()
+    layers = 2 if spec.embed >= 2048 else 12
+    spec = replace(spec, layers=spec.layers[:layers])
+    attention = {layer.attention for layer in spec.layers}
+
+    def constant(values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
+    slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
+    params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
+    for row in table.rows:
+        group, last = params.outer, row.name
+        if last.startswith("layers."):
+            _, index, last = last.split(".", 2)
+            if int(index) >= layers:
+                continue
+            group = params.layers[int(index)]
+        data = torch.empty(
+            [table.size(axis) for axis in row.axes], dtype=getattr(torch, dtype), device=device
+        )
+        group[last] = Weight(data.normal_(0, 0.02), row.axes)
+    return spec, params
+
+
+def problems_of(name: str) -> list[Problem]:
+    """What the shape's steps ask of the kernels."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    spec, params = make_params(name, SHAPES[name].dtype, device)
+    return find_problems(spec, params, KernelOps(device), ROWS, REACHES, PROMPTS)
+
+
+@lru_cache(1)  # the weights of one shape at a time
+def problems_here(name: str) -> dict[Key, Problem]:
+    """Those of one shape, in a process that only compiles."""
+    return {problem.key: problem for problem in problems_of(name)}
+
+
+def compile_candidates(name: str, key: Key) -> None:
+    """Run each candidate once, which leaves it in Triton's cache."""
+    with torch.inference_mode(), suppress(Exception):  # the search meets it again, and tells
+        problem = problems_here(name)[key]
+        run, _ = problem.prepare()
+        for config in problem.candidates:
+            with suppress(Exception):
+                run(config)
+        torch.cuda.synchronize()
+
+
+def kind_of_device(device: torch.device, machine: Machine) -> str:
+    """The name of this device's table."""
+    capability = torch.cuda.get_device_capability(device)
+    kinds = tuning.device_kinds(machine.device, capability, machine.processors)
+    return kinds[0] if kinds else machine.device
+
+
+def write(path: Path, kind: str, machine: Machine, table: Table) -> None:
+    """Put the kind's table into the file."""
+    devices = json.loads(path.read_text()) if path.is_file() else {}
+    facts = {
+        **{"device": machine.device, "torch": machine.torch, "triton": machine.triton},
+        "entries": tuning.to_entries(table),
+    }
+    path.write_text(tuning.to_json(dict(sorted({**devices, kind: facts}.items()))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The table of kernel configurations.")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: a list of 19")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--keep", action="store_true", help="measure only what the file lacks")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = Machine.of(device)
+    kind = kind_of_device(device, machine)
+    table: Table = {}
+    if arguments.keep and arguments.out.is_file():
+        devices = json.loads(arguments.out.read_text())
+        table = tuning.to_table(devices.get(kind, {"entries": []})["entries"])
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, processes) as pool:
+        for name in arguments.shape or NAMES:
+            problems = [p for p in problems_of(name) if p.key not in table]
+            # Before, not beside, the measurements: it runs the kernels as well.
+            jobs = pool.map(partial(compile_candidates, name), [p.key for p in problems])
+            list(jobs)
+            compiled = time.monotonic() - started
+            found: Table = {}
+            ended = search(problems, found, graph_seconds(device), arguments.seconds - compiled)
+            table |= found
+            write(arguments.out, kind, machine, table)
+            spent = time.monotonic() - started
+            text = f"{name}: {len(found)} of {len(problems)} keys, compiled after {compiled:.0f} s"
+            print(f"{text}, done after {spent:.0f} s", flush=True)
+            del problems
+            torch.cuda.empty_cache()
+            if not ended:
+                print("Out of time. With --keep the next run goes on from here.")
+                break
+
+
+if __name__ == "__main__":
+    main()

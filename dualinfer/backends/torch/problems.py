@@ -1,0 +1,294 @@
+"""What a model's steps ask of the kernels, as problems to measure: its own weights, real shapes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ...kernels.triton import attention, attention_choice, tuning
+from ...kernels.triton.linear import NormArguments
+from ...kernels.triton.tuning import Config, Key
+from ...spec import Activation, ModelSpec
+from ...weights import Weight
+from ..base import bucket
+from . import decoder
+from .cache import LayerCache
+from .device import free_bytes
+from .kernels import KernelOps
+from .params import Params, Weights
+from .plain import Attending, NormOf
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 32)
+FORWARD_ROWS = (1, 16, 32, 64, 128)  # of models that only run whole sequences
+REACHES = (256, 512, 1024, 2048, 4096)
+PROMPTS = (128, 512, 2048)
+_L2_TIMES = 4  # so much more than the L2 cache holds is read between two readings of a tensor
+_MOST_CACHE = 1 << 29  # bytes of a layer: above, reading them is all that counts
+_PROMPT_CALLS = 4
+
+Run: TypeAlias = Callable[[Any], torch.Tensor]
+
+
+class Problem(NamedTuple):
+    """A key to measure: `prepare` makes the tensors, and a function that does `calls` with them.
+
+    That function gives the first call's result. The first of the candidates is the default.
+    """
+
+    key: Key
+    candidates: Sequence[Config]
+    prepare: Callable[[], tuple[Run, int]]
+
+
+class _Product(NamedTuple):
+    """The arguments of a product with few rows, but for x and the values of the residual."""
+
+    weight: Weight
+    norm: NormArguments | None
+    bias: Weight | None
+    activation: Activation | None
+    gated: bool
+    residual: bool
+    wide: bool
+
+
+def find_problems(
+    spec: ModelSpec,
+    params: Params,
+    ops: KernelOps,
+    rows: Iterable[int] = (),
+    reaches: Iterable[int] = REACHES,
+    prompts: Iterable[int] = PROMPTS,
+) -> list[Problem]:
+    """What a model's steps ask of the kernels with so many rows (by default the likely ones).
+
+    One row comes first, and what matters less later: the time may not last.
+    """
+    problems: dict[Key, Problem] = {}
+    layers = [Attending.of(spec, params, i) for i in range(len(spec.layers))]
+    most = spec.most_tokens(None)
+    reaches = sorted({min(reach, bucket(most)) for reach in reaches})
+    for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
+        for problem in _products(spec, params, ops, count):
+            problems.setdefault(problem.key, problem)
+        if spec.causal:
+            for problem in _decodes(layers, ops, params, count, reaches):
+                problems.setdefault(problem.key, problem)
+    for tokens in sorted({min(tokens, most) for tokens in prompts}):
+        for problem in _prompts(layers, ops, params, tokens):
+            problems.setdefault(problem.key, problem)
+    return list(problems.values())
+
+
+class _Recorder(KernelOps):
+    """Ops that launch nothing: they note the products with few rows of a pass."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.products: list[_Product] = []
+
+    def _embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        table = w["embed.weight"].data
+        return table.new_empty((*ids.shape, table.shape[1]))
+
+    def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+    def narrow_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormArguments | None,
+        bias: Weight | None,
+        activation: Activation | None,
+        gated: bool,
+        residual: torch.Tensor | None,
+        wide: bool,
+        config: Any,
+    ) -> torch.Tensor:
+        """Note the product; what it gives is empty."""
+        has_residual = residual is not None
+        product = _Product(weight, norm, bias, activation, gated, has_residual, wide)
+        self.products.append(product)
+        return self.wide_product(x, weight, bias, activation, gated, residual, wide)
+
+    def wide_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        activation: Activation | None,
+        gated: bool,
+        residual: torch.Tensor | None,
+        wide: bool,
+        spend: bool = False,
+    ) -> torch.Tensor:
+        """Nothing is computed: empty, of the result's shape."""
+        features = weight.data.shape[0] // (2 if gated else 1)
+        return x.new_empty((*x.shape[:-1], features))
+
+
+def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[Problem]:
+    """The products with few rows of a step with `rows` rows, those of a shape together."""
+    recorder = _Recorder(ops.device)
+    ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
+
+    def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv[..., : spec.layers[i].attention.qkv_sizes[0]].contiguous()
+
+    with torch.inference_mode():
+        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
+        if spec.head is not None:
+            decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
+    groups: dict[Key, list[_Product]] = {}
+    for product in recorder.products:
+        features, width = product.weight.data.shape
+        features //= 2 if product.gated else 1
+        itemsize = product.weight.data.element_size()
+        key = tuning.linear_key(rows, features, width, itemsize, product.gated)
+        groups.setdefault(key, []).append(product)
+    total = sum(weight.data.nbytes for weight in params.weights())
+    return [
+        Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
+        for key, group in groups.items()
+    ]
+
+
+def _product_maker(
+    ops: KernelOps, group: list[_Product], rows: int, total: int
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        first = group[0].weight.data
+        needed = min(_beyond_cache(ops.device), total)
+        held = sum(product.weight.data.nbytes for product in group)
+        extra = max(0, -(-(needed - held) // first.nbytes))
+        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // first.nbytes)
+        products = list(group)
+        for product in islice(cycle(group), extra):
+            weight = replace(product.weight, data=product.weight.data.clone())
+            products.append(product._replace(weight=weight))
+        x = _random(first, rows, first.shape[1])
+        features = first.shape[0] // (2 if group[0].gated else 1)
+        residual = _random(first, rows, features)
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for p in products:
+                added = residual if p.residual else None
+                made = ops.narrow_product(
+                    *(x, p.weight, p.norm, p.bias, p.activation, p.gated, added, p.wide),
+                    config,
+                )
+                y = made if y is None else y
+            assert y is not None
+            return y
+
+        return run, len(products)
+
+    return prepare
+
+
+def _decodes(
+    layers: list[Attending], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
+) -> Iterable[Problem]:
+    """Attention of one token of `slots` sequences, by kind of layer and length."""
+    like = params.outer["embed.weight"].data
+    for reach in reaches:
+        for layer in layers:
+            a = layer.spec
+            seen = min(reach, a.window or reach)
+            shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
+            if 2 * slots * reach * a.kv_heads * a.head_dim * like.element_size() > _MOST_CACHE:
+                continue
+            key = tuning.decode_key(slots * a.kv_heads, seen, *shape)
+            maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
+            yield Problem(key, tuning.candidates(key, ops.sms), maker)
+
+
+def _decode_maker(
+    layer: Attending, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        a = layer.spec
+        qkv = _random(like, slots, 1, sum(a.qkv_sizes))
+        keys = _random(like, slots, a.kv_heads, reach, a.head_dim)
+        size = 2 * keys.nbytes
+        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
+        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
+        caches = [LayerCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
+        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for cache in caches:
+                made = ops.attend_token(layer, qkv, None, cache, lengths, config)
+                y = made if y is None else y
+            assert y is not None
+            return y
+
+        return run, count
+
+    return prepare
+
+
+def _prompts(
+    layers: list[Attending], ops: KernelOps, params: Params, tokens: int
+) -> Iterable[Problem]:
+    """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
+    like = params.outer["embed.weight"].data
+    for layer in layers:
+        a = layer.spec
+        how: dict[str, Any] = {
+            **{"causal": a.causal, "window": a.window},
+            **{"alibi": layer.slopes, "softcap": a.softcap},
+        }
+        shape = like.new_empty((1, tokens, 1, a.head_dim))
+        if attention_choice.sdpa_backends(shape, shape, **how) or a.head_dim > 256:
+            continue
+        key = tuning.attention_key(like.element_size(), a.head_dim, tokens, a.heads, a.causal)
+        how["scale"] = a.scale
+        maker = _prompt_maker(layer, ops, like, tokens, how)
+        yield Problem(key, tuning.candidates(key, ops.sms), maker)
+
+
+def _prompt_maker(
+    layer: Attending, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        a = layer.spec
+        q = _random(like, 1, tokens, a.heads, a.head_dim)
+        k, v = (_random(like, 1, tokens, a.kv_heads, a.head_dim) for _ in range(2))
+
+        def run(config: Any) -> torch.Tensor:
+            made = [
+                attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
+                for _ in range(_PROMPT_CALLS)
+            ]
+            return made[0]
+
+        return run, _PROMPT_CALLS
+
+    return prepare
+
+
+def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Normal numbers that leave the caller's generators alone, on the device and in the dtype."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def _beyond_cache(device: torch.device) -> int:
+    """Bytes that push everything else out of the L2 cache."""
+    if device.type != "cuda":
+        return 0
+    return _L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size

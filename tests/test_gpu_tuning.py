@@ -1,0 +1,98 @@
+"""triton_autotune on a GPU; run there with `pytest -m gpu`."""
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends.torch import problems, tuned, tuning  # noqa: E402
+from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+
+from .test_gpu import make_model  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+FUSED = {"dtype": "bf16", "replace_with_kernel_inject": True}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUALINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A search of a minute at most, over few numbers of rows and lengths."""
+    monkeypatch.setattr(problems, "DECODE_ROWS", (1, 2, 8))
+    monkeypatch.setattr(problems, "FORWARD_ROWS", (1, 64))
+    real = tuning.find_problems
+
+    def find(spec, params, ops):
+        return real(spec, params, ops, reaches=(256,), prompts=(128,))
+
+    monkeypatch.setattr(tuning, "find_problems", find)
+
+
+def test_tuned_engine_says_the_same_and_the_next_one_measures_nothing(few, monkeypatch, folder):
+    model = make_model("llama")
+    ids = torch.randint(3, 4000, (2, 30), generator=torch.Generator().manual_seed(1))
+    plain = dualinfer.init_inference(model, **FUSED)
+    torch.manual_seed(7)
+    state = torch.cuda.get_rng_state(), torch.get_rng_state()
+    start = time.perf_counter()
+    first = dualinfer.init_inference(model, triton_autotune=True, **FUSED)
+    print(f"\nsearch {time.perf_counter() - start:.1f} s", first.report().ops["configurations"])
+    assert all(map(torch.equal, state, (torch.cuda.get_rng_state(), torch.get_rng_state())))
+    assert list(folder.glob("nvidia-*.json"))
+
+    def refuse(*args):
+        raise AssertionError("everything is in the cache")
+
+    monkeypatch.setattr(tuning, "search", refuse)
+    second = dualinfer.init_inference(model, triton_autotune=True, **FUSED)
+    without = dualinfer.init_inference(model, **FUSED)  # reads the cache all the same
+    for engine in (first, second, without):
+        found, wanted = (e(ids).logits.float().cpu().numpy() for e in (engine, plain))
+        assert np.sqrt(((found - wanted) ** 2).mean() / (wanted**2).mean()) < 1e-2
+        assert engine.generate(ids[:1], max_new_tokens=8).shape == (1, 38)
+        assert "tuned on this machine" in engine.report().ops["configurations"].split("in use")[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
+    engine = dualinfer.init_inference(make_model(family), **{**FUSED, "dtype": dtype})
+    runner, device = engine.runner, torch.device("cuda", torch.cuda.current_device())
+    ops = KernelOps(device)
+    found = problems.find_problems(
+        runner.spec, runner.params, ops, rows=(1, 3, 16, 64), reaches=(256,), prompts=(100,)
+    )
+    assert found
+    for problem in found:
+        run, calls = problem.prepare()
+        assert calls > 0
+        expected = run(problem.candidates[0])
+        for config in problem.candidates:
+            y = run(config)
+            assert torch.equal(run(config), y), (problem.key, config)  # the same bits every time
+            assert tuning._agree(y, expected), (problem.key, config)
+
+
+def test_clock_measures_what_a_graph_takes():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
+    seconds = tuning.graph_seconds(device)
+    whole, half = seconds(lambda: x.add_(1), 9), seconds(lambda: x[: 1 << 27].add_(1), 9)
+    assert 1e-5 < half < whole < 1e-2
+
+
+def test_machine_of_this_device():
+    machine = tuned.Machine.of(torch.device("cuda", torch.cuda.current_device()))
+    assert "NVIDIA" in machine.device and machine.processors > 1
