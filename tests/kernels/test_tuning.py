@@ -119,7 +119,7 @@ def tile(**fields):
         *(changed(gated=1), changed(us=float("nan")), changed(us=-1.0), changed(us="fast")),
         *(changed(config=None), changed(config=[]), tile(kind="decode"), tile(kind=["tile"])),
         *(tile(m=8), tile(m=48), tile(m=16.0), tile(m=True), tile(m=1 << 40), tile(splits=0)),
-        *(tile(splits=1000), tile(stages=0), tile(warps=3), tile(ahead=-1), tile(more=1)),
+        *(tile(splits=1000), tile(stages=0), tile(warps=3), tile(more=1)),
         tile(n=256, k=512, stages=8),  # more shared memory than there is
         changed(config=VECTOR),  # more rows than that kernel takes
         changed(rows=1),  # a norm may be fused into one row: not in the kernel for tiles

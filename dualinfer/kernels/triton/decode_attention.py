@@ -13,21 +13,16 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .launch import dot, launch, let_next_start, next_power_of_2, prefetch, wait_for_inputs
+from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 
 
 class DecodeConfig(NamedTuple):
-    """Tokens read at a time, warps, programs over which a sequence is split, reads in flight.
-
-    `matrix` says whether the matrix units serve where a KV head has one query head only: they take
-    16 rows at least, but what they read can be fetched ahead.
-    """
+    """Tokens read at a time, warps, programs over which a sequence is split, reads in flight."""
 
     block: int
     warps: int
     splits: int
     stages: int = 3
-    matrix: bool = True
 
 
 @triton.jit
@@ -132,12 +127,6 @@ def _decode_attention_kernel(
     first = begin + split * share
     last = tl.minimum(first + share, length)
     base = slot * slot_stride + kv_head * head_stride
-    if PDL:
-        line = tl.arange(0, BLOCK_D // 64) * 64
-        lines = tl.minimum(first + tl.arange(0, BLOCK_S), length).to(tl.int64) * token_stride
-        lines = base + lines[:, None] + tl.minimum(line, DIM - 1)[None, :]
-        prefetch(k_ptr + lines)
-        prefetch(v_ptr + lines)
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
@@ -279,8 +268,10 @@ def decode_attention(
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
-        config = default_config(slots * kv_heads, capacity, dim, qkv.element_size(), sms)
-    block_g = max(16, next_power_of_2(group)) if group > 1 or config.matrix else 1
+        config = default_config(slots * kv_heads, capacity, dim, sms)
+    # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
+    # they do not take, would pay for the rows that are not there.
+    block_g = max(16, next_power_of_2(group)) if group > 1 or qkv.element_size() == 2 else 1
     block_d = max(16, next_power_of_2(dim))
     partial = counters  # not read without splits
     if config.splits > 1:
@@ -312,14 +303,11 @@ def decode_attention(
     return y
 
 
-def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
-    """A configuration for `pairs` of slot and KV head that nobody measured.
-
-    Two programs an SM, if there is work: 32 tokens at least for each.
-    """
-    block = 64 if dim <= 128 else 16
+def default_config(pairs: int, capacity: int, dim: int, sms: int) -> DecodeConfig:
+    """A configuration for `pairs` of slot and KV head that nobody measured: two programs an SM."""
+    block = 16 if dim > 128 else 32 if capacity <= 512 else 64
     splits = max(1, min(round(2 * sms / pairs), triton.cdiv(capacity, block), 32))
-    return DecodeConfig(block, 4, splits, 2, matrix=itemsize == 2)
+    return DecodeConfig(block, 4, splits, 2 if splits > 1 else 3)
 
 
 def _check(

@@ -34,19 +34,6 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Bring the lines at `pointers` into the L2 cache. CUDA only: not for the interpreter."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def dot(a, b, acc):
     """a b + acc on the matrix units, acc float32; float32 operands are not rounded to TF32."""
     if _INTERPRETED:  # its product takes bfloat16's bits for integers; float32 holds them exactly

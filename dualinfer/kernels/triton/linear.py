@@ -15,9 +15,8 @@ from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
 
 MOST_ROWS = 128
-MOST_VECTORS = 4
+MOST_VECTORS = 2
 MOST_TILES = 4096
-_LINE = 128  # bytes that a prefetch brings
 _SMALL = 5 << 20  # elements of a weight matrix
 
 
@@ -26,23 +25,18 @@ class VectorConfig(NamedTuple):
 
     It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
     gives each block of weight rows a program of its own; else so many programs an SM go through all
-    blocks, each with its next block's weights on their way, where x is a single row. While it
-    waits for x, a program also brings the weights of the one `ahead` places behind it to the L2
-    cache: it pays where the kernel in front leaves the memory idle, as attention does.
+    blocks, each with its next block's weights on their way, where x is a single row.
     """
 
     rows: int
     warps: int
     per_sm: int = 0
-    ahead: int = 0
 
 
 class TileConfig(NamedTuple):
     """Tile of the matrix-unit kernel: `m` rows of x by `n` weight rows, `k` columns at a time.
 
-    The columns are split over `splits` programs, the last of which adds their sums, in order. The
-    weights of the first `ahead` turns (a power of two, or 0) are brought to the L2 cache while the
-    kernel in front still runs.
+    The columns are split over `splits` programs, the last of which adds their sums, in order.
     """
 
     m: int
@@ -51,7 +45,6 @@ class TileConfig(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
-    ahead: int = 0
 
 
 def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
@@ -123,8 +116,6 @@ def linear(
             ROWS=config.rows,
             BLOCK_K=next_power_of_2(width),
             PROGRAMS=programs,
-            LINE=_LINE // x.element_size(),
-            AHEAD=0 if programs else config.ahead,
             NORM=kind,
             ACTIVATION=activation,
             GATED=gated,
@@ -152,8 +143,6 @@ def linear(
         SPLITS=splits,
         SPLIT_K=share * config.k,
         STAGES=config.stages,
-        LINE=_LINE // x.element_size(),
-        AHEAD=config.ahead,
         ACTIVATION=activation,
         GATED=gated,
         num_warps=config.warps,
@@ -179,13 +168,13 @@ def default_config(
             return TileConfig(128, 32, 64, 4, 4)
         if width <= 2048:
             return TileConfig(64, 16, 128, 4, 4)
-        return TileConfig(128, 32, 64, 4, 4, 4, 4)
+        return TileConfig(128, 32, 64, 4, 4, 4)
     m = 16 if count <= 16 else 32 if count <= 32 else 64
     if features >= 96 * sms:
         return TileConfig(16, 32, 256, 4, 3) if m == 16 else TileConfig(m, 64, 128, 4, 4)
     tiles = triton.cdiv(count, m) * triton.cdiv(features, 32)
     splits = max(1, min(round(1.5 * sms / tiles), width // 1024, 4))
-    return TileConfig(m, 32, 128, 4, 4, splits, 4 if splits > 1 else 0)
+    return TileConfig(m, 32, 128, 4, 4, splits)
 
 
 def _check(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .launch import dot, let_next_start, prefetch, wait_for_inputs
+from .launch import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -44,8 +44,6 @@ def matvec_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    LINE: tl.constexpr,
-    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -68,12 +66,6 @@ def matvec_kernel(
     up = w
     if GATED:
         up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    if PDL and AHEAD > 0:
-        later = tl.minimum(rows + AHEAD * ROWS, features - 1).to(tl.int64)[:, None] * K
-        line = tl.minimum(tl.arange(0, BLOCK_K // LINE) * LINE, K - 1)[None, :]
-        prefetch(weight_ptr + later + line)
-        if GATED:
-            prefetch(up_ptr + later + line)
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
@@ -155,8 +147,6 @@ def tile_kernel(
     SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
-    LINE: tl.constexpr,
-    AHEAD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -172,14 +162,6 @@ def tile_kernel(
     # Rows outside repeat the last one: nothing of theirs is written.
     n_at = weight_ptr + tl.minimum(n, features - 1).to(tl.int64)[:, None] * K
     up_offset = tl.cast(features, tl.int64) * K
-    if (
-        PDL and AHEAD > 0
-    ):  # what the first turns of the loop will read, while the kernel in front still runs
-        line = begin + tl.arange(0, AHEAD * BLOCK_K // LINE) * LINE
-        lines = n_at + tl.minimum(line, K - 1)[None, :]
-        prefetch(lines)
-        if GATED:
-            prefetch(lines + up_offset)
     x_at = x_ptr + tl.minimum(m, count - 1).to(tl.int64)[:, None] * x_stride + begin + k[None, :]
     w_at = n_at + begin + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -190,18 +190,14 @@ def _powers(least: int, most: int) -> list[int]:
 
 
 _ALLOWED: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "vector": {
-        **{"rows": _powers(1, 32), "warps": _powers(1, 16), "per_sm": range(9)},
-        "ahead": [0, *_powers(1, 2048)],
-    },
+    "vector": {"rows": _powers(1, 32), "warps": _powers(1, 16), "per_sm": range(9)},
     "tile": {
         **{"m": _powers(16, 128), "n": _powers(16, 256), "k": _powers(16, 512)},
         **{"warps": _powers(1, 16), "stages": range(1, 9), "splits": range(1, 17)},
-        "ahead": [0, *_powers(1, 16)],
     },
     "decode": {
         **{"block": _powers(16, 256), "warps": _powers(1, 16), "splits": range(1, 65)},
-        **{"stages": range(1, 9), "matrix": [False, True]},
+        "stages": range(1, 9),
     },
     "attention": {
         **{"block_m": _powers(16, 256), "block_n": _powers(16, 256), "warps": _powers(1, 16)},
@@ -296,15 +292,14 @@ def _tile_candidates(rows: int, features: int, width: int, gated: bool, sms: int
         for wave in (1, 2):
             parts = min(round(wave * sms / tiles), width // max(k, 512), 8)
             if parts > 1:
-                split.append(TileConfig(m, n, k, warps, stages, parts, 4))
-    fetching = [config._replace(ahead=4) for config in whole[:2]]
-    return [*split[:5], *whole[:2], *fetching, *whole[2:], *split[5:]]
+                split.append(TileConfig(m, n, k, warps, stages, parts))
+    return [*split[:5], *whole, *split[5:]]
 
 
 def _decode_candidates(
     pairs: int, reach: int, group: int, dim: int, itemsize: int, sms: int
 ) -> list[Any]:
-    default = decode_attention.default_config(pairs, reach, dim, itemsize, sms)
+    default = decode_attention.default_config(pairs, reach, dim, sms)
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
     found = [default]
@@ -312,9 +307,7 @@ def _decode_candidates(
         for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2)):
             if n > triton.cdiv(reach, block) or block * dim > 8192:
                 continue
-            found.append(DecodeConfig(block, warps, n, matrix=default.matrix))
-            if group == 1 and itemsize == 2:
-                found.append(DecodeConfig(block, warps, n, matrix=not default.matrix))
+            found += [DecodeConfig(block, warps, n, stages) for stages in (2, 3)]
     return found
 
 
