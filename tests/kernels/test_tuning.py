@@ -39,7 +39,7 @@ SHAPE = (4096, 11008, 2, False)
 TUNED = {("linear", 1, *SHAPE): Measured(VectorConfig(2, 16), 31.25)}
 SHIPPED = {
     ("linear", 1, *SHAPE): Measured(VectorConfig(1, 8), 32.0),
-    ("linear", 8, *SHAPE): Measured(TileConfig(16, 32, 128, 4, 4, 2, 4), 33.0),
+    ("linear", 8, *SHAPE): Measured(TileConfig(16, 32, 128, 4, 4, 2), 33.0),
 }
 
 

@@ -315,6 +315,11 @@ class KernelOps(PlainOps):
             logits, state, features, out, step, workspace=work, pdl=self._early(len(logits))
         )
 
+    def clear(self) -> None:
+        """See `PlainOps.clear`; no graph may be replayed after it."""
+        self._counters.clear()
+        self._workspaces.clear()
+
     def _early(self, rows: int) -> bool:
         """Whether kernels over so many rows start before the one in front has ended.
 

@@ -209,7 +209,7 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tens
     tokens = k.shape[1]
     for buffer, new in zip(cache, (k, v), strict=True):
         buffer[slots, :, :tokens] = new.transpose(1, 2)
-        buffer[slots, :, tokens:] = 0
+        buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
 
 
 @named("append")

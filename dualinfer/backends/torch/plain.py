@@ -65,6 +65,9 @@ class PlainOps:
     takes_chunks = False  # whether `attend` can go on behind what the cache holds already
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
 
+    def clear(self) -> None:
+        """Let go of memory on the device."""
+
     def embed(
         self,
         spec: ModelSpec,

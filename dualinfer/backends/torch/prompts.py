@@ -45,8 +45,8 @@ class Prompts:
         """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B]."""
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
-        if self._graphs is not None and len(tokens) * width <= _MOST_REPLAYED:
-            return self._replayed(self._graphs, params, cache, tokens, slots, width)
+        if slots.is_cuda and len(tokens) * width <= _MOST_REPLAYED:
+            return self._replayed(params, cache, tokens, slots, width)
         at_once = max(1, _MOST_AT_ONCE // longest) if self._ops.takes_chunks else len(tokens)
         parts = []
         for first in range(0, len(tokens), at_once):
@@ -66,13 +66,14 @@ class Prompts:
 
     def _replayed(
         self,
-        graphs: StepGraphs,
         params: Params,
         cache: KVCache,
         tokens: list[np.ndarray],
         slots: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
+        """Padded to `width`: without graphs too, so that these change no bit."""
+        graphs = self._graphs
         key = "prompts", len(tokens), width
         b = self._buffers.get(key)
         is_new = b is None
@@ -90,7 +91,7 @@ class Prompts:
         b.ids.copy_(torch.from_numpy(ids))
         b.last.copy_(torch.from_numpy(last))
         b.slots.copy_(slots)
-        if key in graphs:
+        if graphs is not None and key in graphs:
             graphs.replay(key)
             return b.out
 
@@ -98,7 +99,7 @@ class Prompts:
             b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last))
 
         work()
-        if not is_new:  # a size that comes a second time is worth a capture
+        if graphs is not None and not is_new:  # a size that comes a second time is worth a capture
             graphs.capture(key, work)
         return b.out
 

@@ -311,6 +311,7 @@ class TorchRunner:
         if self._calls is not None:
             self._calls.clear()
         self._compiled = None
+        self.ops.clear()
         self._cache.clear()
         self._state = None
         self._live = LiveSlots()

@@ -125,14 +125,14 @@ def _agree(y: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def graph_seconds(device: torch.device) -> Clock:
     """A clock: the median seconds of a call's launches, captured in a CUDA graph and replayed."""
-    side, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    side = torch.cuda.Stream(device)
 
     def seconds(call: Callable[[], Any], repeats: int) -> float:
         torch.cuda.synchronize(device)
         graph, times = torch.cuda.CUDAGraph(), []
         # Not `torch.cuda.graph`, which collects garbage each time: that takes longer than this.
         with torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 call()
             finally:
