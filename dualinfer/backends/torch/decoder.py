@@ -131,5 +131,5 @@ def _block(
     if layer.placement == "around":
         x = x + ops.norm(attention(norm("attn_norm"), None, spend), norm("attn_post_norm"))
         return x + ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-    x = ops.norm(attention(None, x, spend), norm("attn_norm"))
-    return ops.norm(mlp(x, None, x), norm("mlp_norm"))
+    x = ops.norm(attention(None, None, spend), norm("attn_norm"), residual=x)
+    return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)

@@ -95,10 +95,12 @@ class KernelOps(PlainOps):
         )
 
     @named("norm")
-    def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `PlainOps.norm`."""
         spec, weight, bias = norm
-        how = {"pdl": self._early(x.numel() // x.shape[-1])}
+        how: dict[str, Any] = {"residual": residual, "pdl": self._early(x.numel() // x.shape[-1])}
         if spec.kind == "rms":
             return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
         assert bias is not None

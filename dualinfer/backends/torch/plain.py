@@ -90,8 +90,12 @@ class PlainOps:
             x = x + ops.embed(at + spec.position_offset, w["positions.weight"])
         return x
 
-    def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
-        """`x` [..., E] normed over the last axis."""
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` [..., E], plus the residual if given, normed over the last axis."""
+        if residual is not None:
+            x = residual + x
         if norm.spec.kind == "rms":
             return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         assert norm.bias is not None

@@ -17,7 +17,7 @@ from .linear_kernels import matvec_kernel, tile_kernel
 MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
-_SMALL = 5 << 20  # elements of a weight matrix
+_SMALL, _SMALLEST = 5 << 20, 3 << 19  # elements of a weight matrix
 
 
 class VectorConfig(NamedTuple):
@@ -55,7 +55,7 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
     """
     if count == 1 or itemsize == 4:
         return count == 1
-    small = fused and features * width <= _SMALL
+    small = features * width <= (_SMALL if fused else _SMALLEST)
     return count <= 64 or (count <= MOST_ROWS and (small or features % 8 > 0))
 
 
