@@ -6,12 +6,14 @@ import os
 import stat
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 import dualinfer
@@ -314,6 +316,160 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     module.bench_cases = lambda dtype: iter([make_case("torch")[0]])  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def on_cpu():
+    """Torch's ops in float32 on the CPU, by Triton's interpreter."""
+    pytest.importorskip("triton")
+    from dualinfer.backends.torch.bench_inputs import Bench
+    from dualinfer.kernels.triton.launch import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
+    return Bench(torch.float32, torch.device("cpu"))
+
+
+def by_op(cases: Iterable[OpCase]) -> dict[tuple[str, str], list[OpCase]]:
+    """The cases of each op and size: ours, then its references."""
+    ops: dict[tuple[str, str], list[OpCase]] = {}
+    for case in cases:
+        ops.setdefault((case.name, case.description), []).append(case)
+    for ours, *references in ops.values():
+        assert not ours.reference
+        assert references
+        assert all(case.reference for case in references)
+        assert {(case.bytes, case.flops) for case in references} == {(ours.bytes, ours.flops)}
+    return ops
+
+
+def check_agree(cases: list[OpCase], most: float) -> None:
+    """Every reference gives what ours does, to this relative RMS."""
+    results = [case.prepare()() for case in cases]
+    ours, *others = [r if isinstance(r, tuple) else (r,) for r in results]
+    for case, theirs in zip(cases[1:], others, strict=True):
+        for found, wanted in zip(ours, theirs, strict=True):
+            found, wanted = (part.float().flatten() for part in (found, wanted))
+            error = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+            assert error <= most, f"{case.name} {case.description} by {case.reference}: {error:.2g}"
+
+
+TINY = ("tiny", 48, 6, 3, 16, 40, 101)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_and_what_stands_between_them_agree_with_torch(on_cpu, rows):
+    from dualinfer.backends.torch import bench_ops
+
+    shape = bench_ops.Shape(*TINY)
+    cases = [*bench_ops.products(on_cpu, shape, rows), *bench_ops.neighbours(on_cpu, shape, rows)]
+    ops = by_op(cases)
+    assert len(ops) == 10
+    for group in ops.values():
+        check_agree(group, 1e-5)
+    bytes_of = {case.description: case.bytes for case in cases}
+    qkv = f"tiny qkv 192 x 48, {bench_ops.rows_of(rows)}, norm"
+    assert bytes_of[qkv] == 4 * (192 * 48 + rows * 48 + 48 + rows * 192)
+    gated = f"tiny gate and up 80 x 48, {bench_ops.rows_of(rows)}, norm, SiLU gate"
+    assert bytes_of[gated] == 4 * (80 * 48 + rows * 48 + 48 + rows * 40)
+    down = f"tiny down 48 x 40, {bench_ops.rows_of(rows)}, residual"
+    assert bytes_of[down] == 4 * (48 * 40 + rows * 40 + 2 * rows * 48)
+
+
+@pytest.mark.parametrize("tokens", [1, 63])
+def test_decode_attention_agrees_with_sdpa(on_cpu, tokens, monkeypatch):
+    from dualinfer.backends.torch import bench_attention, bench_ops
+
+    monkeypatch.setattr(bench_attention, "_WIDE_SDPA", {"math": SDPBackend.MATH})
+    cases = list(bench_attention.decode(on_cpu, bench_ops.Shape(*TINY), 2, tokens))
+    for group in by_op(cases).values():
+        check_agree(group, 1e-5)
+    read = 192 + 2 * (tokens - 1) * 48  # the new token's row, and the others' keys and values
+    assert cases[0].bytes == 2 * (4 * (read + 96 + 2 * 48) + 8)
+    assert cases[0].flops == 2 * 4 * tokens * 6 * 16
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    ("options", "dispatched"),
+    [({}, True), ({"window": 20}, False), ({"softcap": 5.0}, False), ({"causal": False}, False)],
+)
+def test_attention_of_prompts_agrees_with_torch(on_cpu, options, dispatched, monkeypatch):
+    from dualinfer.backends.torch import bench_attention
+
+    monkeypatch.setattr(bench_attention, "_WIDE_SDPA", {"math": SDPBackend.MATH})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    a = Attention(4, 2, 16, 0.25, **options)
+    cases = list(bench_attention.prompts(on_cpu, 2, 63, a, dispatched))
+    assert len(cases) == 2 + dispatched
+    for group in by_op(cases).values():
+        check_agree(group, 1e-5)
+    pairs = sum(min(i + 1, a.window or 63) for i in range(63)) if a.causal else 63 * 63
+    assert cases[0].flops == 2 * 4 * pairs * 4 * 16
+    assert cases[0].bytes == 2 * 63 * 4 * (8 * 16 + 4 * 16)
+
+
+def test_sampled_tokens_are_among_those_that_torch_may_choose(on_cpu):
+    from dualinfer.backends.torch.bench_ops import samples
+
+    logits = on_cpu.draws(torch.float32)(3, 1001, scale=4.0)
+    for (_, description), group in by_op(samples(on_cpu, 3, 1001)).items():
+        most = 1 if "greedy" in description else 50 if "top-k 50" in description else 1001
+        for case in group:
+            assert case.bytes == 3 * (4 * 1001 + 8)
+            token = case.prepare()()
+            assert token.shape == (3,)
+            better = (logits > logits.gather(1, token[:, None])).sum(1)
+            assert (better < most).all(), f"{description} by {case.reference or 'ours'}"
+
+
+@pytest.fixture
+def all_cases(on_cpu, monkeypatch) -> list[OpCase]:
+    """Those of bfloat16, as on a GPU; they are not run."""
+    from dualinfer.backends.torch import bench_ops
+
+    monkeypatch.setattr(bench_ops, "runs_kernels", lambda device: True)
+    return bench_ops.bench_cases("bfloat16")
+
+
+def test_ops_on_a_gpu_are_those_of_the_shapes_that_decode_measures(all_cases):
+    ops = by_op(all_cases)
+    assert len({(*key, case.reference) for key in ops for case in ops[key]}) == len(all_cases)
+    for label, name, layers in (
+        ("8B", "llama-3-8b", 32),
+        ("7B", "llama-2-7b", 32),
+        ("1B", "llama-3.2-1b", 16),
+    ):
+        mine = {
+            d: group[0].flops
+            for (op, d), group in ops.items()
+            if op == "linear" and d.startswith(label) and ", 1 row," in d
+        }
+        head = next(flops for d, flops in mine.items() if " head " in d)
+        counts = counts_of(name)
+        assert head == 2 * counts.head
+        assert sum(mine.values()) - head == 2 * counts.body / layers
+    cached = {d: g[0].bytes for (op, d), g in ops.items() if op == "decode_attention"}
+    assert next(n for d, n in cached.items() if d.startswith("8B, 32 x 1,024")) > 128e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_every_op_on_the_gpu_agrees_with_its_references():
+    from dualinfer.backends.torch.bench_ops import bench_cases
+
+    for (name, _), group in by_op(bench_cases("bfloat16")).items():
+        if name != "sample":  # whose noise differs
+            check_agree(group, 0.02)
+
+
+def test_ops_need_a_device_that_runs_kernels(monkeypatch):
+    from dualinfer.backends.torch import bench_ops
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="run on CUDA devices from Ampere on, and this is"):
+        bench_ops.bench_cases("float32")
 
 
 def test_ops_are_found_by_part_of_their_name(offered):

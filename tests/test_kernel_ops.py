@@ -1,42 +1,116 @@
 """The torch decoder on Triton's kernels, interpreted on the CPU, against the one on plain torch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-NAMES = ["llama-gqa", "qwen3-mixed", "gpt2-inverse"]
+import dualinfer  # noqa: E402
+from dualinfer.backends import torch as backend  # noqa: E402
+from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+from dualinfer.kernels.triton import linear  # noqa: E402
+
+from .models import make_model, relative_rms  # noqa: E402
+
+VOCAB = 97
+# The interpreter takes milliseconds for each program: few heads, and no more layers than kinds.
+_LLAMA = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
+_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
+_OPT = {"hidden_size": 24, "ffn_dim": 33, "num_attention_heads": 2, "num_hidden_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "llama-gqa": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": {"n_embd": 24, "n_head": 2, "n_layer": 1},
+    "opt": _OPT | {"word_embed_proj_dim": 24},
+    "opt-post": _OPT | {"word_embed_proj_dim": 20},
+    "gptj": {"n_embd": 28, "n_head": 2, "n_layer": 1},
+    "gpt-neo": {"hidden_size": 24, "num_heads": 2},
+    "neox": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+    "bloom": {"hidden_size": 30, "n_head": 3, "n_layer": 1},
+    "gemma2": {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
+    | {"num_key_value_heads": 1},
+}
+ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
+# The interpreter divides in NumPy, which warns of what IEEE 754 defines.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
 
 
 @pytest.fixture
-def kernel_engine(monkeypatch, hf_model):
-    """A function from a case to an engine whose runner has the kernels' ops."""
-    import dualinfer
-    from dualinfer.backends import torch as backend
-    from dualinfer.backends.torch.kernels import KernelOps
+def engines(monkeypatch):
+    """A function from a tiny model to engines of it: by the kernels, and by plain torch."""
 
-    monkeypatch.setattr(backend, "_make_ops", lambda config, device: KernelOps(device))
-
-    def make(name):
-        return dualinfer.init_inference(
-            hf_model(name), dtype="fp32", replace_with_kernel_inject=True
-        )
+    def make(name: str, **changes: Any):
+        model = make_model(name, vocab_size=VOCAB, **changes)
+        options = {"dtype": "fp32", "replace_with_kernel_inject": True}
+        plain = dualinfer.init_inference(model, use_triton=False, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "_make_ops", lambda config, device: KernelOps(device))
+            fast = dualinfer.init_inference(model, **options)
+        assert "Triton" in fast.report().ops["matmul"]
+        assert "Triton" not in plain.report().ops["matmul"]
+        return fast, plain
 
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_kernels_give_what_plain_torch_gives(name, kernel_engine, engine_of):
-    plain, fast = engine_of(name, "torch"), kernel_engine(name)
-    ids = np.random.default_rng(1).integers(3, 1000, (2, 19))
+def batch(tokens: int = 14) -> dict[str, np.ndarray]:
+    """Two rows of ids, the second one with padding on its left."""
+    ids = np.random.default_rng(1).integers(3, VOCAB, (2, tokens))
     mask = np.ones_like(ids)
-    mask[1, :7] = 0
-    found, wanted = (np.asarray(e(ids, attention_mask=mask).logits) for e in (fast, plain))
-    error = np.sqrt(((found - wanted)[mask > 0] ** 2).mean() / (wanted[mask > 0] ** 2).mean())
-    assert error < 1e-6
-    for sampling in ({}, {"do_sample": True, "top_k": 20, "top_p": 0.9, "seed": 3}):
+    mask[1, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name: str) -> None:
+    seen = call["attention_mask"] > 0
+    found, wanted = (np.asarray(e(**call)[name])[seen] for e in (fast, plain))
+    assert relative_rms(found, wanted) < 3e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_what_plain_torch_gives(name, engines, monkeypatch):
+    fast, plain = engines(name, **CASES[name])
+    call = batch()
+    with monkeypatch.context() as patch:  # float32's many rows go to cuBLAS else
+        patch.setattr(linear, "serves", lambda *shape: True)
+        assert_same_outputs(fast, plain, call, "logits")
+    # One row, whose norms are fused into the products; then two, the second one shorter.
+    for prompts in ({"input_ids": call["input_ids"][:1]}, call):
         made, expected = (
-            e.generate(ids, attention_mask=mask, max_new_tokens=6, **sampling) for e in (fast, plain)
+            np.asarray(e.generate(**prompts, max_new_tokens=4, do_sample=False, **NO_EOS))
+            for e in (fast, plain)
         )
-        np.testing.assert_array_equal(np.asarray(made), np.asarray(expected))
+        np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-masked"])
+def test_encoders_take_masks_and_token_types(name, engines, monkeypatch):
+    fast, plain = engines(name, **ENCODER)
+    call = batch()
+    call["token_type_ids"] = (np.arange(14) > 6).astype(np.int64)[None].repeat(2, 0)
+    output = "logits" if name == "bert-masked" else "last_hidden_state"
+    assert_same_outputs(fast, plain, call, output)
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    assert_same_outputs(fast, plain, call, output)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"seed": 3},
+        {"seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5},
+        {"seed": 4, "repetition_penalty": 1.4, "min_new_tokens": 3},
+    ],
+    ids=str,
+)
+def test_sampled_text_is_that_of_the_plain_sampler(sampling, engines):
+    fast, plain = engines("llama-gqa", **CASES["llama-gqa"])
+    made, expected = (
+        np.asarray(e.generate(**batch(7), max_new_tokens=6, do_sample=True, **sampling))
+        for e in (fast, plain)
+    )
+    np.testing.assert_array_equal(made, expected)

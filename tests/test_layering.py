@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "memory": set(),
     "embedded": set(),
+    "bench.case": set(),  # what a backend says of its ops
     "kernels.*": {"kernels.*"},
     "profiling": {"errors"},
     "arrays": {"errors"},
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": {"backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.torch.*", "kernels.triton.*", "weights"),
+        *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*", "weights"),
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
@@ -61,7 +62,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},
     "environment": {"backends", "errors"},
-    "bench.case": set(),
     "bench.*": {
         *("api", "backends", "bench.*", "config.*", "embedded", "errors", "families.*"),
         *("spec", "weights"),

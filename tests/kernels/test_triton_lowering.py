@@ -1,7 +1,8 @@
 """Triton's kernels compile for an H100, without one, and ptxas reports no spilled registers.
 
 Each line of VARIANTS is a kernel as some launch would specialise it. To add one, write the
-module and the kernel, the arguments by name, and num_warps (num_stages) where they are not 4 (3).
+module and the kernel, the arguments by name, num_warps (num_stages) where they are not 4 (3), and
+`dtypes` where it does not run in all of them.
 """
 
 import contextlib
@@ -17,6 +18,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+from dualinfer.kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    filters,
+    linear,
+)
+from dualinfer.kernels.triton.launch import next_power_of_2
+
 DTYPES = ("fp32", "bf16", "fp16")
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
@@ -24,10 +34,90 @@ PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
 
+HALF, BFLOAT16, WHOLE = ("bf16", "fp16"), ("bf16",), ("fp32",)
+Variant = tuple[str, str, dict[str, Any]]
+
+
+def product(count: int, features: int, width: int, dtypes: Any = HALF, **arguments: Any) -> Variant:
+    """A product as `linear` launches it where nobody measured."""
+    gated = arguments.setdefault("GATED", False)
+    size = 4 if dtypes == WHOLE else 2
+    config = linear.default_config(count, features, width, size, gated, 132)
+    arguments = {"ACTIVATION": None, "K": width, "num_warps": config.warps} | arguments
+    arguments["dtypes"] = dtypes
+    for name in ("bias_ptr", "residual_ptr"):
+        arguments.setdefault(name, None)
+    if isinstance(config, linear.VectorConfig):
+        if arguments.setdefault("NORM", None) != "layer":
+            arguments["norm_bias_ptr"] = None
+        blocks = {"ROWS": config.rows, "BLOCK_K": next_power_of_2(width)}
+        return (
+            "linear_kernels",
+            "matvec_kernel",
+            {"COUNT": count, "PROGRAMS": 0} | blocks | arguments,
+        )
+    share = -(-width // config.k // config.splits)
+    splits = {"SPLITS": config.splits, "SPLIT_K": share * config.k, "STAGES": config.stages}
+    blocks = {"BLOCK_M": config.m, "BLOCK_N": config.n, "BLOCK_K": config.k}
+    return "linear_kernels", "tile_kernel", splits | blocks | arguments
+
+
+def decoding(
+    slots: int, kv_heads: int, group: int, dim: int, dtypes: Any = BFLOAT16, **arguments: Any
+) -> Variant:
+    """Attention of a decode step with 2,048 places in the cache; plain but for `arguments`."""
+    config = decode_attention.default_config(slots * kv_heads, 2048, dim, 132)
+    heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
+    splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
+    flags = dict.fromkeys(("INTERLEAVED", "NORM_OFFSET", "WINDOWED", "SOFTCAP"), False)
+    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr"))
+    rows = 1 if dtypes == WHOLE and group == 1 else 16
+    blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
+    arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
+    return (
+        "decode_attention",
+        "_decode_attention_kernel",
+        heads | splits | flags | absent | blocks | arguments,
+    )
+
+
+def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -> Variant:
+    """Attention of a prompt of 8 sequences of 32 heads, read by TMA; causal but for `arguments`."""
+    size = 4 if dtypes == WHOLE else 2
+    config = attention_choice.attention_configs(
+        itemsize=size, head_dim=dim, tokens=tokens, pairs=256
+    )[0]
+    main, rest = attention._split(dim)
+    values: dict[str, Any] = {"DIM": dim, "MAIN": main, "REST": rest, "GROUP": 4, "CAUSAL": True}
+    values |= {"TMA": True, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    for name, rows in (("q", config.block_m), ("k", config.block_n), ("v", config.block_n)):
+        values[name] = f"tensordesc<x[1, 1, {rows}, {main}]>"
+        values[f"{name}_rest"] = f"tensordesc<x[1, 1, {rows}, {rest}]>" if rest else None
+    names = ("mask", "segments", "positions", "slopes", "sinks", "lengths")
+    values |= dict.fromkeys(f"{name}_ptr" for name in names)
+    values |= {"softcap": None, "window": None, "dtypes": dtypes}
+    values |= {"num_warps": config.warps, "num_stages": config.stages}
+    return "attention_kernel", "attention_kernel", values | arguments
+
+
+def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) -> Variant:
+    """A sampling kernel, with every filter but for `arguments`."""
+    work = filters.make_workspace(1, vocab, "cpu")
+    flags: dict[str, Any] = {"PENALTY": True, "HOLD_EOS": True, "EOS_WIDTH": 2, "dtypes": WHOLE}
+    blocks = {"BLOCK": work.block, "CHUNKS": work.chunks, "num_warps": max(4, work.block // 256)}
+    return module, kernel, {"enable_fp_fusion": False} | flags | blocks | arguments
+
+
+GREEDY = {"NOISE": False, "FILTERS": False, "PENALTY": False, "HOLD_EOS": False, "EOS_WIDTH": 1}
+NORMED = {"NORM": "rms"}
+BIASED = {"NORM": "layer", "bias_ptr": "*x"}
+SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
+ADDED = {"residual_ptr": "*x"}
+
 # Arguments: "*x" is a pointer to the variant's dtype, "*i64" one to that type, a type a scalar that
 # is no multiple of 16 ("i32/16" is one), anything else a constant. PDL is on. What is not named is
 # a pointer if it ends in _ptr, else a multiple of 16.
-VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+VARIANTS: list[Variant] = [
     ("norm", "_norm_kernel", NORM | {"bias_ptr": None, "num_warps": 8}),
     (
         "norm",
@@ -47,6 +137,51 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
+    product(1, 6144, 4096, **NORMED),
+    product(1, 6144, 4096, WHOLE, **NORMED),
+    product(1, 14336, 4096, **NORMED, **SWIGLU),
+    product(1, 14336, 4096, WHOLE, **NORMED, **SWIGLU),
+    product(1, 4096, 14336, **ADDED),
+    product(1, 4096, 11008, WHOLE, **ADDED),
+    product(1, 128256, 4096, **NORMED, y_ptr="*fp32"),
+    product(1, 16384, 4096, **BIASED, ACTIVATION="relu"),
+    product(1, 2304, 768, **BIASED),
+    product(1, 4096, 4096, **ADDED, ROWS=4, PROGRAMS=264),
+    product(2, 14336, 4096, **SWIGLU),
+    product(2, 4096, 14336, **ADDED),
+    product(8, 6144, 4096),
+    product(8, 14336, 4096, **SWIGLU),
+    product(8, 4096, 14336, **ADDED),
+    product(32, 14336, 4096, **SWIGLU),
+    product(64, 4096, 14336, **ADDED),
+    product(64, 16384, 4096, bias_ptr="*x", ACTIVATION="gelu_tanh"),
+    product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
+    product(128, 4096, 4096, **ADDED),
+    decoding(1, 8, 4, 128),
+    decoding(32, 8, 4, 128),
+    decoding(1, 32, 1, 128),
+    decoding(1, 32, 1, 128, WHOLE),
+    decoding(1, 12, 1, 64, ROTARY=0, frequencies_ptr=None),
+    decoding(1, 32, 1, 80, ROTARY=32),
+    decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
+    decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
+    decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
+    decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
+    attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
+    attending(64, 2048),
+    attending(80, 2048),
+    attending(128, 2048),
+    attending(128, 2048, slopes_ptr="*fp32"),
+    attending(128, 2048, window="i32"),
+    attending(256, 2048),
+    attending(256, 2048, softcap="fp32", window="i32"),
+    choosing("sampling", "_choose_kernel", STEP=True, SEEN=False, **GREEDY),
+    choosing("sampling", "_choose_kernel", STEP=True, SEEN=True, NOISE=True, FILTERS=False),
+    choosing("sampling", "_choose_kernel", 50304, STEP=True, SEEN=True, NOISE=True, FILTERS=True),
+    choosing("filters", "_best_kernel", STEP=True),
+    choosing("filters", "_narrow_kernel", DIGIT=0),
+    choosing("filters", "_narrow_kernel", DIGIT=1),
+    choosing("filters", "_narrow_kernel", DIGIT=2),
 ]
 TYPES = {
     "types_ptr": "*i64",
@@ -58,7 +193,23 @@ TYPES = {
     "scale": "fp32",
     "scaling": "fp32",
     "position_offset": "i32",
+    "softcap": "fp32",
+    "rotary_scale": "fp32",
+    **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
+    **dict.fromkeys(("seen_ptr", "active_ptr", "noise_ptr"), "*u8"),
+    **dict.fromkeys(("counters_ptr", "counter_ptr", "keys_ptr", "ids_ptr", "ints_ptr"), "*i32"),
+    **dict.fromkeys(("masses_ptr", "scales_ptr"), "*fp64"),
 }
+INTEGERS = (
+    *("eos", "new", "minimum", "last", "length", "lengths", "remaining", "seed_low", "seed_high"),
+    *("return_index", "position", "step", "top_k", "coarse", "fine"),
+)
+FLOATS = (
+    *("penalty", "temperature", "min_p", "top_p", "chunk_best", "row_best", "partial", "slopes"),
+    *("sinks",),
+)
+TYPES |= {f"{name}_ptr": "*i64" for name in INTEGERS} | {f"{name}_ptr": "*fp32" for name in FLOATS}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SCALARS = ("i1", "i32", "i64", "fp32", "i32/16", "i64/16")
 
 
@@ -68,11 +219,13 @@ def signature(names: list[str], constants: list[str], arguments: dict[str, Any],
     for name in names:
         default = "*x" if name.endswith("_ptr") else "i32/16"
         given = arguments.get(name, True if name == "PDL" else TYPES.get(name, default))
-        is_type = isinstance(given, str) and (given.startswith("*") or given in SCALARS)
+        is_type = isinstance(given, str) and (
+            given.startswith(("*", "tensordesc")) or given in SCALARS
+        )
         if name in constants or not is_type:
             types[name], values[name] = "constexpr", given
             continue
-        types[name] = given.replace("*x", f"*{dtype}").removesuffix("/16")
+        types[name] = re.sub(r"(?<=[*<])x\b", dtype, given).removesuffix("/16")
         if given.startswith("*") or given.endswith("/16"):
             aligned.append(name)
     return types, values, aligned
@@ -89,12 +242,12 @@ def compile_all() -> None:
     for module_name, kernel_name, variant in VARIANTS:
         module = importlib.import_module(f"dualinfer.kernels.triton.{module_name}")
         kernel = getattr(module, kernel_name)
-        options = {k: v for k, v in variant.items() if k in ("num_warps", "num_stages")}
+        options = {k: v for k, v in variant.items() if k in OPTIONS}
         constants = [p.name for p in kernel.params if p.is_constexpr]
         names = [p.name for p in kernel.params]
-        unknown = set(variant) - set(names) - set(options)
+        unknown = set(variant) - set(names) - set(options) - {"dtypes"}
         assert not unknown, f"{kernel_name} has no parameter {unknown}"
-        for dtype in DTYPES:
+        for dtype in variant.get("dtypes", DTYPES):
             types, values, aligned = signature(names, constants, variant, dtype)
             source = ASTSource(
                 fn=kernel,
@@ -118,8 +271,13 @@ def facts(log: str, ptx: str) -> dict[str, int]:
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     assert found and registers, log
-    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
-    return {"spilled": int(found[1]) + int(found[2]), "registers": int(registers[1]), "wide": wide}
+    wide = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.\S+ .*, 0x10|cp\.async\.bulk\.tensor"
+    return {
+        "spilled": int(found[1]) + int(found[2]),
+        "registers": int(registers[1]),
+        "wide": len(re.findall(wide, ptx)),
+        "wgmma": ptx.count("wgmma.mma_async"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +294,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(report):
-    assert len(report) == len(VARIANTS) * len(DTYPES)
+    assert len(report) == sum(len(variant.get("dtypes", DTYPES)) for _, _, variant in VARIANTS)
     assert not [line for line in report if line["spilled"]]
 
 
 def test_kernels_load_16_bytes_at_a_time(report):
     assert not [line for line in report if not line["wide"]]
+
+
+def test_attention_of_prompts_runs_on_the_matrix_units(report):
+    lines = [line for line in report if line["kernel"] == "attention_kernel"]
+    assert lines and not [line for line in lines if not line["wgmma"]]
 
 
 if __name__ == "__main__":

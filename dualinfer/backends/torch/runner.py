@@ -314,6 +314,7 @@ class TorchRunner:
         self.ops.clear()
         self._cache.clear()
         self._state = None
+        self._tokens = self._row = torch.empty(0)
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})
         if self.device.type == "cuda":

@@ -164,8 +164,10 @@ def default_config(
     if itemsize == 4:
         return TileConfig(32, 32, 32, 4, 2)
     if count > 64:
+        if features >= 128 * sms:
+            return TileConfig(128, 64, 64, 4, 3)
         if features >= 24 * sms:
-            return TileConfig(128, 32, 64, 4, 4)
+            return TileConfig(64, 32, 128, 4, 3)
         if width <= 2048:
             return TileConfig(64, 16, 128, 4, 4)
         return TileConfig(128, 32, 64, 4, 4, 4)

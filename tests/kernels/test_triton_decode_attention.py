@@ -1,0 +1,263 @@
+"""Triton's attention of one new token a slot, with head norms, rotary embedding and append."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import DTYPES, GARBAGE, assert_close, normal
+from .tensors import get, needs_triton, put, strict, torch
+from .test_norms import gain
+
+from dualinfer.kernels.triton.decode_attention import (  # isort: skip
+    DecodeConfig,
+    decode_attention,
+    default_config,
+)
+from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+
+FLOAT32 = np.dtype(np.float32)
+few_dtypes = pytest.mark.parametrize("dtype", [FLOAT32] if INTERPRETED else DTYPES, ids=str)
+ONE, SPLIT = DecodeConfig(16, 4, 1), DecodeConfig(16, 4, 3, 2)
+EPS = 1e-6
+
+
+class Step:
+    """A decode step's qkv, lengths and cache as arrays."""
+
+    def __init__(
+        self, dtype: np.dtype, heads: int, kv_heads: int, dim: int, tokens: int, lengths: Any
+    ) -> None:
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.lengths = np.array(lengths, np.int64)
+        count = len(self.lengths)
+        self.qkv = normal(1, count, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        self.cache = tuple(normal(i, count, kv_heads, tokens, dim, dtype=dtype) for i in (2, 3))
+        for n, length in enumerate(self.lengths):  # what lies beyond is never read
+            for part, value in zip(self.cache, (GARBAGE, -GARBAGE), strict=True):
+                part[n, :, length:] = value
+
+    def forget(self, window: int) -> None:
+        """Garbage, too, where a window of so many tokens does not reach."""
+        for n, length in enumerate(self.lengths):
+            for part, value in zip(self.cache, (-GARBAGE, GARBAGE), strict=True):
+                part[n, :, : max(length + 1 - window, 0)] = value
+
+    def new_heads(self, **how: Any) -> list[np.ndarray]:
+        """Queries, keys and values [N, heads, D] of the new tokens, float32, normed and turned."""
+        x = self.qkv.reshape(len(self.lengths), -1, self.dim).astype(np.float32)
+        parts = np.split(x, [self.heads, self.heads + self.kv_heads], axis=1)
+        offset = how.get("norm_unit_offset", False)
+        for i, name in enumerate(("q_norm", "k_norm")):
+            if name in how:
+                parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
+            if "inv_freq" in how:
+                turns = self.lengths.astype(np.float32)[:, None, None] * how["inv_freq"]
+                cos, sin = (how.get("scaling", 1.0) * f(turns) for f in (np.cos, np.sin))
+                turned = reference.rotary(
+                    parts[i][:, None], cos, sin, how.get("interleaved", False)
+                )
+                parts[i] = turned[:, 0]
+        return parts
+
+    def expected(self, scale: float, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The result [N, H D], and the new keys and values."""
+        q, k, v = self.new_heads(**how)
+        old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
+        cache = reference.append(old, k, v, self.lengths)
+        scoring = {n: how[n] for n in ("window", "alibi", "softcap", "sinks") if n in how}
+        seen = np.minimum(self.lengths + 1, cache[0].shape[2])
+        y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
+        return y.reshape(len(y), -1), [k, v]
+
+
+def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The result and the cache left behind; nothing outside the views given is touched."""
+    how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
+    count, tokens = len(step.lengths), step.cache[0].shape[2]
+    results = []
+    for pdl in (False, True):
+        whole = [
+            put(np.pad(x, [(0, 2), (0, 0), (0, 3), (0, 0)], constant_values=GARBAGE))
+            for x in step.cache
+        ]
+        views = whole[0][:count, :, :tokens], whole[1][:count, :, :tokens]
+        wide = put(np.pad(step.qkv, [(0, 0), (0, 5)], constant_values=np.nan))
+        counters = torch.zeros(count * step.kv_heads + 3, dtype=torch.int32, device=wide.device)
+        y = decode_attention(
+            wide[:, : step.qkv.shape[1]],
+            views,
+            put(step.lengths),
+            heads=step.heads,
+            counters=counters,
+            config=config,
+            norm_eps=EPS,
+            sms=5,
+            pdl=pdl,
+            **how,
+        )
+        assert not counters.any()
+        for x in whole:
+            assert (x[count:] == GARBAGE).all() and (x[:, :, tokens:] == GARBAGE).all()
+        results.append((get(y), [get(x) for x in views]))
+        if not has_pdl(y):
+            return results[0]
+    np.testing.assert_array_equal(results[0][0], results[1][0])  # to the bit, and the cache too
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    return results[0]
+
+
+def check(step: Step, config: DecodeConfig | None, scale: float = 0.2, **how: Any) -> None:
+    """Compare the result, slot by slot, and every element of the cache, with the reference."""
+    dtype = step.qkv.dtype
+    expected, new = step.expected(scale, **how)
+    found, cache = run(step, config, scale=scale, **how)
+    for n, length in enumerate(step.lengths):  # long means are small, and one slot may hide
+        assert_close(found[n], expected[n], dtype, length=200 + length, roundings=3)
+    for part, before, token in zip(cache, step.cache, new, strict=True):
+        at = np.minimum(step.lengths, part.shape[2] - 1)
+        slots = np.arange(len(at))
+        assert_close(part[slots, :, at], token, dtype, length=200 + step.dim, roundings=2)
+        wanted = before.copy()
+        wanted[slots, :, at] = part[slots, :, at]
+        np.testing.assert_array_equal(part, wanted)
+
+
+# Query heads, KV heads, head_dim.
+HEADS = [(1, 1, 64), (3, 3, 80), (4, 2, 96), (5, 1, 128), (4, 2, 256), (2, 1, 63)]
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS, ids=str)
+def test_decode_attention_is_the_reference(dtype, heads, kv_heads, dim, config):
+    check(Step(dtype, heads, kv_heads, dim, 63, [0, 33, 62]), config, scale=dim**-0.5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+@few_dtypes
+def test_splits_without_tokens_take_no_part(dtype, splits):
+    """A block is 16 tokens: none, one, just one full one, one more, all."""
+    step = Step(dtype, 2, 1, 16, 65, [0, 1, 16, 17, 64])
+    check(step, DecodeConfig(16, 4, splits, 2))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 63, 2000])
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+@few_dtypes
+def test_it_sees_its_window_only(dtype, window, config):
+    step = Step(dtype, 4, 2, 16, 63, [0, 6, 7, 62])
+    step.forget(window)
+    check(step, config, window=window)
+
+
+def numbers(seed: int, count: int, low: float, high: float) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(low, high, count).astype(np.float32)
+
+
+SLOPES, SINKS = numbers(7, 6, 0.01, 0.7), np.array([0, 3, -3, 20, 0.5, -40], np.float32)
+SCORING = {
+    "alibi": {"alibi": SLOPES},
+    "soft cap": {"softcap": 2.5},
+    "sinks": {"sinks": SINKS},
+    "all": {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS, "window": 20},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+@pytest.mark.parametrize("options", SCORING.values(), ids=SCORING)
+@few_dtypes
+def test_scores_are_what_the_options_say(dtype, options, config, kv_heads):
+    check(Step(dtype, 6, kv_heads, 16, 63, [0, 62]), config, **options)
+
+
+# head_dim, elements that turn.
+TURNS = [(16, 16), (16, 6), (80, 32), (80, 80), (64, 2), (256, 64)]
+
+
+def frequencies(part: int) -> np.ndarray:
+    return (10000.0 ** -(np.arange(0, part, 2) / part)).astype(np.float32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("dim", "part"), TURNS, ids=str)
+@few_dtypes
+def test_queries_and_keys_are_turned(dtype, dim, part, interleaved):
+    how = {"inv_freq": frequencies(part), "interleaved": interleaved, "scaling": 1.25}
+    check(Step(dtype, 4, 2, dim, 40, [0, 5, 39]), SPLIT, scale=dim**-0.5, **how)
+
+
+@pytest.mark.parametrize("part", [0, 32, 80])
+@pytest.mark.parametrize("offset", [False, True])
+def test_heads_are_normed_before_they_turn(dtype, part, offset):
+    how: dict[str, Any] = {"q_norm": gain(dtype, 80), "k_norm": normal(8, 80, dtype=dtype)}
+    how["norm_unit_offset"] = offset
+    if part:
+        how |= {"inv_freq": frequencies(part), "interleaved": part == 32}
+    check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, **how)
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+def test_a_full_slot_harms_no_other(config):
+    """An ended slot stays in the batch; its own result means nothing, but is no NaN."""
+    step = Step(FLOAT32, 4, 2, 16, 20, [19, 20, 3, 25])
+    expected, _ = step.expected(0.2)
+    found, cache = run(step, config, scale=0.2)
+    assert np.isfinite(found).all()
+    for n in (0, 2):
+        assert_close(found[n], expected[n], FLOAT32, length=20)
+    for part, before in zip(cache, step.cache, strict=True):
+        np.testing.assert_array_equal(part[[1, 3], :, :19], before[[1, 3], :, :19])
+        assert np.isfinite(part).all()
+
+
+@pytest.mark.parametrize("tokens", [40, 600])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_default_configurations_are_the_reference(tokens, dim):
+    assert default_config(2, tokens, dim, 5).splits > 1
+    check(Step(FLOAT32, 2, 1, dim, tokens, [tokens - 1, 0]), None, scale=dim**-0.5)
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT, DecodeConfig(16, 4, 9, 2)], ids=str)
+@few_dtypes
+def test_results_are_the_same_bits_every_time_and_in_any_batch(dtype, config):
+    step = Step(dtype, 6, 2, 80, 100, [99, 3, 77])
+    first, _ = run(step, config, scale=0.1)
+    for _ in range(1 if INTERPRETED else 20):
+        np.testing.assert_array_equal(run(step, config, scale=0.1)[0], first)
+    step.lengths, step.qkv = step.lengths[2:], step.qkv[2:]
+    step.cache = tuple(x[2:] for x in step.cache)
+    np.testing.assert_array_equal(run(step, config, scale=0.1)[0], first[2:])
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+def test_it_holds_at_large_scores(dtype, config):
+    step = Step(dtype, 4, 2, 80, 40, [39, 20])
+    step.qkv = np.sign(step.qkv.astype(np.float32)).astype(dtype)
+    step.cache[0][:] = np.sign(step.cache[0].astype(np.float32)).astype(dtype)
+    check(step, config, scale=256.0)
+
+
+def test_what_cannot_be_run_is_refused():
+    x = put(np.zeros((2, 2, 6, 4), np.float32))
+    qkv, lengths = put(np.zeros((2, 32), np.float32)), put(np.array([0, 3]))
+    counters = put(np.zeros(4, np.int32))
+    good: dict[str, Any] = {"heads": 4, "scale": 1.0, "counters": counters}
+    refused: dict[str, Any] = {
+        r"qkv \(2, 31\) does not fit 4 heads": (qkv[:, :31], (x, x), lengths, {}),
+        r"qkv \(2, 32\) does not fit 5 heads": (qkv, (x, x), lengths, {"heads": 5}),
+        "3 heads are no multiple of 2": (qkv[:, :28].contiguous(), (x, x), lengths, {"heads": 3}),
+        "both must be the same": (qkv, (x, x[:, :, :5]), lengths, {}),
+        "with a contiguous last axis": (qkv, (x.mT.contiguous().mT,) * 2, lengths, {}),
+        "the cache torch.float16": (qkv, (x.half(), x.half()), lengths, {}),
+        "one for each of 2 slots": (qkv, (x, x), lengths[:1], {}),
+        "3 counters; 4 are needed": (qkv, (x, x), lengths, {"counters": counters[:3]}),
+        "3 frequencies turn more than 4": (qkv, (x, x), lengths, {"inv_freq": qkv[0, :3]}),
+    }
+    for message, (*args, options) in refused.items():
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*args, **good | options)

@@ -1,0 +1,249 @@
+"""Triton's products with few rows, with norm, bias, activation, gate and residual."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import DTYPES, assert_close, normal
+from .tensors import get, needs_triton, put, strict, strided, torch
+from .test_norms import gain
+
+from dualinfer.kernels.triton.activation import KINDS  # isort: skip
+from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
+from dualinfer.kernels.triton.linear import (  # isort: skip
+    MOST_ROWS,
+    MOST_TILES,
+    NormArguments,
+    TileConfig,
+    VectorConfig,
+    default_config,
+    linear,
+    serves,
+)
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+
+FLOAT32 = np.dtype(np.float32)
+EPS = 1e-5
+NORMS = (None, "rms", "rms_offset", "layer")
+FEW_DTYPES = [FLOAT32] if INTERPRETED else DTYPES  # each program takes the interpreter 4 ms
+few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
+# Width, features, configuration.
+ONE_ROW = [
+    (1, 1, VectorConfig(4, 4)),
+    (63, 63, VectorConfig(8, 4)),
+    (63, 21, VectorConfig(1, 2)),
+    (1000, 42, VectorConfig(4, 4, 1)),
+    (80, 1000, VectorConfig(32, 4)),
+]
+MORE_ROWS = [
+    (2, 63, 63, VectorConfig(8, 4)),
+    (3, 1000, 33, VectorConfig(4, 4)),
+    (1, 63, 63, TileConfig(16, 32, 32, 4, 2)),
+    (2, 1000, 33, TileConfig(16, 16, 64, 4, 3, 3)),
+    (16, 80, 1000, TileConfig(16, 64, 32, 4, 3)),
+    (33, 1, 1, TileConfig(16, 16, 16, 4, 3)),
+    (33, 63, 63, TileConfig(32, 32, 64, 4, 3, 2)),
+    (33, 1000, 63, TileConfig(32, 32, 128, 4, 2, 4)),
+]
+WAYS = {
+    "one row": (1, VectorConfig(8, 4)),
+    "one row, few programs": (1, VectorConfig(4, 4, 1)),
+    "two rows": (2, VectorConfig(8, 4)),
+    "tile": (5, TileConfig(16, 32, 32, 4, 2)),
+    "tile, split": (5, TileConfig(16, 32, 32, 4, 3, 3)),
+}
+ways = pytest.mark.parametrize(("count", "config"), WAYS.values(), ids=WAYS)
+
+
+def make(dtype: np.dtype, count: int, width: int, features: int, gated: bool = False) -> dict:
+    """x, weight, bias and residual; x is no unit normal, so that a norm shows."""
+    out = 2 * features if gated else features
+    return {
+        "x": (2 * normal(1, count, width, dtype=FLOAT32) + 0.5).astype(dtype),
+        "weight": normal(2, out, width, dtype=dtype, scale=width**-0.5),
+        "bias": normal(3, out, dtype=dtype),
+        "residual": normal(4, count, features, dtype=dtype),
+    }
+
+
+def norm_of(kind: str | None, dtype: np.dtype, width: int) -> tuple[Any, ...] | None:
+    """A norm's kind, weight and bias as arrays."""
+    bias = normal(6, width, dtype=dtype) if kind == "layer" else None
+    return None if kind is None else (kind, gain(dtype, width), bias)
+
+
+def wanted(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    norm: tuple[Any, ...] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> np.ndarray:
+    """The reference's ops, one after another."""
+    if norm is not None:
+        kind, norm_weight, norm_bias = norm
+        if kind == "layer":
+            x = reference.layer_norm(x, norm_weight, norm_bias, EPS)
+        else:
+            x = reference.rms_norm(x, norm_weight, EPS, unit_offset=kind == "rms_offset")
+    y = reference.matmul(x, weight, bias)
+    if activation is not None:
+        act = reference.gated_activation if gated else reference.activation
+        y = act(y, activation)
+    return y if residual is None else y + residual.astype(np.float32)
+
+
+def run(x: Any, weight: Any, norm: tuple[Any, ...] | None = None, **options: Any) -> np.ndarray:
+    """`linear` of arrays or tensors; its bits do not depend on PDL, and its counters end at 0."""
+
+    def placed(value: Any) -> Any:
+        return put(value) if isinstance(value, np.ndarray) else value
+
+    x, weight = placed(x), placed(weight)
+    options = {"sms": 5} | {name: placed(value) for name, value in options.items()}
+    if norm is not None:
+        kind, norm_weight, norm_bias = norm
+        options["norm"] = NormArguments(kind, placed(norm_weight), placed(norm_bias), EPS)
+    counters = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+    y = linear(x, weight, counters=counters, **options)
+    if has_pdl(x):
+        assert torch.equal(linear(x, weight, counters=counters, pdl=True, **options), y)
+    assert not counters.any()
+    return get(y)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("width", "features", "config"), ONE_ROW, ids=str)
+def test_one_row_with_any_norm_is_the_reference(dtype, width, features, config, kind):
+    a, norm = make(dtype, 1, width, features), norm_of(kind, dtype, width)
+    expected = wanted(**a, norm=norm)
+    assert_close(run(**a, norm=norm, config=config), expected, dtype, length=width)
+
+
+@pytest.mark.parametrize(("count", "width", "features", "config"), MORE_ROWS, ids=str)
+def test_more_rows_are_the_reference(dtype, count, width, features, config):
+    a = make(dtype, count, width, features)
+    assert_close(run(**a, config=config), wanted(**a), dtype, length=width)
+
+
+@ways
+def test_wide_results_are_float32_and_not_rounded(dtype, count, config):
+    a = make(dtype, count, 100, 63)
+    found = run(**a, config=config, dtype=torch.float32)
+    assert_close(found, wanted(**a), FLOAT32, length=100)
+
+
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@ways
+@few_dtypes
+def test_activations_and_gates_are_the_reference(dtype, count, config, gated, activation):
+    a = make(dtype, count, 100, 33, gated)
+    how = {"activation": activation, "gated": gated}
+    assert_close(run(**a, **how, config=config), wanted(**a, **how), dtype, length=100)
+
+
+@pytest.mark.parametrize("given", [(), ("bias",), ("residual",)], ids=str)
+@ways
+@few_dtypes
+def test_bias_and_residual_are_optional(dtype, count, config, given):
+    a = make(dtype, count, 63, 40, gated=True)
+    a = {name: a[name] for name in ("x", "weight", *given)}
+    how = {"activation": "silu", "gated": True}
+    assert_close(run(**a, **how, config=config), wanted(**a, **how), dtype, length=63)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 40, 100])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("sms", [1, 132])
+def test_default_configurations_are_the_reference(count, gated, sms):
+    dtype = DTYPES[1]
+    a = make(dtype, count, 1000, 33, gated)
+    how = {"activation": "gelu" if gated else None, "gated": gated}
+    found = run(**a, **how, sms=sms)
+    assert_close(found, wanted(**a, **how), dtype, length=1000)
+
+
+@ways
+@few_dtypes
+def test_strided_rows_and_leading_axes_agree_with_contiguous_rows(dtype, count, config):
+    a = make(dtype, count, 63, 33)
+    expected = run(**a, config=config)
+    views = {"x": strided(a["x"]), "residual": strided(a["residual"])}
+    np.testing.assert_array_equal(run(**a | views, config=config), expected)
+    split = {name: a[name].reshape(count, 1, -1) for name in views}
+    found = run(**a | split, config=config)
+    np.testing.assert_array_equal(found, expected.reshape(count, 1, -1))
+
+
+@ways
+@few_dtypes
+def test_results_are_the_same_bits_every_time(dtype, count, config):
+    """Split sums too: they are added in their order, whichever program ends last."""
+    a = make(dtype, count, 500, 40 if INTERPRETED else 2000)
+    first = run(**a, config=config)
+    for _ in range(1 if INTERPRETED else 20):
+        np.testing.assert_array_equal(run(**a, config=config), first)
+
+
+def test_split_sums_without_counters_are_not_split():
+    a = make(FLOAT32, 5, 100, 63)
+    x, weight = put(a["x"]), put(a["weight"])
+    found = linear(x, weight, config=WAYS["tile, split"][1])
+    assert_close(get(found), wanted(a["x"], a["weight"]), FLOAT32, length=100)
+
+
+def test_no_rows_and_no_features_are_fine():
+    weight = put(np.ones((6, 4), np.float32))
+    assert linear(weight[:0], weight[:, :4].contiguous()).shape == (0, 6)
+    assert linear(weight, weight[:0]).shape == (6, 0)
+
+
+@pytest.mark.parametrize("activation", [None, *KINDS])
+@ways
+def test_nan_stays_nan(count, config, activation):
+    a = make(FLOAT32, count, 63, 33)
+    a["x"][-1, 5] = np.nan
+    found = run(**a, config=config, activation=activation)
+    assert np.isnan(found[-1]).all() and np.isfinite(found[:-1]).all()
+
+
+def test_many_rows_are_left_to_cublas():
+    assert serves(1, 4096, 4096, 2, False) and serves(64, 4096, 4096, 2, False)
+    assert not serves(MOST_ROWS + 1, 63, 63, 2, True)
+    assert serves(1, 4096, 4096, 4, False) and not serves(2, 4096, 4096, 4, False)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [1, 63, 1000, 4096, 16384])
+def test_every_shape_has_a_configuration(width, gated, itemsize):
+    for count in (1, 2, 3, 16, 17, 64, 128):
+        for features in (1, 63, 1000, 4096, 128256):
+            config = default_config(count, features, width, itemsize, gated, 132)
+            assert min(config[:2]) >= 1
+            assert isinstance(config, VectorConfig if count <= 2 else TileConfig)
+
+
+def test_what_cannot_be_run_is_refused():
+    x, weight = put(np.zeros((2, 6), np.float32)), put(np.ones((5, 6), np.float32))
+    refused = {
+        r"weight \(5, 4\) with strides": (x, weight[:, :4].contiguous(), {}),
+        r"a contiguous \[out, 6\] is expected": (x, put(np.ones((6, 6), np.float32)).T, {}),
+        "gate and up; it has 'silu' and 5": (x, weight, {"gated": True, "activation": "silu"}),
+        "needs an activation": (x, weight[:4], {"gated": True}),
+        "'swish'; one of silu": (x, weight, {"activation": "swish"}),
+        "x has stride 2": (put(np.zeros((2, 12), np.float32))[:, ::2], weight, {}),
+        r"bias \(4,\) does not fit": (x, weight, {"bias": weight[0, :4]}),
+        r"residual is \(2, 6\); \(2, 5\)": (x, weight, {"residual": x}),
+        "x has 2 rows; a norm": (x, weight, {"norm": NormArguments("rms", x[0], None, EPS)}),
+    }
+    for message, (value, matrix, options) in refused.items():
+        with pytest.raises(ValueError, match=message):
+            linear(value, matrix, **options)

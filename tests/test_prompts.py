@@ -1,0 +1,154 @@
+"""How the torch runner cuts prompts: groups of them, and pieces of a long one, give the whole.
+
+What is replayed from a graph is in test_gpu_kernels.py.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import torch as backend  # noqa: E402
+from dualinfer.backends.torch import prompts  # noqa: E402
+from dualinfer.backends.torch.cache import KVCache  # noqa: E402
+from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+
+from .models import make_model, random_ids, relative_rms  # noqa: E402
+from .test_kernel_ops import CASES, NO_EOS, VOCAB  # noqa: E402
+
+LENGTHS = (5, 9, 3, 9, 1)
+PLACES = 48
+
+
+@pytest.fixture
+def engine_of(monkeypatch):
+    """A function from a case to an engine without graphs, by the kernels or by plain torch."""
+
+    def make(name: str, kernels: bool = True):
+        options = {"dtype": "fp32", "replace_with_kernel_inject": True, "enable_cuda_graph": False}
+        with monkeypatch.context() as patch:
+            if kernels:
+                patch.setattr(backend, "_make_ops", lambda config, device: KernelOps(device))
+            else:
+                options["use_triton"] = False
+            return dualinfer.init_inference(
+                make_model(name, vocab_size=VOCAB, **CASES[name]), **options
+            )
+
+    return make
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Rows, tokens and start of every pass over the decoder."""
+    made: list[tuple[int, int, int]] = []
+    one = prompts.Prompts._pass
+
+    def noted(self, params, cache, ids, slots, last, chunk=None):
+        made.append((*ids.shape, chunk.start if chunk else 0))
+        return one(self, params, cache, ids, slots, last, chunk)
+
+    monkeypatch.setattr(prompts.Prompts, "_pass", noted)
+    return made
+
+
+def rows_of(*lengths: int) -> list[np.ndarray]:
+    return [random_ids(1, n, seed=i, vocab=VOCAB)[0] for i, n in enumerate(lengths)]
+
+
+@torch.inference_mode()
+def prefill(engine: Any, rows: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The last hidden states [B, E], and the keys and values of every prompt's own tokens.
+
+    Prompt i goes to the slot i places before the last one; a free slot stays as it was.
+    """
+    runner = engine.runner
+    specs = backend.runner.cache_specs(runner.spec)
+    cache = KVCache(specs, torch.float32, runner.device)
+    cache.grow(len(rows) + 1, PLACES)
+    slots = torch.arange(len(rows), 0, -1, device=runner.device)
+    last = runner._prompts.run(runner.params, cache, rows, slots)
+    written = []
+    for layer in cache.view(len(rows) + 1, PLACES):
+        for part in layer:
+            assert not part[0].any()
+            written += [
+                part[slot, :, : len(row)].flatten()
+                for slot, row in zip(slots.tolist(), rows, strict=True)
+            ]
+    return last.cpu().numpy(), [torch.cat(written).cpu().numpy()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert relative_rms(found[0], expected[0]) < 1e-5
+    assert relative_rms(found[1][0], expected[1][0]) < 1e-5
+
+
+def test_a_large_batch_is_cut_into_groups(engine_of, passes, monkeypatch):
+    engine = engine_of("llama-gqa")
+    rows = rows_of(*LENGTHS)
+    whole = prefill(engine, rows)
+    assert passes == [(5, 9, 0)]
+    passes.clear()
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 20)
+    assert_same(prefill(engine, rows), whole)
+    assert passes == [(2, 9, 0), (2, 9, 0), (1, 1, 0)]  # no wider than its own longest
+
+
+# Rotary, learned positions, ALiBi by position, windows with soft caps, windows of some layers.
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gptj", "bloom", "gemma2", "gpt-neo"])
+def test_a_long_prompt_is_read_in_pieces(name, engine_of, passes, monkeypatch):
+    engine = engine_of(name)
+    rows = rows_of(21)
+    whole = prefill(engine, rows)
+    passes.clear()
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    assert_same(prefill(engine, rows), whole)
+    assert passes == [(1, 8, 0), (1, 8, 8), (1, 5, 16)]
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 24, 25])
+def test_pieces_begin_where_the_limit_is_passed_and_end_anywhere(
+    length, engine_of, passes, monkeypatch
+):
+    engine = engine_of("bloom")
+    rows = rows_of(length)
+    whole = prefill(engine, rows)
+    passes.clear()
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    assert_same(prefill(engine, rows), whole)
+    assert sum(tokens for _, tokens, _ in passes) == length
+    assert len(passes) == (1 if length <= 16 else -(-length // 8))
+
+
+def test_short_prompts_beside_a_long_one_stay_whole(engine_of, passes, monkeypatch):
+    engine = engine_of("llama-gqa")
+    rows = rows_of(4, 18, 2)
+    whole = prefill(engine, rows)
+    passes.clear()
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    assert_same(prefill(engine, rows), whole)
+    assert passes == [(1, 4, 0), (1, 8, 0), (1, 8, 8), (1, 2, 16), (1, 2, 0)]
+
+
+def test_plain_torch_takes_prompts_whole(engine_of, passes, monkeypatch):
+    engine = engine_of("llama-gqa", kernels=False)
+    rows = rows_of(4, 37, 2)
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    prefill(engine, rows)
+    assert passes == [(3, 37, 0)]
+
+
+def test_text_does_not_depend_on_how_prompts_were_cut(engine_of, passes, monkeypatch):
+    engine, plain = engine_of("gemma2"), engine_of("gemma2", kernels=False)
+    rows = [row.tolist() for row in rows_of(3, 19, 7)]
+    how = {"max_new_tokens": 4, "do_sample": False, **NO_EOS}
+    expected = plain.generate(rows, **how)
+    passes.clear()
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), np.asarray(expected))
+    assert len(passes) == 5
