@@ -454,6 +454,7 @@ def test_ops_on_a_gpu_are_those_of_the_shapes_that_decode_measures(all_cases):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # flex_attention, compiled
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_every_op_on_the_gpu_agrees_with_its_references():

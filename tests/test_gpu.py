@@ -21,6 +21,39 @@ def relative_rms(value, reference) -> float:
     return float(np.sqrt((difference**2).mean() / (np.asarray(reference, np.float64) ** 2).mean()))
 
 
+_SIZES = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
+# HF's name, the field that limits positions, and what makes the family odd.
+DECODERS = {
+    "opt": ("OPT", "max_position_embeddings", _SIZES | {"ffn_dim": 2000}),
+    "opt-post": (
+        "OPT",
+        "max_position_embeddings",
+        _SIZES | {"ffn_dim": 3072, "word_embed_proj_dim": 512, "do_layer_norm_before": False},
+    ),
+    "gptj": ("GPTJ", "n_positions", {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64}),
+    "gpt-neo": (
+        "GPTNeo",
+        "max_position_embeddings",
+        {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "window_size": 40}
+        | {"attention_types": [[["global", "local"], 2]]},
+    ),
+    "neox": (
+        "GPTNeoX",
+        "max_position_embeddings",
+        _SIZES | {"hidden_size": 960, "intermediate_size": 2000},
+    ),
+    "bloom": ("Bloom", None, {"hidden_size": 768, "n_layer": 4, "n_head": 12}),
+    "gemma2": (
+        "Gemma2",
+        "max_position_embeddings",
+        _SIZES
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
+        | {"intermediate_size": 1500, "sliding_window": 40, "query_pre_attn_scalar": 100}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
+}
+
+
 def make_model(family: str, positions: int = 1024):
     """A random model, wide enough that TF32 or a bfloat16 sum would show."""
     import transformers as hf
@@ -39,8 +72,15 @@ def make_model(family: str, positions: int = 1024):
         )
         return hf.LlamaForCausalLM(config).eval()
     if family == "gpt2":
-        config = hf.GPT2Config(vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=1024)
+        config = hf.GPT2Config(
+            vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=positions
+        )
         return hf.GPT2LMHeadModel(config).eval()
+    if family in DECODERS:
+        name, limit, fields = DECODERS[family]
+        fields = {"vocab_size": 4001, **fields, **({limit: positions} if limit else {})}
+        config = getattr(hf, f"{name}Config")(**fields)
+        return getattr(hf, f"{name}ForCausalLM")(config).eval()
     if family == "t5":
         config = hf.T5Config(vocab_size=4001, d_model=256, d_kv=64, d_ff=512, num_layers=3)
         config.decoder_start_token_id = 0
