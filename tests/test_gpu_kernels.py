@@ -1,4 +1,4 @@
-"""The torch decoder by Triton's kernels on a GPU, family by family; run there with `pytest -m gpu`."""
+"""The torch decoder by Triton's kernels on a GPU, by family; run there with `pytest -m gpu`."""
 
 import copy
 import importlib
@@ -32,8 +32,9 @@ def strong(family: str, positions: int = 1024) -> Any:
     randomize(model)
     if family == "gpt-neo":  # it does not scale its scores: with strong weights they are hundreds
         with torch.no_grad():
-            for layer in model.transformer.h:
-                layer.attn.attention.q_proj.weight *= 0.1
+            for name, weight in model.named_parameters():
+                if name.endswith("q_proj.weight"):
+                    weight *= 0.1
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = None, 0
     return model
@@ -253,20 +254,12 @@ def test_a_step_is_a_handful_of_launches(family, launched):
     engine = engine_of(strong(family), "bf16", enable_cuda_graph=False)
     assert "Triton" in engine.report().ops["matmul"]
     assert "Triton" in engine.report().ops["decode_attention"]
-    ids = random_ids(1, 10)
-    engine.generate(ids, max_new_tokens=2, **GREEDY)
-    ends = []
-    for new in (2, 10):
-        launched.clear()
-        engine.generate(ids, max_new_tokens=new, **GREEDY)
-        ends.append(list(launched))
-    one, ten = ends
-    layers = engine.runner.spec.layers
-    step = ten[len(one) - len(ten) :] if len(ten) > len(one) else []
-    assert step.count("_decode_attention_kernel") >= 8 * len(layers)
-    steps = step.count("_choose_kernel")
-    assert steps >= 8 and step.count("matvec_kernel") >= steps * (4 * len(layers) + 1)
-    assert len(step) <= steps * (6 * len(layers) + 4)
+    engine.generate(random_ids(1, 10), max_new_tokens=10, **GREEDY)
+    before, last = [i for i, name in enumerate(launched) if name == "_choose_kernel"][-2:]
+    step, layers = launched[before + 1 : last + 1], len(engine.runner.spec.layers)
+    assert step.count("_decode_attention_kernel") == layers
+    norms = {"bloom": 1, "gemma2": 2 * layers, "opt-post": 2 * layers}  # behind a sum, or alone
+    assert len(step) == 5 * layers + 3 + norms.get(family, 0), step
 
 
 def test_triton_is_used_unless_refused(launched):
@@ -275,7 +268,7 @@ def test_triton_is_used_unless_refused(launched):
     texts = []
     for choice in (None, True, False):
         launched.clear()
-        engine = engine_of(model, **({} if choice is None else {"use_triton": choice}))
+        engine = engine_of(model, use_triton=choice)
         ops = engine.report().ops
         texts.append(engine.generate(ids, max_new_tokens=10, **GREEDY).tolist())
         engine(ids)
@@ -294,8 +287,8 @@ def test_a_seed_gives_the_same_text_by_kernels_and_by_plain_torch(family, sampli
     model = strong(family)
     prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 40, 90)]
     texts = []
-    for options in ({}, {"use_triton": False}):
-        engine = engine_of(model, **options)
+    for choice in (None, False):
+        engine = engine_of(model, use_triton=choice)
         made = engine.generate(
             prompts, max_new_tokens=40, do_sample=True, seed=7, pad_token_id=0, **sampling
         )
