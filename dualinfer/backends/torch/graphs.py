@@ -85,11 +85,15 @@ class CallGraphs:
     generators.
 
     `captures` counts the graphs ever made. The least recently used one goes when there are more
-    than `most`. `name` is what errors call the function.
+    than `most`. `name` is what errors call the function. With `uploads` inputs may lie in host
+    memory: they go straight to the graph's buffers.
     """
 
-    def __init__(self, device: torch.device, name: str, most: int = 16) -> None:
+    def __init__(
+        self, device: torch.device, name: str, most: int = 16, uploads: bool = False
+    ) -> None:
         self.captures = 0
+        self._uploads = uploads
         self._device, self._name, self._most = device, name, most
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._pool: Any = None  # the graphs' memory: they never run at the same time
@@ -117,7 +121,10 @@ class CallGraphs:
         ArgumentError for an argument that a graph cannot take, GraphError if the capture fails; an
         error of the function itself in the warm-ups passes as it is.
         """
-        leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+        if not kwargs and all(isinstance(a, torch.Tensor | bool | None) for a in args):
+            leaves, structure = list(args), None  # nothing to take apart, which takes its time
+        else:
+            leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         names = _Names(args, kwargs)
         parts = [self._signature(leaf, i, names) for i, leaf in enumerate(leaves)]
         key = structure, tuple(parts)
@@ -151,7 +158,8 @@ class CallGraphs:
                     f"{names[index]} is a {kind}, which a CUDA graph cannot take as input. Pass a "
                     "plain dense tensor, or set enable_cuda_graph=False."
                 )
-            if leaf.device != self._device:
+            from_host = self._uploads and leaf.device.type == "cpu"
+            if leaf.device != self._device and not from_host:
                 raise ArgumentError(
                     f"{names[index]} lies on {leaf.device}, but {self._name} is replayed from a "
                     f"CUDA graph on {self._device}. Move it there: {names[index]}.to("
@@ -180,9 +188,12 @@ class CallGraphs:
         inputs = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaves[i] = leaf.detach().clone(memory_format=torch.contiguous_format)
+                own = leaf.detach().clone(memory_format=torch.contiguous_format)
+                leaves[i] = own.to(self._device)
                 inputs.append(leaves[i])
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        args, kwargs = (
+            (leaves, {}) if structure is None else pytree.tree_unflatten(leaves, structure)
+        )
         replay, outputs = self._capture(lambda: function(*args, **kwargs))
         self._graphs[key] = captured = _Captured(replay, inputs, outputs)
         self.captures += 1
@@ -257,7 +268,7 @@ class CallGraphs:
                 if self._done is not None:  # another stream may still be reading the outputs
                     stream.wait_event(self._done)
             for buffer, given in zip(captured.inputs, inputs, strict=True):
-                buffer.copy_(given)
+                buffer.copy_(given, non_blocking=True)  # host memory is read before it returns
             captured.replay()
             outputs = self._copied(captured.outputs)
             if stream is not None:

@@ -100,7 +100,9 @@ class _Recorder(KernelOps):
         table = w["embed.weight"].data
         return table.new_empty((*ids.shape, table.shape[1]))
 
-    def norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`x` itself."""
         return x
 

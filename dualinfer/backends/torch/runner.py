@@ -76,22 +76,20 @@ class TorchRunner:
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
         self._prompts = Prompts(spec, ops, self._graphs)
         name = f"forward of {spec.architecture}"
-        self._calls = CallGraphs(device, name) if forward_graphs else None
+        self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
         self._compiled: Callable[..., dict[str, Any]] | None = None
-
-    def _put(self, array: np.ndarray | None) -> Any:
-        return None if array is None else torch.from_numpy(array).to(self.device)
 
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        args: tuple[Any, ...] = (*map(self._put, arrays), inputs.output_hidden_states)
+        tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
+        keep = inputs.output_hidden_states
         with own_precision(self.dtype, self.device), span("forward"):
             if self._calls is not None:
-                return self._calls.run(outputs, args, {})
-            return outputs(*args)
+                return self._calls.run(outputs, (*tensors, keep), {})
+            return outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
 
     def _outputs(
         self,
