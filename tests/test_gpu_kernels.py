@@ -94,14 +94,18 @@ def test_float32_is_hf_in_float64_and_writes_its_text(family):
     ids, mask = padded_batch()
     keep = mask.bool()
     with torch.no_grad():
-        expected = copy.deepcopy(model).double()(ids, attention_mask=mask).logits[keep]
+        # With padding, HF's eager attention in float64 is NaN.
+        expected = copy.deepcopy(model).double()(ids).logits
+        masked = model(ids, attention_mask=mask).logits[keep]
         texts = [
             model.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY),
             model.generate(ids[:1], max_new_tokens=40, **GREEDY),
         ]
     engine = engine_of(model)
+    logits = engine(ids).logits
+    assert logits.is_cuda and relative_rms(logits.cpu(), expected) < 1e-5
     logits = engine(ids, attention_mask=mask).logits
-    assert logits.is_cuda and relative_rms(logits.cpu()[keep], expected) < 3e-5
+    assert relative_rms(logits.cpu()[keep], masked) < 2e-5
     for _ in range(3):  # prompts: as they are, captured, replayed
         whole = engine.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY)
         assert whole.tolist() == texts[0].tolist()
@@ -200,15 +204,15 @@ def test_replays_leave_the_bits_of_the_same_launches_uncaptured(family, dtype):
     graphs = engine_of(model, dtype)
     for rows, tokens in ((1, 64), (2, 128)):
         ids = random_ids(rows, tokens)
-        results = []
+        results, captures = [], []
         for engine in (plain, graphs, graphs, graphs):  # as they are, captured, replayed
             text = engine.generate(ids, max_new_tokens=40, **GREEDY).tolist()
             results.append((text, cached(engine, rows, tokens + 38)))
+            captures.append(engine.report().compilations)
+        assert captures[0] == 0 < captures[1] < captures[2] == captures[3]
         for text, parts in results[1:]:
             assert text == results[0][0]
             assert all(map(torch.equal, parts, results[0][1]))
-    assert plain.report().compilations == 0
-    assert graphs.report().compilations == 4  # prompts and steps of either size
 
 
 def test_within_the_buckets_nothing_is_captured_once_warm():

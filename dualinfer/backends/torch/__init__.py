@@ -35,7 +35,7 @@ def create_runner(
 ) -> TorchRunner:
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
-    ops = _make_ops(config, device)
+    ops = _make_ops(config, spec, device)
     params = load_params(spec, plan, source, dtype, device)
     if config.triton_autotune:
         from .tuning import autotune
@@ -45,19 +45,24 @@ def create_runner(
     return TorchRunner(spec, params, dtype, device, ops, graphs is not False, graphs is True)
 
 
-def _make_ops(config: InferenceConfig, device: torch.device) -> PlainOps:
+def _make_ops(config: InferenceConfig, spec: ModelSpec, device: torch.device) -> PlainOps:
     """Triton kernels where they are wanted and can run, else plain torch."""
     if not config.replace_with_kernel_inject or config.use_triton is False:
         return PlainOps()
+    obstacle = None
     if not has_triton() or not runs_kernels(device):
-        if config.use_triton or config.triton_autotune:
-            name = "use_triton" if config.use_triton else "triton_autotune"
-            raise ConfigError(
-                f"{name}=True: the kernels run on CUDA devices from Ampere on, and this is "
-                f"{device_name(device)}. Leave it unset."
-            )
-        return PlainOps()
-    from .kernels import KernelOps
-    from .tuned import load_configurations
+        obstacle = (
+            f"the kernels run on CUDA devices from Ampere on, and this is a {device_name(device)}"
+        )
+    else:
+        from .kernels import KernelOps, unserved
+        from .tuned import load_configurations
 
-    return KernelOps(device, load_configurations(device))
+        beyond = unserved(spec)
+        if beyond is None:
+            return KernelOps(device, load_configurations(device))
+        obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
+    if config.use_triton or config.triton_autotune:
+        name = "use_triton" if config.use_triton else "triton_autotune"
+        raise ConfigError(f"{name}=True: {obstacle}. Leave it unset.")
+    return PlainOps()

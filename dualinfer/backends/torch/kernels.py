@@ -20,6 +20,7 @@ from ...kernels.triton import (
     linear,
     rotary,
     sampling,
+    thresholds,
 )
 from ...kernels.triton import norm as norms
 from ...kernels.triton.launch import has_pdl
@@ -35,6 +36,18 @@ from .profiling import named
 from .sampler import SlotState
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def unserved(spec: ModelSpec) -> str | None:
+    """What of a model is beyond the kernels, for people; None if they serve it."""
+    dim = max(layer.attention.head_dim for layer in spec.layers)
+    if dim > attention.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    if spec.embed > norms.WIDEST:
+        return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
+    if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
+        return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
+    return None
 
 
 class KernelOps(PlainOps):

@@ -9,6 +9,8 @@ from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
 
+LARGEST_HEAD = 256
+
 
 def attention(
     q: Any,
@@ -125,8 +127,8 @@ def _check(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [B, T, H, D] "
             "and twice [B, S, K, D], with H a multiple of K."
         )
-    if dim > 256:
-        raise ValueError(f"head_dim {dim}: at most 256. Use torch's attention for it.")
+    if dim > LARGEST_HEAD:
+        raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use torch's attention for it.")
     if not 0 <= start <= k.shape[1] - tokens:
         raise ValueError(f"start={start} with {tokens} queries and {k.shape[1]} keys.")
     if str(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:

@@ -19,13 +19,13 @@ _LONG = {
     (64, True): [Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(128, 128, 8, 2)],
     (128, True): [Config(64, 64, 4, 2), Config(128, 128, 8, 2), Config(128, 64, 8, 3)],
     (256, True): [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 3)],
-    (256, False): [Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(32, 32, 8, 2)],
+    (256, False): [Config(16, 16, 8, 2), Config(16, 32, 4, 2), Config(32, 32, 8, 2)],
 }
 _SHORT = {
     (64, True): [Config(64, 64, 4, 2), Config(16, 128, 4, 1), Config(32, 128, 4, 1)],
     (128, True): [Config(64, 64, 4, 2), Config(16, 64, 4, 2), Config(32, 64, 4, 2)],
     (256, True): [Config(64, 32, 4, 2), Config(16, 64, 4, 2)],
-    (256, False): [Config(16, 32, 4, 2), Config(16, 16, 4, 2)],
+    (256, False): [Config(16, 16, 8, 2), Config(16, 32, 4, 2)],
 }
 _SDPA_FROM = 512  # tokens: below, our kernel is the quicker one
 _SDPA_DIMS = (64, 128)  # elsewhere, too

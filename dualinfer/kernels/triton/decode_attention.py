@@ -268,7 +268,7 @@ def decode_attention(
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
-        config = default_config(slots * kv_heads, capacity, dim, sms)
+        config = default_config(slots * kv_heads, capacity, dim, qkv.element_size(), sms)
     # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
     # they do not take, would pay for the rows that are not there.
     block_g = max(16, next_power_of_2(group)) if group > 1 or qkv.element_size() == 2 else 1
@@ -303,9 +303,9 @@ def decode_attention(
     return y
 
 
-def default_config(pairs: int, capacity: int, dim: int, sms: int) -> DecodeConfig:
+def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
     """A configuration for `pairs` of slot and KV head that nobody measured: two programs an SM."""
-    block = 16 if dim > 128 else 32 if capacity <= 512 else 64
+    block = 16 if dim * itemsize > 256 else 32 if capacity <= 512 else 64  # as registers allow
     splits = max(1, min(round(2 * sms / pairs), triton.cdiv(capacity, block), 32))
     return DecodeConfig(block, 4, splits, 2 if splits > 1 else 3)
 

@@ -14,6 +14,7 @@ from .activation import KINDS
 from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
 
+_NORMS = ("rms", "rms_offset", "layer")
 MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
@@ -123,6 +124,8 @@ def linear(
             pdl=pdl,
         )
         return y
+    if norm is not None:
+        raise ValueError(f"{config} has no place for a norm; a VectorConfig has.")
     tiles = triton.cdiv(count, config.m), triton.cdiv(features, config.n)
     turns = triton.cdiv(width, config.k)
     splits = config.splits if counters is not None and math.prod(tiles) <= MOST_TILES else 1
@@ -212,5 +215,19 @@ def _check(
         expected = (*x.shape[:-1], features)
         if tuple(residual.shape) != expected or residual.stride(-1) != 1:
             raise ValueError(f"residual is {tuple(residual.shape)}; {expected} is expected.")
-    if norm is not None and count != 1:
+    if weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; one dtype is expected.")
+    if norm is not None:
+        _check_norm(norm, count, width)
+
+
+def _check_norm(norm: NormArguments, count: int, width: int) -> None:
+    if count != 1:
         raise ValueError(f"x has {count} rows; a norm is fused into the product of a single one.")
+    if norm.kind not in _NORMS:
+        raise ValueError(f"The norm is {norm.kind!r}; one of {', '.join(_NORMS)} is known.")
+    if (norm.bias is not None) != (norm.kind == "layer"):
+        raise ValueError("A norm of kind 'layer' has a bias, and no other has.")
+    for part in (norm.weight, norm.bias):
+        if part is not None and (tuple(part.shape) != (width,) or part.stride(0) != 1):
+            raise ValueError(f"The norm's weights are {tuple(part.shape)}; ({width},) is expected.")

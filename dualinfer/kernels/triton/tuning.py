@@ -299,7 +299,7 @@ def _tile_candidates(rows: int, features: int, width: int, gated: bool, sms: int
 def _decode_candidates(
     pairs: int, reach: int, group: int, dim: int, itemsize: int, sms: int
 ) -> list[Any]:
-    default = decode_attention.default_config(pairs, reach, dim, sms)
+    default = decode_attention.default_config(pairs, reach, dim, itemsize, sms)
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
     found = [default]
