@@ -218,7 +218,7 @@ def test_a_full_slot_harms_no_other(config):
 @pytest.mark.parametrize("tokens", [40, 600])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_default_configurations_are_the_reference(tokens, dim):
-    assert default_config(2, tokens, dim, 5).splits > 1
+    assert default_config(2, tokens, dim, 4, 5).splits > 1
     check(Step(FLOAT32, 2, 1, dim, tokens, [tokens - 1, 0]), None, scale=dim**-0.5)
 
 
