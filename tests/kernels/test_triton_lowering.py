@@ -66,7 +66,9 @@ def decoding(
     slots: int, kv_heads: int, group: int, dim: int, dtypes: Any = BFLOAT16, **arguments: Any
 ) -> Variant:
     """Attention of a decode step with 2,048 places in the cache; plain but for `arguments`."""
-    config = decode_attention.default_config(slots * kv_heads, 2048, dim, size, 132)
+    config = decode_attention.default_config(
+        slots * kv_heads, 2048, dim, 4 if dtypes == WHOLE else 2, 132
+    )
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = dict.fromkeys(("INTERLEAVED", "NORM_OFFSET", "WINDOWED", "SOFTCAP"), False)

@@ -49,10 +49,10 @@ def _make_ops(config: InferenceConfig, spec: ModelSpec, device: torch.device) ->
     """Triton kernels where they are wanted and can run, else plain torch."""
     if not config.replace_with_kernel_inject or config.use_triton is False:
         return PlainOps()
-    obstacle = None
     if not has_triton() or not runs_kernels(device):
         obstacle = (
-            f"the kernels run on CUDA devices from Ampere on, and this is a {device_name(device)}"
+            "the kernels run on CUDA devices from Ampere on that have the shared memory of an A100 "
+            f"or more (A100, H100, H200, B200), and this is a {device_name(device)}"
         )
     else:
         from .kernels import KernelOps, unserved

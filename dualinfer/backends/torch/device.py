@@ -1,10 +1,41 @@
 """The torch device that a model goes to, and what it has free."""
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
 from ...memory import host_free_bytes
+
+_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))  # A100, H100 and H200, B200 and B300
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def in_order(method: M) -> M:
+    """A runner's method on the runner's own device, behind the runner's work on other streams.
+
+    Kernels are launched on the thread's current device, and scratch memory serves one launch after
+    another; callers may have other devices and streams of their own.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cuda":
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            if self.last_work is not None and self.last_work[0] != stream:
+                stream.wait_event(self.last_work[1])
+            result = method(self, *args, **kwargs)
+            done = torch.cuda.Event()
+            done.record(stream)
+            self.last_work = stream, done
+            return result
+
+    return cast(M, call)
 
 
 def default_device() -> torch.device:
@@ -30,8 +61,14 @@ def has_triton() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """True on CUDA devices from Ampere on, the first with bfloat16."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """True on NVIDIA's data-centre GPUs from Ampere on.
+
+    They have bfloat16, and more than 99 KiB of shared memory for a block, which the kernels'
+    configurations fill.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) in _CAPABILITIES
 
 
 def free_bytes(device: torch.device) -> int | None:

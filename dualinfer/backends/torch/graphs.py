@@ -24,11 +24,11 @@ _VALUES = (
 class StepGraphs:
     """Graphs by key. A key must name everything that fixes the launches and their addresses.
 
-    `captures` counts those ever made. The oldest goes when there are too many.
+    `captures` counts those ever made. The least recently used one goes when there are too many.
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs' memory: they run one after another, on one stream
         self.captures = 0
 
@@ -43,7 +43,7 @@ class StepGraphs:
         """
         if len(self._graphs) >= _MOST_STEPS:
             torch.cuda.synchronize()  # it may be running
-            del self._graphs[next(iter(self._graphs))]
+            self._graphs.popitem(last=False)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -55,6 +55,7 @@ class StepGraphs:
 
     def replay(self, key: Hashable) -> None:
         """Run the key's step once."""
+        self._graphs.move_to_end(key)
         self._graphs[key].replay()
 
     def clear(self) -> None:

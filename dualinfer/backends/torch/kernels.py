@@ -28,7 +28,7 @@ from ...kernels.triton.linear import NormArguments, TileConfig, VectorConfig
 from ...kernels.triton.tuning import Configurations
 from ...spec import Activation, ModelSpec
 from ...weights import Weight
-from ..base import SamplingFeatures
+from ..base import SamplingFeatures, bucket
 from .cache import LayerCache
 from .params import Params, Weights
 from .plain import Attending, Chunk, NormOf, PlainOps
@@ -350,6 +350,7 @@ class KernelOps(PlainOps):
         return self._counters[count]
 
     def _workspace(self, rows: int, vocab: int) -> sampling.Workspace:
+        rows = bucket(rows)
         if (rows, vocab) not in self._workspaces:
             self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
         return self._workspaces[rows, vocab]

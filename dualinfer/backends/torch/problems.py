@@ -89,7 +89,7 @@ class _Recorder(KernelOps):
         super().__init__(device)
         self.products: list[_Product] = []
 
-    def _embed(
+    def embed(
         self,
         spec: ModelSpec,
         w: Weights,
@@ -97,8 +97,8 @@ class _Recorder(KernelOps):
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
-        table = w["embed.weight"].data
-        return table.new_empty((*ids.shape, table.shape[1]))
+        """Of the right shape."""
+        return w["embed.weight"].data.new_empty((*ids.shape, spec.embed))
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -255,7 +255,7 @@ def _prompts(
             **{"alibi": layer.slopes, "softcap": a.softcap},
         }
         shape = like.new_empty((1, tokens, 1, a.head_dim))
-        if attention_choice.sdpa_backends(shape, shape, **how) or a.head_dim > 256:
+        if attention_choice.sdpa_backends(shape, shape, **how):
             continue
         key = tuning.attention_key(like.element_size(), a.head_dim, tokens, a.heads, a.causal)
         how["scale"] = a.scale

@@ -36,7 +36,7 @@ class Prompts:
     """The prompts' pass of one runner."""
 
     def __init__(self, spec: ModelSpec, ops: PlainOps, graphs: StepGraphs | None):
-        self._spec, self._ops, self._graphs = spec, ops, graphs
+        self._spec, self._ops, self.graphs = spec, ops, graphs
         self._buffers: dict[Hashable, _Buffers] = {}
 
     def run(
@@ -61,7 +61,9 @@ class Prompts:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def clear(self) -> None:
-        """Let go of the graphs' buffers."""
+        """Let go of the graphs and their buffers."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self._buffers.clear()
 
     def _replayed(
@@ -73,7 +75,7 @@ class Prompts:
         width: int,
     ) -> torch.Tensor:
         """Padded to `width`: without graphs too, so that these change no bit."""
-        graphs = self._graphs
+        graphs = self.graphs
         key = "prompts", len(tokens), width
         b = self._buffers.get(key)
         is_new = b is None

@@ -24,7 +24,7 @@ from ..base import (
 from . import decoder, sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
-from .device import device_name, free_bytes
+from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs
 from .params import Params
 from .plain import Attending, PlainOps
@@ -74,11 +74,14 @@ class TorchRunner:
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
-        self._prompts = Prompts(spec, ops, self._graphs)
+        prompt_graphs = None if self._graphs is None else StepGraphs()
+        self._prompts = Prompts(spec, ops, prompt_graphs)
+        self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
         self._compiled: Callable[..., dict[str, Any]] | None = None
 
+    @in_order
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
@@ -127,6 +130,7 @@ class TorchRunner:
 
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
+    @in_order
     @torch.inference_mode()
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
@@ -158,6 +162,7 @@ class TorchRunner:
             state.seen[rows, token] = True
         return PendingTokens(token[None])
 
+    @in_order
     @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens for every live slot."""
@@ -211,7 +216,7 @@ class TorchRunner:
         """Drop the graphs, before the buffers whose addresses they hold are replaced."""
         if self._graphs is not None:
             self._graphs.clear()
-            self._prompts.clear()
+        self._prompts.clear()
 
     def _reserve(self, idle: bool) -> None:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
@@ -247,6 +252,7 @@ class TorchRunner:
             state.seen[slot] = False
             state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True
 
+    @in_order
     @torch.inference_mode()
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
@@ -292,7 +298,7 @@ class TorchRunner:
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
         weights = self.params.weights()
-        graphs = (self._graphs, self._calls)
+        graphs = (self._graphs, self._prompts.graphs, self._calls)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
@@ -313,6 +319,7 @@ class TorchRunner:
         self._cache.clear()
         self._state = None
         self._tokens = self._row = torch.empty(0)
+        self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})
         if self.device.type == "cuda":

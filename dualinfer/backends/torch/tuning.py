@@ -94,7 +94,8 @@ def _best(problem: Problem, seconds: Clock) -> Measured | None:
     try:
         run, calls = problem.prepare()
         expected = run(default)
-    except torch.OutOfMemoryError:
+    except Exception as error:  # of the compiler, the driver, the allocator
+        _log.warning("%s cannot run as %s: %s", problem.key, default, error)
         return None
     runs = {default: lambda: run(default)}
     for config in problem.candidates[1:]:
