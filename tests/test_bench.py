@@ -43,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(*arguments: object):
     """The command line's result."""
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["bench", *map(str, arguments)])
 
 
 def counts_of(name: str) -> Counts:

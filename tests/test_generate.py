@@ -935,16 +935,16 @@ def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):
     reference = np.asarray(engine.generate(rows(), max_new_tokens=10))
     stream = engine.stream(rows()[0], max_new_tokens=20)
     found = [next(stream) for _ in range(4)]
-    for method in (
-        "_reserve",
-        "_put" if engine.inference_config.backend == "torch" else "_advance",
-    ):
+    runner = engine.runner
+    is_torch = engine.inference_config.backend == "torch"
+    later = (runner._prompts, "run") if is_torch else (runner, "_advance")
+    for target, method in ((runner, "_reserve"), later):
 
         def fail(*args, **kwargs):
             raise MemoryError("mine")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, method, fail)
+            patch.setattr(target, method, fail)
             with pytest.raises(MemoryError):
                 engine.generate(rows(), max_new_tokens=10)
     found += list(stream)
