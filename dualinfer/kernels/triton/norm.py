@@ -27,7 +27,6 @@ def _norm_kernel(
     weight_ptr,
     bias_ptr,
     y_ptr,
-    sum_ptr,
     rows,
     width,
     eps,
@@ -64,10 +63,7 @@ def _norm_kernel(
             row, size1, size2, residual_stride0, residual_stride1, residual_stride2, AXES
         )
         x += tl.load(residual_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
-        stored = x.to(y_ptr.dtype.element_ty)
-        if sum_ptr is not None:
-            tl.store(sum_ptr + to, stored, mask=inside)
-        x = stored.to(tl.float32)
+        x = x.to(y_ptr.dtype.element_ty).to(tl.float32)
     if CENTER:
         x = tl.where(within, x - tl.sum(x, 1, keep_dims=True) / width, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / width + eps)
@@ -89,17 +85,15 @@ def rms_norm(
     *,
     unit_offset: bool = False,
     residual: Any = None,
-    keep_sum: bool = False,
     pdl: bool = False,
 ) -> Any:
     """x [..., E] over its root mean square, times weight [E], in float32, rounded once.
 
     With `unit_offset` times 1 + weight (Gemma). With `residual` [..., E] the sum x + residual,
-    rounded to x's dtype, is normed; `keep_sum` returns (normed, sum). `pdl` as in `launch`: the
-    weight is read before the kernel in front has ended. E is at most 16384; leading axes may be
-    strided.
+    rounded to x's dtype, is normed. `pdl` as in `launch`: the weight is read before the kernel in
+    front has ended. E is at most 16384; leading axes may be strided.
     """
-    return _run(x, weight, None, eps, False, unit_offset, residual, keep_sum, pdl)
+    return _run(x, weight, None, eps, False, unit_offset, residual, pdl)
 
 
 def layer_norm(
@@ -109,14 +103,13 @@ def layer_norm(
     eps: float,
     *,
     residual: Any = None,
-    keep_sum: bool = False,
     pdl: bool = False,
 ) -> Any:
     """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] or None.
 
     The variance is that of the differences from the mean, in float32. The rest as in `rms_norm`.
     """
-    return _run(x, weight, bias, eps, True, False, residual, keep_sum, pdl)
+    return _run(x, weight, bias, eps, True, False, residual, pdl)
 
 
 def _run(
@@ -127,7 +120,6 @@ def _run(
     center: bool,
     unit_offset: bool,
     residual: Any,
-    keep_sum: bool,
     pdl: bool,
 ) -> Any:
     check_last_axis("x", x)
@@ -146,10 +138,7 @@ def _run(
                 f"{x.dtype}, as x is, was expected."
             )
         tensors.append(residual)
-    elif keep_sum:
-        raise ValueError("keep_sum=True without a residual: there is no sum. Pass residual.")
     y = x.new_empty(x.shape)
-    total = x.new_empty(x.shape) if keep_sum else None
     if y.numel():
         axes, sizes, strides = leading_axes(x.shape[:-1], *(t.stride()[:-1] for t in tensors))
         rows, block = y.numel() // width, next_power_of_2(width)
@@ -163,7 +152,6 @@ def _run(
             weight,
             bias,
             y,
-            total,
             rows,
             width,
             eps,
@@ -179,4 +167,4 @@ def _run(
             num_warps=min(max(block * rows_each // 512, 1), 16),
             pdl=pdl,
         )
-    return (y, total) if keep_sum else y
+    return y
