@@ -126,7 +126,7 @@ def _decode_attention_kernel(
     share = tl.cdiv(tl.cdiv(length - begin, BLOCK_S), SPLITS) * BLOCK_S
     first = begin + split * share
     last = tl.minimum(first + share, length)
-    base = slot * slot_stride + kv_head * head_stride
+    base = slot * slot_stride + kv_head.to(tl.int64) * head_stride
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
