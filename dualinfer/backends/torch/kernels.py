@@ -265,7 +265,7 @@ class KernelOps(PlainOps):
             pairs = q.shape[0] * a.heads
             key = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             how |= {"positions": counted, "config": self.configurations.attention(*key)}
-            y = attention.attention(q, k, v, scale=a.scale, pdl=self.pdl, **how)
+            y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
         return y.flatten(-2)
 
     @named("decode_attention")

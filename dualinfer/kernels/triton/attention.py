@@ -29,6 +29,7 @@ def attention(
     lengths: Any = None,
     start: int = 0,
     config: Config | None = None,
+    sms: int = 132,
     pdl: bool = False,
 ) -> Any:
     """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
@@ -36,7 +37,8 @@ def attention(
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
     `positions` int are [B, S]. Keys at or beyond `lengths` int [B] are hidden; the output of
     queries there is finite, and zero in blocks that lie wholly there. Keys and values that are
-    hidden are read all the same and must be finite. Strides are free but for the last axis.
+    hidden are read all the same and must be finite. Strides are free but for the last axis. `sms`
+    is the device's number of multiprocessors.
     """
     batch, tokens, heads, dim = q.shape
     _check(q, k, v, scale, window, softcap, start)
@@ -55,7 +57,8 @@ def attention(
         return out
     itemsize, pairs = q.element_size(), batch * heads
     if config is None:
-        config = attention_configs(itemsize=itemsize, head_dim=dim, tokens=tokens, pairs=pairs)[0]
+        shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
+        config = attention_configs(**shape, processors=sms)[0]
     main, rest = _split(dim)
     tma = all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
