@@ -29,11 +29,12 @@ def in_order(method: M) -> M:
             stream = torch.cuda.current_stream()
             if self.last_work is not None and self.last_work[0] != stream:
                 stream.wait_event(self.last_work[1])
-            result = method(self, *args, **kwargs)
-            done = torch.cuda.Event()
-            done.record(stream)
-            self.last_work = stream, done
-            return result
+            try:
+                return method(self, *args, **kwargs)
+            finally:  # what was launched before an error runs all the same
+                done = torch.cuda.Event()
+                done.record(stream)
+                self.last_work = stream, done
 
     return cast(M, call)
 

@@ -249,7 +249,7 @@ class KernelOps(PlainOps):
             "alibi": layer.slopes,
             "softcap": a.softcap,
         }
-        backends = attention_choice.sdpa_backends(q, k, **how)
+        backends = attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
                 y = F.scaled_dot_product_attention(

@@ -255,7 +255,7 @@ def _prompts(
             **{"alibi": layer.slopes, "softcap": a.softcap},
         }
         shape = like.new_empty((1, tokens, 1, a.head_dim))
-        if attention_choice.sdpa_backends(shape, shape, **how):
+        if attention_choice.sdpa_backends(shape, **how):
             continue
         key = tuning.attention_key(like.element_size(), a.head_dim, tokens, a.heads, a.causal)
         how["scale"] = a.scale

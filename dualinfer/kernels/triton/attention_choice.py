@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .launch import has_pdl
+from .launch import INTERPRETED
 
 
 class Config(NamedTuple):
@@ -47,7 +47,6 @@ def attention_configs(
 
 def sdpa_backends(
     q: Any,
-    k: Any,
     *,
     causal: bool,
     window: int | None = None,
@@ -68,7 +67,9 @@ def sdpa_backends(
     tokens, dim = q.shape[1], q.shape[3]
     options = (mask, segments, alibi, softcap, sinks, lengths)
     windowed = window is not None and window < tokens
-    if windowed or any(x is not None for x in options) or start or not has_pdl(q):
+    if windowed or any(x is not None for x in options) or start:
+        return ()
+    if INTERPRETED or q.device.type != "cuda":
         return ()
     if q.element_size() != 2 or dim not in _SDPA_DIMS or tokens < _SDPA_FROM:
         return ()
