@@ -80,6 +80,8 @@ def make_model(family: str, positions: int = 1024):
         name, limit, fields = DECODERS[family]
         fields = {"vocab_size": 4001, **fields, **({limit: positions} if limit else {})}
         config = getattr(hf, f"{name}Config")(**fields)
+        if config.model_type == "gemma2":  # transformers 5.17 picks SDPA, which drops the soft cap
+            config._attn_implementation = "eager"
         return getattr(hf, f"{name}ForCausalLM")(config).eval()
     if family == "t5":
         config = hf.T5Config(vocab_size=4001, d_model=256, d_kv=64, d_ff=512, num_layers=3)

@@ -275,9 +275,13 @@ def test_model_times_are_those_of_the_device(use_events):
     profiler = Profiler(runner.stopwatch)
     runner.watch(profiler)
     profiler.switch(True, use_events)
+    walls = []
     for _ in range(3):
-        runner.forward((x,), {"times": 40})
+        start = time.perf_counter()
+        runner.forward((x,), {"times": 40})["out"].block_until_ready()
+        walls.append((time.perf_counter() - start) * 1e3)
     times = profiler.take()
-    print(f"launched after {launched:.2f} ms, done after {done:.2f} ms, times {times}")
+    print(f"launched after {launched:.2f} ms, done after {done:.2f} ms, {times} of {walls}")
     assert done > 4 * launched  # else the test would show nothing
-    assert len(times) == 3 and all(0.5 * done < t < 2 * done for t in times)
+    assert len(times) == 3
+    assert all(0.5 * wall < t <= wall for t, wall in zip(times, walls, strict=True))
