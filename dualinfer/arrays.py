@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 Kind = Literal["torch", "jax", "numpy", "list"]
+_XLA_ALIGNMENT = 128  # bytes, of what executables take on a GPU; they fail at others
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -39,8 +40,11 @@ def to_numpy(value: Any) -> np.ndarray:
 
 def same_tensor(one: Any, other: Any) -> bool:
     """True if two tensors hold the same values; tells shared memory apart without reading it."""
-    if kind_of(one) == kind_of(other) == "torch" and one.data_ptr() == other.data_ptr():
-        return one.shape == other.shape
+    if kind_of(one) == kind_of(other) == "torch":
+        if one.shape != other.shape or one.data_ptr() == other.data_ptr():
+            return one.shape == other.shape
+        if one.device == other.device and one.dtype == other.dtype:
+            return bool((one == other).all())  # where they lie
     a, b = to_numpy(one), to_numpy(other)
     return a.shape == b.shape and a.dtype == b.dtype and bool(np.array_equal(a, b))
 
@@ -102,12 +106,50 @@ def _jax_to_torch(array: Any) -> Any:
     return _numpy_to_torch(np.asarray(array))
 
 
+def to_jax(value: Any, device: Any) -> Any:
+    """`value` (torch, JAX or NumPy) as an array on a JAX device, row-major and aligned for XLA.
+
+    A torch tensor that lies there so is shared, through DLPack, behind torch's work on it; another
+    one on a device that JAX has is copied there, and only one elsewhere goes through the host. What
+    was copied on the device may still be read when this returns: `value` stays as it is until the
+    array is ready.
+    """
+    import jax
+
+    if kind_of(value) == "torch":
+        value = _shared(value) if _reaches(device, value) else to_numpy(value)
+    return jax.device_put(value, device)
+
+
+def _reaches(device: Any, tensor: Any) -> bool:
+    """True if the JAX device's platform has the device on which a torch tensor lies."""
+    import jax
+
+    if device.platform != "gpu" or tensor.device.type != "cuda":
+        return device.platform == tensor.device.type == "cpu"
+    devices = jax.local_devices(backend=device.platform)
+    return any(d.local_hardware_id == tensor.device.index for d in devices)
+
+
+def _shared(tensor: Any) -> Any:
+    """A torch tensor as a JAX array on its own device, in its memory if XLA can take that."""
+    import jax
+
+    tensor = tensor.detach().contiguous()
+    if not tensor.is_cuda:
+        return jax.dlpack.from_dlpack(tensor)
+    import torch
+
+    with torch.cuda.device(tensor.device):  # torch lends the current device's tensors only
+        if tensor.data_ptr() % _XLA_ALIGNMENT:
+            tensor = tensor.clone()
+        return jax.dlpack.from_dlpack(tensor)
+
+
 def _torch_to_jax(tensor: Any) -> Any:
     import jax
-    import jax.numpy as jnp
 
     device = jax.local_devices()[0]
-    platform = "cpu" if tensor.device.type == "cpu" else "gpu"
-    if device.platform == platform:
-        return jax.dlpack.from_dlpack(tensor.detach().contiguous())
-    return jnp.asarray(to_numpy(tensor))
+    if _reaches(device, tensor):
+        return _shared(tensor)
+    return jax.numpy.asarray(to_numpy(tensor))

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "report": set(),
     "memory": set(),
+    "private_folder": set(),
     "embedded": set(),
     "bench.case": set(),  # what a backend says of its ops
     "kernels.*": {"kernels.*"},
@@ -42,11 +43,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": {"backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*", "weights"),
+        *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*"),
+        *("private_folder", "weights"),
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.jax.*", "kernels.pallas.*", "outputs", "weights"),
+        *("backends.base", "backends.jax.*", "kernels.pallas.*", "outputs", "private_folder"),
+        "weights",
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {

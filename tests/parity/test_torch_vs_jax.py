@@ -43,7 +43,7 @@ def decode_forced(engine, texts, monkeypatch):
     that both backends and the whole-sequence forward see the same past at every position.
     """
     backend = engine.inference_config.backend
-    where = {"torch": "torch.sampler", "jax": "jax.runner"}[backend]
+    where = {"torch": "torch.sampler", "jax": "jax.steps"}[backend]
     module = importlib.import_module(f"dualinfer.backends.{where}")
     found = np.full((len(texts), TOKENS, VOCAB), np.nan, np.float32)
 

@@ -11,9 +11,12 @@ from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
+from .compilation_cache import use_compilation_cache
 from .graphs import compiler_options
+from .kernels import KernelOps, runs_kernels, unserved
 from .modules import JaxModuleRunner
 from .params import load_model
+from .plain import PlainOps
 from .runner import JaxRunner
 
 
@@ -43,9 +46,19 @@ def create_runner(
     """A runner on the default device with the plan's weights in the config's dtype."""
     device, dtype = default_device(), jnp.dtype(config.dtype or default_dtype())
     register_outputs()
+    use_compilation_cache(device)
     model = load_model(spec, plan, source, dtype, device)
     options = compiler_options(config.enable_cuda_graph, device)
-    return JaxRunner(spec, model, dtype, device, options)
+    return JaxRunner(spec, model, dtype, device, _make_ops(config, spec, device), options)
+
+
+def _make_ops(config: InferenceConfig, spec: ModelSpec, device: jax.Device) -> PlainOps:
+    """Pallas kernels where they are wanted and can run, else plain XLA."""
+    if not config.replace_with_kernel_inject or config.use_triton is False:
+        return PlainOps()
+    if not runs_kernels(device) or unserved(spec):
+        return PlainOps()
+    return KernelOps(getattr(device, "core_count", 132))
 
 
 def create_module_runner(
@@ -59,6 +72,7 @@ def create_module_runner(
     assert source is None
     device = host_device() if config.keep_module_on_host else default_device()
     dtype = jnp.dtype(config.dtype or default_dtype())
+    use_compilation_cache(device)
     return JaxModuleRunner(
         module, dtype, device, compiler_options(config.enable_cuda_graph, device)
     )

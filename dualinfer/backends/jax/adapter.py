@@ -3,15 +3,17 @@
 import functools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
 
 from ...config.dtypes import dtype_name
 from ...errors import UnsupportedError
+from ...outputs import FIELDS
+from .functional import batch_by_rows, traced_inputs
 from .graphs import TRACED, check_concrete
-from .params import Model
+from .params import Model, Params, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
 
@@ -125,6 +127,47 @@ class _FusedEngine(_Engine):
             self._view = weakref.ref(view)
         return view
 
+    @property
+    def model(self: Any) -> FusedModule:
+        """The same as `module`, to inspect: its repr lists what it holds."""
+        return self.module
+
+    @property
+    def params(self: Any) -> dict[str, Any]:
+        """The weights as a pytree of arrays by name: params["layers"][0]["qkv"]["weight"].
+
+        A fresh dict of the engine's own buffers, which must not be donated: copy them first.
+        """
+        return make_tree(self.runner.params)
+
+    def apply(
+        self: Any,
+        params: Any,
+        tokens: Any,
+        *,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        token_type_ids: Any = None,
+        output_hidden_states: bool = False,
+    ) -> Any:
+        """What forward returns, as a pure function to be composed with jax.jit and jax.vmap.
+
+        `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
+        [B, T], or [T] for one row; the others as in forward, as arrays. All may be traced, so that
+        values are not checked: ids and positions outside their tables are clipped, any mask value
+        but 0 shows a token, and `position_ids` never separate packed sequences. It reads nothing of
+        the engine but facts of the model, keeps nothing, and has no derivatives. Raises
+        ArgumentError for what does not fit, and LengthError for too many tokens.
+        """
+        runner = self.runner
+        weights = read_tree(params, runner.params)
+        inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
+
+        def forward(weights: Params, inputs: tuple[jax.Array | None, ...]) -> dict[str, Any]:
+            return runner.steps.forward(weights, *inputs, keep=output_hidden_states)
+
+        return _outputs(batch_by_rows(forward)(weights, inputs))
+
 
 @functools.cache
 def engine_type(base: type) -> type:
@@ -156,6 +199,17 @@ def _refuse_tracing(method: Callable[..., Any], probe: bool) -> Callable[..., An
     return call
 
 
+def _outputs(fields: Mapping[str, Any]) -> Any:
+    """HF's ModelOutput of `fields`, in HF's order; they may be traced, or no arrays at all."""
+    from ...outputs import Outputs
+
+    outputs = Outputs()
+    for name in FIELDS:
+        if name in fields:
+            outputs[name] = fields[name]  # its __init__ would look into values
+    return outputs
+
+
 @functools.cache
 def register_outputs() -> None:
     """Make what forward returns a pytree; once, since JAX takes a class but once."""
@@ -168,9 +222,6 @@ def register_outputs() -> None:
         return tuple(outputs.values()), tuple(outputs)
 
     def unflatten(names: tuple[str, ...], values: Any) -> Any:
-        outputs = Outputs()
-        for name, value in zip(names, values, strict=True):
-            outputs[name] = value  # its __init__ would look into values that are no arrays
-        return outputs
+        return _outputs(dict(zip(names, values, strict=True)))
 
     jax.tree_util.register_pytree_with_keys(Outputs, flatten_with_keys, unflatten, flatten)

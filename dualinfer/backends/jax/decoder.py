@@ -1,163 +1,127 @@
 """The one JAX decoder: every family's forward pass, read off its ModelSpec. Traced, never eager.
 
 How a layer attends (a whole sequence, a prompt into the cache, one token from the cache) is the
-`attend` function that the runner passes in; all else is the same in every case. Layers are
-unrolled: a scan over stacked weights runs 2.7 times slower on an H100.
+`attend` function that the runner passes in, and whether kernels or plain XLA compute is `ops`; all
+else is the same in every case. Layers are unrolled: a scan over stacked weights runs 2.7 times
+slower on an H100.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...spec import Attention, Layer, ModelSpec, Norm, Rope
-from . import ops, parallel
+from ...spec import Layer, ModelSpec
+from . import parallel
 from .params import Params, Weights
+from .plain import NormOf, PlainOps
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-CosSin = tuple[jax.Array, jax.Array]
+Attend = Callable[[int, jax.Array], jax.Array]
 
 
 def hidden_states(
     spec: ModelSpec,
     params: Params,
+    ops: PlainOps,
     ids: jax.Array,
     positions: jax.Array,
     token_types: jax.Array | None,
     attend: Attend,
     keep: bool = False,
 ) -> list[jax.Array]:
-    """The last hidden state [B, T, E] for ids and positions [B, T], after the final norm.
+    """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
-    With `keep`, all L+1 in HF's order: the embedding, each layer's output, the last one normed. The
-    last one has the width of the embedding where that is another than the layers'.
+    With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
+    its packed queries, keys and values.
     """
-    x = _embed(spec, params.outer, ids, positions, token_types)
-    ropes: dict[Rope | None, CosSin] = {
-        rope: _cos_sin(rope, positions) for rope in {s.attention.rope for s in spec.layers} if rope
-    }
-    kept = [x] if keep else []
+    x = ops.embed(spec, params.outer, ids, positions, token_types)
+    if spec.embed_norm:
+        x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+    kept = [x]
     for i, layer in enumerate(spec.layers):
         with jax.named_scope(f"layer.{i}"):
-            x = _block(layer, params.layers[i], x, ropes.get(layer.attention.rope), i, attend)
-        if keep:
-            kept.append(x)
-    if spec.final_norm:
-        x = _norm(spec.final_norm, params.outer, "final_norm", x)
+            x = _block(layer, params.layers[i], ops, x, i, attend)
+        kept = [*kept, x] if keep else [x]
+    return kept
+
+
+def finished(spec: ModelSpec, params: Params, ops: PlainOps, x: jax.Array) -> jax.Array:
+    """HF's last hidden state: after the final norm, in the width of the embedding."""
+    norm = _final_norm(spec, params)
     if spec.embed_width:
-        x = ops.matmul(x, params.outer["project_out.weight"])
-    return [*kept[:-1], x] if keep else [x]
+        return ops.linear(x, params.outer["project_out.weight"], norm=norm)
+    return ops.norm(x, norm) if norm else x
 
 
-def logits(spec: ModelSpec, params: Params, x: jax.Array) -> jax.Array:
-    """Scores [..., V] of hidden states [..., E]."""
+def logits(
+    spec: ModelSpec, params: Params, ops: PlainOps, x: jax.Array, wide: bool = False
+) -> jax.Array:
+    """Scores [..., V] of the last layer's output [..., E]; `wide` asks for float32."""
     w = params.outer
+    norm = _final_norm(spec, params)
+    if spec.embed_width:
+        x, norm = finished(spec, params, ops, x), None
     if spec.head is not None and spec.head.kind == "masked":
         assert spec.head.norm and spec.head.activation
-        x = ops.matmul(x, w["head.dense.weight"], w["head.dense.bias"])
-        x = _norm(spec.head.norm, w, "head.norm", ops.activation(x, spec.head.activation))
-    scores = ops.matmul(x, w.get("head.weight", w["embed.weight"]), w.get("head.bias"))
+        x = ops.linear(
+            x,
+            w["head.dense.weight"],
+            w["head.dense.bias"],
+            norm=norm,
+            activation=spec.head.activation,
+        )
+        norm = NormOf.named(spec.head.norm, w, "head.norm")
+    weight = w.get("head.weight", w["embed.weight"])
+    scores = ops.linear(x, weight, w.get("head.bias"), norm=norm, wide=wide)
     if spec.head is not None and spec.head.softcap:
-        wide = scores.astype(jnp.float32) / spec.head.softcap
-        scores = (jnp.tanh(wide) * spec.head.softcap).astype(scores.dtype)
+        capped = jnp.tanh(scores.astype(jnp.float32) / spec.head.softcap) * spec.head.softcap
+        scores = capped.astype(scores.dtype)
     return parallel.gather_logits(scores)
 
 
-def pooled(params: Params, x: jax.Array) -> jax.Array:
+def pooled(params: Params, ops: PlainOps, x: jax.Array) -> jax.Array:
     """BERT's pooler: tanh of a projection of the first token, x [B, T, E] to [B, E]."""
     w = params.outer
-    return jnp.tanh(ops.matmul(x[:, 0], w["pooler.weight"], w["pooler.bias"]))
+    return ops.linear(x[:, 0], w["pooler.weight"], w["pooler.bias"], activation="tanh")
 
 
-def scoring(attention: Attention) -> dict[str, Any]:
-    """How attention ops score a layer's keys: their arguments that are facts of the layer."""
-    slopes = attention.alibi
-    return {
-        "scale": attention.scale,
-        "window": attention.window,
-        "softcap": attention.softcap,
-        "alibi": None if slopes is None else jnp.array(slopes, jnp.float32),
-    }
-
-
-def _embed(
-    spec: ModelSpec,
-    w: Weights,
-    ids: jax.Array,
-    positions: jax.Array,
-    token_types: jax.Array | None,
-) -> jax.Array:
-    x = ops.embed(ids, w["embed.weight"])
-    if spec.embed_scale != 1:
-        x = x * jnp.asarray(spec.embed_scale, x.dtype)
-    if spec.embed_width:
-        x = ops.matmul(x, w["project_in.weight"])
-    if token_types is not None:
-        table = w["embed.weight" if spec.token_types_from_vocab else "token_types.weight"]
-        x = x + ops.embed(token_types, table)
-    if spec.learned_positions:
-        x = x + ops.embed(positions + spec.position_offset, w["positions.weight"])
-    return _norm(spec.embed_norm, w, "embed_norm", x) if spec.embed_norm else x
-
-
-def _cos_sin(rope: Rope, positions: jax.Array) -> CosSin:
-    """cos and sin of every position's angles, float32 [B, T, R/2]."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.array(rope.inv_freq, jnp.float32)
-    return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
-
-
-def _norm(norm: Norm, w: Weights, name: str, x: jax.Array) -> jax.Array:
-    if norm.kind == "rms":
-        return ops.rms_norm(x, w[f"{name}.weight"], norm.eps, norm.unit_offset)
-    return ops.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], norm.eps)
+def _final_norm(spec: ModelSpec, params: Params) -> NormOf | None:
+    return NormOf.named(spec.final_norm, params.outer, "final_norm") if spec.final_norm else None
 
 
 def _block(
-    layer: Layer, w: Weights, x: jax.Array, rope: CosSin | None, index: int, attend: Attend
+    layer: Layer, w: Weights, ops: PlainOps, x: jax.Array, index: int, attend: Attend
 ) -> jax.Array:
-    def norm(name: str, x: jax.Array) -> jax.Array:
-        return _norm(layer.norm, w, name, x)
+    """One layer's output."""
 
-    def attention(x: jax.Array) -> jax.Array:
-        return _attention(layer, w, x, rope, index, attend)
+    def norm(name: str) -> NormOf:
+        return NormOf.named(layer.norm, w, name)
+
+    def attention(norm: NormOf | None, residual: jax.Array | None) -> jax.Array:
+        """Attention of `x`, normed first where there is a norm, plus the residual if given."""
+        y = attend(index, ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm))
+        return parallel.row_product(ops, y, w["out.weight"], w.get("out.bias"), residual)
+
+    def mlp(x: jax.Array, norm: NormOf | None, residual: jax.Array | None) -> jax.Array:
+        """Feed-forward of `x`, likewise."""
+        h = ops.linear(
+            x,
+            w["up.weight"],
+            w.get("up.bias"),
+            norm=norm,
+            activation=layer.mlp.activation,
+            gated=layer.mlp.gated,
+        )
+        return parallel.row_product(ops, h, w["down.weight"], w.get("down.bias"), residual)
 
     if layer.parallel:
-        read = norm("attn_norm", x)
-        return (
-            x + attention(read) + _mlp(layer, w, read if layer.shared_norm else norm("mlp_norm", x))
-        )
+        total = attention(norm("attn_norm"), x)
+        return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
     if layer.placement == "pre":
-        x = x + attention(norm("attn_norm", x))
-        return x + _mlp(layer, w, norm("mlp_norm", x))
+        x = attention(norm("attn_norm"), x)
+        return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
-        x = x + norm("attn_post_norm", attention(norm("attn_norm", x)))
-        return x + norm("mlp_post_norm", _mlp(layer, w, norm("mlp_norm", x)))
-    x = norm("attn_norm", x + attention(x))
-    return norm("mlp_norm", x + _mlp(layer, w, x))
-
-
-def _attention(
-    layer: Layer, w: Weights, x: jax.Array, rope: CosSin | None, index: int, attend: Attend
-) -> jax.Array:
-    a = layer.attention
-    fused = ops.matmul(x, w["qkv.weight"], w.get("qkv.bias"))
-    query, key, _ = a.qkv_sizes
-    parts = jnp.split(fused, (query, query + key), axis=-1)
-    q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
-    if a.qk_norm:
-        q, k = _norm(a.qk_norm, w, "q_norm", q), _norm(a.qk_norm, w, "k_norm", k)
-    if rope:
-        assert a.rope
-        q, k = (ops.rotary(part, *rope, a.rope.interleaved) for part in (q, k))
-    out = attend(index, q, k, v)
-    return parallel.row_product(
-        out.reshape(*out.shape[:-2], -1), w["out.weight"], w.get("out.bias")
-    )
-
-
-def _mlp(layer: Layer, w: Weights, x: jax.Array) -> jax.Array:
-    h = ops.matmul(x, w["up.weight"], w.get("up.bias"))
-    act = ops.gated_activation if layer.mlp.gated else ops.activation
-    h = act(h, layer.mlp.activation)
-    return parallel.row_product(h, w["down.weight"], w.get("down.bias"))
+        x = x + ops.norm(attention(norm("attn_norm"), None), norm("attn_post_norm"))
+        return x + ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
+    x = ops.norm(attention(None, None), norm("attn_norm"), residual=x)
+    return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)

@@ -3,15 +3,21 @@
 import jax
 
 from ...weights import Weight
-from . import ops
+from .plain import PlainOps
 
 
-def row_product(x: jax.Array, weight: Weight, bias: Weight | None) -> jax.Array:
-    """A row-parallel product: each device's share summed, then the bias added once.
+def row_product(
+    ops: PlainOps,
+    x: jax.Array,
+    weight: Weight,
+    bias: Weight | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """A row-parallel product: each device's share summed, then bias and residual added once.
 
-    With one device the product takes the bias itself, which saves a rounding.
+    With one device the product takes both itself, which saves roundings and launches.
     """
-    return reduce(ops.matmul(x, weight, bias))
+    return reduce(ops.linear(x, weight, bias, residual=residual))
 
 
 def reduce(x: jax.Array) -> jax.Array:

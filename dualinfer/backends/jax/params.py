@@ -1,12 +1,15 @@
 """Parameters on a JAX device: an nnx model for people, split once into a pytree for the step."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ...arrays import to_numpy
+from ...arrays import kind_of, to_jax
+from ...errors import ArgumentError
 from ...progress import track
 from ...spec import ModelSpec
 from ...weights import LoadPlan, Row, TensorSource, Weight
@@ -26,7 +29,90 @@ class Params(NamedTuple):
 
     def weights(self) -> list[Weight]:
         """Every leaf."""
-        return [w for group in (self.outer, *self.layers) for w in group.values()]
+        return [w for group in _groups(self) for w in group.values()]
+
+
+def _groups(params: Params) -> tuple[Weights, ...]:
+    return (params.outer, *params.layers)
+
+
+def _describe(weight: Weight) -> str:
+    sizes = zip(weight.axes, weight.data.shape, strict=True)
+    return f"{weight.data.dtype}[{', '.join(f'{axis}={size}' for axis, size in sizes)}]"
+
+
+def make_tree(params: Params) -> dict[str, Any]:
+    """The arrays themselves, by the parts of their names: tree["layers"][0]["qkv"]["weight"]."""
+
+    def nest(weights: Weights) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name, weight in weights.items():
+            *parts, last = name.split(".")
+            inner = tree
+            for part in parts:
+                inner = inner.setdefault(part, {})
+            inner[last] = weight.data
+        return tree
+
+    return {**nest(params.outer), "layers": [nest(layer) for layer in params.layers]}
+
+
+def read_tree(tree: Any, like: Params) -> Params:
+    """Params of a tree such as `make_tree(like)`; dicts and lists of any kind, NumPy arrays too.
+
+    Raises ArgumentError that names each array that is missing, unknown, or of another shape or
+    dtype than that of `like`.
+    """
+    found = _flatten(tree)
+    groups = [("", like.outer), *((f"layers.{i}.", g) for i, g in enumerate(like.layers))]
+    expected = {prefix + name: w for prefix, group in groups for name, w in group.items()}
+    unfit = []
+    for name in found.keys() & expected.keys():
+        data, array = expected[name].data, found[name]
+        if kind_of(array) not in ("jax", "numpy"):
+            unfit.append(f"{name} is a {type(array).__name__}, no array")
+        elif (array.shape, array.dtype) != (data.shape, data.dtype):
+            unfit.append(
+                f"{name} is {array.dtype}{list(array.shape)}, expected "
+                f"{data.dtype}{list(data.shape)}"
+            )
+    problems = [
+        f"{what} {len(names)}: {', '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
+        for what, names in (
+            ("missing", expected.keys() - found.keys()),
+            ("unknown", found.keys() - expected.keys()),
+            ("not fitting", unfit),
+        )
+        if names
+    ]
+    if problems:
+        raise ArgumentError(
+            f"params are not those of this engine: {'; '.join(problems)}. Expected is the "
+            "structure, the shapes and the dtype of engine.params."
+        )
+    outer, *layers = (
+        {
+            name: dataclasses.replace(w, data=jnp.asarray(found[prefix + name]))
+            for name, w in group.items()
+        }
+        for prefix, group in groups
+    )
+    return Params(outer, tuple(layers))
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of nested mappings and sequences by their path, its parts joined by dots."""
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    else:
+        return {"": tree}
+    return {
+        f"{key}.{path}" if path else str(key): leaf
+        for key, value in items
+        for path, leaf in _flatten(value).items()
+    }
 
 
 class Part(nnx.Module):
@@ -76,6 +162,22 @@ class Model(Part):
     def __init__(self, spec: ModelSpec):
         self.layers = nnx.List([Layer(layer.attention.qkv_sizes) for layer in spec.layers])
 
+    def __repr__(self) -> str:
+        """Names, axes and dtypes, those of equal layers once; no values."""
+        outer, *layers = [
+            [f"{name}: {_describe(weight)}" for name, weight in group.items()]
+            for group in _groups(split_model(self))
+        ]
+        lines, first = list(outer), 0
+        while first < len(layers):
+            end = first
+            while end < len(layers) and layers[end] == layers[first]:
+                end += 1
+            lines.append(f"layers[{first}]:" if end == first + 1 else f"layers[{first}:{end}]:")
+            lines += [f"  {line}" for line in layers[first]]
+            first = end
+        return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"
+
 
 def load_model(
     spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: Any, device: jax.Device
@@ -97,7 +199,8 @@ def split_model(model: Model) -> Params:
     _, state = nnx.split(model)
     params = Params({}, tuple({} for _ in model.layers))
     for keys, param in nnx.to_flat_state(state):
-        weight = Weight(param[...], param.axes)
+        (data,) = jax.tree.leaves(param)  # also where a transformation of nnx has left no array
+        weight = Weight(data, param.axes)
         path = [str(key) for key in keys]
         if path[0] == "layers":
             params.layers[int(path[1])][".".join(path[2:])] = weight
@@ -116,9 +219,12 @@ def _assemble(
 ) -> jax.Array:
     if not row.sources:
         return jnp.full(plan.shape(row), row.constant, dtype, device=device)
-    blocks = []
+    blocks, lent = [], False
     for part, name in zip(row.sources, names, strict=True):
-        array = jax.device_put(to_numpy(source.read(name)), device)
-        array = array.transpose(row.permutation(part)).astype(dtype)
+        tensor = source.read(name)
+        lent = lent or kind_of(tensor) == "torch"
+        array = to_jax(tensor, device).transpose(row.permutation(part)).astype(dtype)
         blocks += plan.blocks(row, part, array)
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
+    weight = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
+    # torch may write to, or give away, what it has lent as soon as we let go of it.
+    return weight.block_until_ready() if lent else weight

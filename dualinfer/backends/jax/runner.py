@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import StepError
+from ...errors import StepError, UnsupportedError
 from ...spec import ModelSpec
 from ..base import (
     MAX_STEPS,
-    NO_TOKEN,
     SMALLEST_CACHE,
     ForwardInputs,
     LiveSlots,
@@ -25,13 +24,16 @@ from ..base import (
     cache_specs,
     sampling_rows,
 )
-from . import decoder, ops
-from .cache import Cache, check_room, free_bytes, grow, make_cache, write
-from .graphs import Clock, Executables, check_compile, check_concrete
+from . import ahead
+from .cache import Cache, check_room, free_bytes, grow, make_cache
+from .graphs import Clock, Executables, Job, check_concrete
 from .params import Model, Params, split_model
-from .sampler import WORDS, SlotState, book, copy_rows, sample
+from .plain import PlainOps
+from .sampler import WORDS, SlotState, copy_rows
+from .steps import Steps
 
 _SMALLEST_PROMPT = 16
+_SMALLEST_EOS = 4
 
 
 class PendingTokens:
@@ -62,11 +64,13 @@ class JaxRunner:
         module: Model,
         dtype: Any,
         device: jax.Device,
+        ops: PlainOps,
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.steps = spec, Steps(spec, ops)
         self.module: Model | None = module
         self.params = split_model(module)
+        self._leaves, self._tree = jax.tree.flatten(self.params)
         self.dtype, self.device = dtype, device
         self._executables = Executables(options)
         self._cache_specs = cache_specs(spec) if spec.causal else ()
@@ -86,28 +90,35 @@ class JaxRunner:
         """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after."""
         batch, tokens = inputs.ids.shape
         size = bucket(batch), bucket(tokens, _SMALLEST_PROMPT)
+        mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
+        if mask is None and not self.spec.causal and size != (batch, tokens):
+            mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
+        # What is so by default is made on the device.
+        if mask is None and np.array_equal(
+            positions, np.broadcast_to(np.arange(tokens), positions.shape)
+        ):
+            positions = None
+        if types is not None and not self.spec.token_types_from_vocab and not types.any():
+            types = None
+        arrays = (inputs.ids, positions, mask, types, inputs.segments)
+        check_concrete(arrays)
 
-        def pad(array: np.ndarray | None) -> jax.Array | None:
-            if array is None:
-                return None
+        def pad(array: np.ndarray) -> np.ndarray:
             padded = np.zeros(size, array.dtype)
             padded[:batch, :tokens] = array
-            return self._put(padded)
+            return padded
 
-        mask = inputs.mask
-        if mask is None and not self.spec.causal:
-            mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
-        arrays = (inputs.ids, inputs.positions, mask, inputs.token_types, inputs.segments)
-        padded = [pad(x) for x in arrays]
-        check_concrete(padded)
+        padded = jax.device_put([None if x is None else pad(x) for x in arrays], self.device)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
             outputs = self._executables.run(
                 ("forward", size, tuple(x is None for x in arrays), keep),
-                partial(self._trace_forward, keep=keep),
-                self.params,
+                self._of_leaves(partial(self.steps.forward, keep=keep)),
+                self._leaves,
                 *padded,
             )
+        if size == (batch, tokens):
+            return outputs
 
         def cut(x: jax.Array) -> jax.Array:
             index = (slice(batch), slice(tokens))[: x.ndim - 1]
@@ -115,53 +126,27 @@ class JaxRunner:
 
         return jax.tree.map(cut, outputs)
 
-    @jax.named_scope("dualinfer")
-    def _trace_forward(
-        self,
-        params: Params,
-        ids: jax.Array,
-        positions: jax.Array,
-        mask: jax.Array | None,
-        token_types: jax.Array | None,
-        segments: jax.Array | None,
-        keep: bool,
-    ) -> dict[str, Any]:
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            a = self.spec.layers[i].attention
-            return ops.attention(
-                q,
-                k,
-                v,
-                causal=a.causal,
-                mask=mask,
-                segments=segments,
-                positions=positions,
-                **decoder.scoring(a),
-            )
-
-        states = decoder.hidden_states(
-            self.spec, params, ids, positions, token_types, attend, keep=keep
-        )
-        outputs: dict[str, Any] = {}
-        if self.spec.head:
-            outputs["logits"] = decoder.logits(self.spec, params, states[-1])
-        else:
-            outputs["last_hidden_state"] = states[-1]
-        if "pooler.weight" in params.outer:
-            outputs["pooler_output"] = decoder.pooled(params, states[-1])
-        if keep:
-            outputs["hidden_states"] = tuple(states)
-        return outputs
+    def _of_leaves(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step` with the parameters as a flat tuple: a call then costs half as much."""
+        tree = self._tree
+        return lambda leaves, *args: step(jax.tree.unflatten(tree, leaves), *args)
 
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
         self._live.add(slots, requests)
         self._reserve(idle)
-        features = SamplingFeatures.of(requests)
         assert self._state is not None
-        free = self._state.active.shape[0]
+        with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+            token = self._advance(self.prefill_job(requests, slots, self._cache, self._state))
+        return PendingTokens(token, 1, len(requests))
+
+    def prefill_job(
+        self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
+    ) -> Job:
+        """The step that serves `requests` in `slots`; see `ahead.Steps`."""
+        features = SamplingFeatures.of(requests)
+        free, eos_width = state.eos.shape
         count = bucket(len(requests))
         longest = max(len(r.tokens) for r in requests)
         ids = np.zeros((count, bucket(longest, _SMALLEST_PROMPT)), np.int32)
@@ -172,7 +157,7 @@ class JaxRunner:
             ids[i, : len(r.tokens)] = r.tokens
             lengths[i] = len(r.tokens)
         padded = [*requests, *[requests[0]] * (count - len(requests))]
-        columns = sampling_rows(padded, self._state.eos.shape[1])
+        columns = sampling_rows(padded, eos_width)
         columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
         rows = SlotState.make(count, 1, self.spec.vocab, features.penalty)._replace(
             active=np.ones(count, bool), length=lengths, **columns
@@ -180,64 +165,36 @@ class JaxRunner:
         if rows.seen is not None:
             for i, r in enumerate(requests):
                 rows.seen[i, r.tokens] = True
-        with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-            token = self._advance(
-                ("prefill", ids.shape, features),
-                partial(self._trace_prefill, features=features),
-                *jax.device_put((ids, where, rows), self.device),
-            )
-        return PendingTokens(token[None], 1, len(requests))
+        step = partial(self.steps.prefill, features=features)
+        return self._job(("prefill", ids.shape, features), step, cache, state, ids, where, rows)
 
-    def _advance(self, key: tuple, step: Callable[..., Any], *args: Any) -> jax.Array:
-        """Run a step that takes over cache and state, and keep what it gives back.
+    def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
+        """Up to `steps` steps for every slot; see `ahead.Steps`."""
+        step = partial(self.steps.decode, features=features)
+        return self._job(("decode", features), step, cache, state, np.int32(steps))
 
-        `key` names what fixes it beside the shapes of those. A step that fails once it runs has
-        consumed them; the next prefill then makes new ones.
-        """
-        cache, state = self._cache, self._state
-        assert state is not None
+    def _job(self, key: tuple, step: Callable[..., Any], cache: Any, state: Any, *args: Any) -> Job:
+        """A step that takes over cache and state; `key` is what fixes it beside their shapes."""
         slots, _, tokens, _ = cache[0].k.shape
         key = (*key, slots, tokens, *state.eos.shape, state.seen is not None)
+        args = (self._leaves, cache, state, *args)
+        return Job(key, self._of_leaves(step), args, donate=(1, 2))
+
+    def _advance(self, job: Job) -> jax.Array:
+        """Run a step that takes over cache and state, and keep what it gives back.
+
+        A step that fails once it runs has consumed them; the next prefill then makes new ones.
+        """
+        args = *job.args[:3], *jax.device_put(job.args[3:], self.device)
         try:
             self._cache, self._state, tokens = self._executables.run(
-                key, step, self.params, cache, state, *args, donate=(1, 2)
+                job.key, job.function, *args, donate=job.donate
             )
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache, self._state = [], None
             raise
         return tokens
-
-    @jax.named_scope("dualinfer")
-    def _trace_prefill(
-        self,
-        params: Params,
-        cache: Cache,
-        state: SlotState,
-        ids: jax.Array,
-        slots: jax.Array,
-        rows: SlotState,
-        features: SamplingFeatures,
-    ) -> tuple[Cache, SlotState, jax.Array]:
-        filled = list(cache)
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            filled[i] = write(filled[i], slots, k, v)
-            how = decoder.scoring(self.spec.layers[i].attention)
-            return ops.attention(q, k, v, causal=True, **how)
-
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        x = decoder.hidden_states(self.spec, params, ids, positions, None, attend)[-1]
-        last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
-        scores = decoder.logits(self.spec, params, last).astype(jnp.float32)
-        token = sample(scores, rows, rows.length, features)
-        rows = book(rows, token)
-        merged = {
-            name: column.at[slots].set(getattr(rows, name), mode="drop")
-            for name, column in state._asdict().items()
-            if column is not None and getattr(rows, name) is not None
-        }
-        return filled, state._replace(**merged), token
 
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
@@ -250,55 +207,15 @@ class JaxRunner:
         features = SamplingFeatures.of(self._live.requests)
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            tokens = self._advance(
-                ("decode", features),
-                partial(self._trace_decode, features=features),
-                np.int32(steps),
-            )
+            tokens = self._advance(self.decode_job(steps, features, self._cache, self._state))
         return PendingTokens(tokens, steps, slots)
 
-    @jax.named_scope("dualinfer")
-    def _trace_decode(
-        self,
-        params: Params,
-        cache: Cache,
-        state: SlotState,
-        steps: jax.Array,
-        features: SamplingFeatures,
-    ) -> tuple[Cache, SlotState, jax.Array]:
-
-        def step(carry: tuple) -> tuple:
-            i, cache, state, tokens = carry
-            cache, state, token = self._step(params, cache, state, features)
-            return i + 1, cache, state, tokens.at[i].set(token)
-
-        def unfinished(carry: tuple) -> jax.Array:
-            i, _, state, _ = carry
-            return (i < steps) & state.active.any()
-
-        tokens = jnp.full((MAX_STEPS, state.active.shape[0]), NO_TOKEN, jnp.int32)
-        carry = (jnp.int32(0), cache, state, tokens)
-        _, cache, state, tokens = jax.lax.while_loop(unfinished, step, carry)
-        return cache, state, tokens
-
-    def _step(
-        self, params: Params, cache: Cache, state: SlotState, features: SamplingFeatures
-    ) -> tuple[Cache, SlotState, jax.Array]:
-        """One token for each active slot."""
-        filled = list(cache)
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            filled[i] = ops.append(filled[i], k[:, 0], v[:, 0], state.length)
-            how = decoder.scoring(self.spec.layers[i].attention)
-            return ops.decode_attention(q[:, 0], filled[i], state.length + 1, **how)[:, None]
-
-        ids, positions = state.last[:, None], state.length[:, None]
-        x = decoder.hidden_states(self.spec, params, ids, positions, None, attend)[-1]
-        scores = decoder.logits(self.spec, params, x[:, 0]).astype(jnp.float32)
-        token = sample(scores, state, state.length + 1, features)
-        out = jnp.where(state.active, token, NO_TOKEN)
-        length = state.length + state.active.astype(jnp.int32)
-        return filled, book(state._replace(length=length), token), out
+    def make_buffers(
+        self, slots: int, tokens: int, eos_width: int, penalty: bool
+    ) -> tuple[Cache, SlotState]:
+        """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
+        cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self.device)
+        return cache, SlotState.make(slots, eos_width, self.spec.vocab, penalty)
 
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
@@ -308,7 +225,7 @@ class JaxRunner:
         """
         requests = self._live.requests
         count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
-        eos_width = bucket(max(len(r.eos_ids) for r in requests))
+        eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
         penalty = any(r.sampling.repetition_penalty != 1 for r in requests)
         old = self._state
         if idle:
@@ -367,8 +284,16 @@ class JaxRunner:
         return Clock(self._executables)
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Nothing to do, since every step is compiled; UnsupportedError for another compiler."""
-        check_compile(backend, compile_kwargs)
+        """Compile the steps that `compile_kwargs` names before they are needed (`ahead.Wanted`)."""
+        wanted = ahead.Wanted.of(backend, compile_kwargs)
+        if wanted is None:
+            return
+        if not self.spec.can_generate:
+            raise UnsupportedError(
+                f"compile_kwargs={dict(compile_kwargs or {})!r} name steps of generation, and the "
+                f"{self.spec.family} model does not generate. Call compile() without arguments."
+            )
+        self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
@@ -376,7 +301,7 @@ class JaxRunner:
         return {
             "device": f"{self.device.platform}:{self.device.id}",
             "device_name": self.device.device_kind,
-            "ops": dict(ops.IMPLEMENTATIONS),
+            "ops": dict(self.steps.ops.implementations),
             "parameters": sum(x.size for x in data),
             "parameter_bytes": sum(x.nbytes for x in data),
             "compilations": self.compilations,
@@ -387,5 +312,5 @@ class JaxRunner:
         """Let go of parameters, cache, state and executables."""
         self._cache, self._state, self.module = [], None, None
         self._live = LiveSlots()
-        self.params = Params({}, ())
+        self.params, self._leaves = Params({}, ()), []
         self._executables.clear()

@@ -24,11 +24,11 @@ import triton
 from ...errors import warn_caller
 from ...kernels.triton import tuning
 from ...kernels.triton.tuning import Configurations, Table
+from ...private_folder import cache_folder, check_owner, make_private
 from .device import device_name
 
 HERE = "tuned on this machine"
 _MOST_BYTES = 16 << 20
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,6 @@ def _hash_of_kernels() -> str:
     return digest.hexdigest()
 
 
-def cache_folder() -> Path:
-    """Where the cache is; it need not exist. RuntimeError where the user has no home."""
-    if own := os.environ.get("DUALINFER_CACHE"):
-        return Path(own).expanduser()
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "dualinfer"
-
-
 def load_configurations(device: torch.device) -> Configurations:
     """What is known for `device`: the user's cache, then the package's table for its kind."""
     if device.type != "cuda":
@@ -108,8 +100,7 @@ def save_cache(machine: Machine, table: Table) -> bool:
     folder = None
     try:
         folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder.stat(), "its folder")
+        make_private(folder)
         with _locked(folder):
             _write(folder / machine.file_name, machine, table)
     except (OSError, ValueError, RuntimeError) as error:
@@ -121,23 +112,13 @@ def save_cache(machine: Machine, table: Table) -> bool:
     return True
 
 
-def _check_owner(status: os.stat_result, what: str) -> None:
-    """Raise ValueError if somebody else can have written it."""
-    if status.st_uid != os.geteuid():
-        raise ValueError(f"{what} belongs to user {status.st_uid}, not to you")
-    if status.st_mode & _OTHERS_WRITE:
-        raise ValueError(
-            f"{what} can be written by others (mode {status.st_mode & 0o777:o}; 700 is safe)"
-        )
-
-
 def _read(path: Path, machine: Machine) -> Table:
     # Never waits for a FIFO, and follows no link that somebody may have laid there.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        _check_owner(path.parent.stat(), "its folder")
-        _check_owner(status, "it")
+        check_owner(path.parent.stat(), "its folder")
+        check_owner(status, "it")
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise ValueError("it is no file of ours")
         content = json.loads(file.read(_MOST_BYTES))

@@ -1,0 +1,126 @@
+"""What `engine.compile(compile_kwargs=...)` asks to have compiled before the first request."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ...errors import ArgumentError, UnsupportedError
+from ..base import RESERVED, SMALLEST_CACHE, Request, Sampling, SamplingFeatures, bucket
+from .cache import Cache
+from .graphs import Job
+from .sampler import SlotState
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Every size of a batch with every length of a prompt, each to `new_tokens` tokens more.
+
+    With `do_sample` sampling as well, with filters, beside taking the best token.
+    """
+
+    batch_sizes: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    new_tokens: int
+    do_sample: bool = False
+
+    @classmethod
+    def of(cls, backend: Any, compile_kwargs: Mapping[str, Any] | None) -> "Wanted | None":
+        """From `compile()`'s arguments; None where nothing is asked for.
+
+        UnsupportedError for another compiler or its options, ArgumentError for a wrong value.
+        """
+        given = dict(compile_kwargs or {})
+        names = [field.name for field in fields(cls)]
+        if backend is not None or set(given) - set(names):
+            raise UnsupportedError(
+                f"compile(backend={backend!r}, compile_kwargs={given!r}): on JAX every step is "
+                "compiled by XLA as it is. To compile it before the first request, pass "
+                f"{', '.join(names)} in compile_kwargs, and no backend."
+            )
+        if not given:
+            return None
+        missing = [name for name in names[:3] if name not in given]
+        if missing:
+            raise ArgumentError(f"compile_kwargs lacks {', '.join(missing)}.")
+        for name in ("batch_sizes", "prompt_lengths"):
+            given[name] = _sizes(name, given[name])
+        (given["new_tokens"],) = _sizes("new_tokens", [given["new_tokens"]])
+        if not isinstance(given.get("do_sample", False), bool):
+            raise ArgumentError(f"do_sample={given['do_sample']!r}; expected True or False.")
+        return cls(**given)
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, list | tuple | range) else ()
+    if not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        raise ArgumentError(f"{name}={value!r}; expected ints of 1 or more.")
+    return sizes
+
+
+class Steps(Protocol):
+    """The part of a runner that says how its steps are compiled; arrays may be abstract."""
+
+    device: jax.Device
+
+    def make_buffers(
+        self, slots: int, tokens: int, eos_width: int, penalty: bool
+    ) -> tuple[Cache, SlotState]:
+        """New buffers for `slots` sequences of `tokens` tokens; called under jax.eval_shape."""
+        ...
+
+    def prefill_job(
+        self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
+    ) -> Job:
+        """The step that serves `requests` in `slots`; its prompts are in host memory."""
+        ...
+
+    def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
+        """Up to `steps` steps for every slot."""
+        ...
+
+
+def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
+    """Every step that `wanted` passes through, each once, for abstract arrays."""
+    samplings = [Sampling()]
+    if wanted.do_sample:
+        samplings.append(Sampling(do_sample=True, top_k=50))
+    found: dict[Any, Job] = {}
+    for count in dict.fromkeys(map(bucket, wanted.batch_sizes)):
+        for length in wanted.prompt_lengths:
+            for sampling in samplings:
+                request = Request(np.zeros(length, np.int32), wanted.new_tokens, sampling=sampling)
+                for job in _of_request(runner, request, count, eos_width):
+                    found.setdefault(job.key, job)
+    return [job._replace(args=_abstract(job.args, runner.device)) for job in found.values()]
+
+
+def _of_request(runner: Steps, request: Request, count: int, eos_width: int) -> Iterator[Job]:
+    """Prefill of `count` such requests, then decode in each size that their cache grows to."""
+    first = max(len(request.tokens), min(request.cache_tokens, RESERVED))
+    tokens, most = (bucket(n, SMALLEST_CACHE) for n in (first, request.cache_tokens))
+    features = SamplingFeatures.of([request])
+    make = partial(runner.make_buffers, count, eos_width=eos_width, penalty=False)
+    buffers = jax.eval_shape(partial(make, tokens))
+    yield runner.prefill_job([request] * count, range(count), *buffers)
+    while request.max_new_tokens > 1:
+        yield runner.decode_job(1, features, *buffers)
+        if tokens >= most:
+            return
+        tokens *= 2
+        buffers = jax.eval_shape(partial(make, tokens))
+
+
+def _abstract(args: Any, device: jax.Device) -> Any:
+    """Arguments with shapes in place of all arrays but those that JAX holds: the parameters."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def shape(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, args)

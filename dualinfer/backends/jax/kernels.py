@@ -1,0 +1,189 @@
+"""The decoder's fused ops by Pallas kernels; plain.py has the same ones by plain XLA.
+
+Which kernel serves a call follows from its shapes alone: products with few rows read the weights
+once, with everything around them fused; those with many are XLA's, as are prompts' rotary and
+activations, which XLA fuses as well.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ...kernels.pallas import attention, attention_choice, decode_attention, linear
+from ...kernels.pallas import norm as norms
+from ...kernels.pallas.linear import NormArguments
+from ...spec import Activation, ModelSpec
+from ...weights import Weight
+from .cache import LayerCache
+from .plain import Attending, NormOf, PlainOps
+
+_OLDEST = 8.0  # Ampere
+LARGEST_HEAD = 256
+
+
+def runs_kernels(device: jax.Device) -> bool:
+    """Whether the kernels can run on `device`: NVIDIA's GPUs from Ampere on."""
+    if device.platform != "gpu":
+        return False
+    capability = str(getattr(device, "compute_capability", ""))
+    return capability.replace(".", "", 1).isdigit() and float(capability) >= _OLDEST
+
+
+def unserved(spec: ModelSpec) -> str | None:
+    """What of a model is beyond the kernels, for people; None if they serve it."""
+    dim = max(layer.attention.head_dim for layer in spec.layers)
+    if dim > LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {LARGEST_HEAD})"
+    if spec.embed > norms.WIDEST:
+        return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
+    return None
+
+
+class KernelOps(PlainOps):
+    """Fused ops on a GPU; `interpret` runs the kernels on any device, for tests."""
+
+    implementations: Mapping[str, str] = {
+        **PlainOps.implementations,
+        "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",
+        "rms_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
+        "layer_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
+        "rotary": "Pallas, fused with attention of one token; XLA for prompts",
+        "activation": "Pallas, fused into products with few rows; XLA for prompts",
+        "attention": "cuDNN where it can, else Pallas",
+        "decode_attention": "Pallas, split KV, fused with rotary and append",
+    }
+
+    def __init__(self, sms: int, interpret: bool = False) -> None:
+        self.sms, self.interpret = sms, interpret
+        self._counters: jax.Array | None = None
+
+    def make_scratch(self, pairs: int) -> jax.Array:
+        """Zeros by which programs that share a sum count one another."""
+        return jnp.zeros(max(linear.MOST_TILES, pairs), jnp.int32)
+
+    def using(self, scratch: jax.Array) -> Self:
+        """See `PlainOps.using`."""
+        ops = copy.copy(self)
+        ops._counters = scratch
+        return ops
+
+    @property
+    def scratch(self) -> jax.Array | None:
+        """The counters, which every launch leaves at zero: in order, each takes the last one's."""
+        return self._counters
+
+    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
+        """See `PlainOps.norm`."""
+        if math.prod(x.shape[:-1]) > linear.MOST_ROWS:
+            return super().norm(x, norm, residual)
+        spec, weight, bias = norm
+        how: dict[str, Any] = {"residual": residual, "interpret": self.interpret}
+        with jax.named_scope("norm"):
+            if spec.kind == "rms":
+                return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
+            assert bias is not None
+            return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
+
+    def linear(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        norm: NormOf | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: jax.Array | None = None,
+        wide: bool = False,
+    ) -> jax.Array:
+        """See `PlainOps.linear`."""
+        count = math.prod(x.shape[:-1])
+        features, width = weight.data.shape
+        fused = activation is not None or residual is not None
+        how: dict[str, Any] = {"activation": activation, "gated": gated, "residual": residual}
+        if not linear.serves(count, features, width, x.dtype.itemsize, fused):
+            return super().linear(x, weight, bias, norm=norm, wide=wide, **how)
+        fused_norm = None
+        if norm is not None and count <= linear.MOST_VECTORS:
+            kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
+            norm_bias = None if norm.bias is None else norm.bias.data
+            fused_norm = NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
+        elif norm is not None:
+            x = self.norm(x, norm)
+        with jax.named_scope("matmul"):
+            y, self._counters = linear.linear(
+                x,
+                weight.data,
+                None if bias is None else bias.data,
+                norm=fused_norm,
+                dtype=jnp.float32 if wide else None,
+                counters=self._counters,
+                sms=self.sms,
+                interpret=self.interpret,
+                **how,
+            )
+        return y
+
+    def angles(self, spec: ModelSpec, positions: jax.Array) -> Any:
+        """None for single tokens, which a kernel turns as it reads them."""
+        return None if positions.shape[1] == 1 else super().angles(spec, positions)
+
+    def attend(
+        self,
+        layer: Attending,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `PlainOps.attend`."""
+        how: dict[str, Any] = {"causal": layer.spec.causal, "mask": mask, "segments": segments}
+        how |= layer.scoring()
+        scale = how.pop("scale")
+        with jax.named_scope("attention"):
+            if not self.interpret and attention_choice.cudnn_serves(q, k, **how):
+                return jax.nn.dot_product_attention(
+                    q, k, v, scale=scale, is_causal=layer.spec.causal, implementation="cudnn"
+                )
+            how["positions"] = None if how["alibi"] is None else positions
+            return attention.attention(
+                q, k, v, scale=scale, sms=self.sms, interpret=self.interpret, **how
+            )
+
+    def attend_token(
+        self,
+        layer: Attending,
+        qkv: jax.Array,
+        angles: Any,
+        cache: LayerCache,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        """See `PlainOps.attend_token`."""
+        a, rope, q_norm, k_norm = layer.spec, layer.spec.rope, layer.q_norm, layer.k_norm
+        assert self._counters is not None
+        with jax.named_scope("decode_attention"):
+            y, (keys, values), self._counters = decode_attention.decode_attention(
+                qkv[:, 0],
+                cache,
+                lengths,
+                heads=a.heads,
+                counters=self._counters,
+                inv_freq=jnp.array(rope.inv_freq, jnp.float32) if rope else None,
+                scaling=rope.scaling if rope else 1.0,
+                interleaved=rope.interleaved if rope else False,
+                q_norm=q_norm.weight.data if q_norm else None,
+                k_norm=k_norm.weight.data if k_norm else None,
+                norm_eps=q_norm.spec.eps if q_norm else 0.0,
+                norm_unit_offset=q_norm.spec.unit_offset if q_norm else False,
+                sms=self.sms,
+                interpret=self.interpret,
+                **layer.scoring(),
+            )
+        return y[:, None], LayerCache(keys, values)

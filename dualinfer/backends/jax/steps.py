@@ -1,0 +1,159 @@
+"""The steps that are compiled, as pure functions of parameters, cache and state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...spec import ModelSpec
+from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
+from . import decoder
+from .cache import Cache, write
+from .params import Params
+from .plain import Attending, PlainOps
+from .sampler import SlotState, book, sample
+
+
+class Steps:
+    """A model's forward pass, prefill and decode, to be traced."""
+
+    def __init__(self, spec: ModelSpec, ops: PlainOps) -> None:
+        self.spec, self.ops = spec, ops
+        self._kv_heads = max(layer.attention.kv_heads for layer in spec.layers)
+
+    def _scratch(self, slots: int) -> Any:
+        return self.ops.make_scratch(slots * self._kv_heads)
+
+    @jax.named_scope("dualinfer")
+    def forward(
+        self,
+        params: Params,
+        ids: jax.Array,
+        positions: jax.Array | None,
+        mask: jax.Array | None,
+        token_types: jax.Array | None,
+        segments: jax.Array | None,
+        keep: bool,
+    ) -> dict[str, Any]:
+        """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states."""
+        ops = self.ops.using(self._scratch(ids.shape[0]))
+        model = self.spec, params, ops
+        counted = None if mask is None else positions
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
+            token_types = jnp.zeros_like(ids)
+        angles = ops.angles(self.spec, positions)
+
+        def attend(i: int, qkv: jax.Array) -> jax.Array:
+            layer = Attending.of(self.spec, params, i)
+            how = {"mask": mask, "segments": segments, "positions": counted}
+            y = ops.attend(layer, *ops.heads(layer, qkv, angles), **how)
+            return y.reshape(*y.shape[:2], -1)
+
+        states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
+        outputs: dict[str, Any] = {}
+        if self.spec.head:
+            outputs["logits"] = decoder.logits(*model, states[-1])
+        if keep or not self.spec.head:
+            states[-1] = decoder.finished(*model, states[-1])
+        if not self.spec.head:
+            outputs["last_hidden_state"] = states[-1]
+        if "pooler.weight" in params.outer:
+            outputs["pooler_output"] = decoder.pooled(params, ops, states[-1])
+        if keep:
+            outputs["hidden_states"] = tuple(states)
+        return outputs
+
+    @jax.named_scope("dualinfer")
+    def prefill(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        ids: jax.Array,
+        slots: jax.Array,
+        rows: SlotState,
+        features: SamplingFeatures,
+    ) -> tuple[Cache, SlotState, jax.Array]:
+        """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
+
+        `rows` is the state of the prompts, whose lengths tell ids from padding behind them.
+        """
+        ops = self.ops.using(self._scratch(ids.shape[0]))
+        model = self.spec, params, ops
+        filled = list(cache)
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        angles = ops.angles(self.spec, positions)
+
+        def attend(i: int, qkv: jax.Array) -> jax.Array:
+            layer = Attending.of(self.spec, params, i)
+            q, k, v = ops.heads(layer, qkv, angles)
+            filled[i] = write(filled[i], slots, k, v)
+            y = ops.attend(layer, q, k, v)
+            return y.reshape(*y.shape[:2], -1)
+
+        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
+        last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
+        scores = decoder.logits(*model, last, wide=True)
+        token = sample(scores, rows, rows.length, features)
+        rows = book(rows, token)
+        merged = {
+            name: column.at[slots].set(getattr(rows, name), mode="drop")
+            for name, column in state._asdict().items()
+            if column is not None and getattr(rows, name) is not None
+        }
+        return filled, state._replace(**merged), token[None]
+
+    @jax.named_scope("dualinfer")
+    def decode(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        steps: jax.Array,
+        features: SamplingFeatures,
+    ) -> tuple[Cache, SlotState, jax.Array]:
+        """Up to `steps` tokens for each active slot, [MAX_STEPS, N]; ends when all have ended."""
+
+        def step(carry: tuple) -> tuple:
+            i, cache, state, scratch, tokens = carry
+            cache, state, scratch, token = self._step(params, cache, state, scratch, features)
+            return i + 1, cache, state, scratch, tokens.at[i].set(token)
+
+        def unfinished(carry: tuple) -> jax.Array:
+            i, _, state, *_ = carry
+            return (i < steps) & state.active.any()
+
+        slots = state.active.shape[0]
+        tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
+        carry = (jnp.int32(0), cache, state, self._scratch(slots), tokens)
+        _, cache, state, _, tokens = jax.lax.while_loop(unfinished, step, carry)
+        return cache, state, tokens
+
+    def _step(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        scratch: Any,
+        features: SamplingFeatures,
+    ) -> tuple[Cache, SlotState, Any, jax.Array]:
+        """One token for each active slot."""
+        ops = self.ops.using(scratch)
+        model = self.spec, params, ops
+        filled = list(cache)
+        ids, positions = state.last[:, None], state.length[:, None]
+        angles = ops.angles(self.spec, positions)
+
+        def attend(i: int, qkv: jax.Array) -> jax.Array:
+            layer = Attending.of(self.spec, params, i)
+            y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
+            return y
+
+        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
+        scores = decoder.logits(*model, x[:, 0], wide=True)
+        token = sample(scores, state, state.length + 1, features)
+        out = jnp.where(state.active, token, NO_TOKEN)
+        length = state.length + state.active.astype(jnp.int32)
+        return filled, book(state._replace(length=length), token), ops.scratch, out

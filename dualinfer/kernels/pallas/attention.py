@@ -1,0 +1,351 @@
+"""Attention of whole prompts: FlashAttention-2's loop over keys, with every kind of mask.
+
+Dao, 2023 ("FlashAttention-2"). A program owns block_m queries of one head. Blocks of keys that all
+its queries see pass without a mask; only those at the diagonal, the window's edge and the end are
+masked. Scores are kept in units of log2, so that exp2 serves.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .attention_choice import Config, attention_configs
+from .launch import cdiv, dot, launch, load, next_power_of_2, program, store
+
+LARGEST_HEAD = 256
+_LOG2E = math.log2(math.e)
+_L2_BYTES = 16 << 20  # of keys and values that are read at a time; an H100 has 50 MB
+_FLOATS = ("float32", "bfloat16", "float16")
+_INTEGERS = ("int32", "int64")
+
+
+class _Plan(NamedTuple):
+    """What a kernel is made for."""
+
+    tokens: int
+    heads: int
+    group: int
+    dim: int
+    parts: tuple[tuple[int, int], ...]  # first element and extent of the blocks that hold a head
+    scale: float
+    softcap: float | None
+    window: int | None
+    causal: bool
+    pairs: int
+    section: int  # pairs whose programs run together
+    block_m: int
+    block_n: int
+
+
+Parts = tuple[jax.Array, ...]
+State = tuple[jax.Array, jax.Array, Parts]  # greatest score, sum of weights, sums of values
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    alibi: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    config: Config | None = None,
+    sms: int = 132,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of q [B, T, H, D] to the keys and values k and v [B, T, K, D]: [B, T, H, D].
+
+    Options as in `reference.attention`; `mask` bool, `segments` and `positions` int are [B, T].
+    Keys at or beyond `lengths` int [B] are hidden; the output of queries there is finite, and zero
+    in blocks that lie wholly there. Keys and values that are hidden are read all the same and must
+    be finite. `sms` is the device's number of multiprocessors.
+    """
+    batch, tokens, heads, dim = q.shape
+    _check(q, k, v, scale, window, softcap)
+    _check_option("mask", mask, (batch, tokens), ("bool",))
+    _check_option("segments", segments, (batch, tokens), _INTEGERS)
+    _check_option("positions", positions, (batch, tokens), _INTEGERS)
+    _check_option("alibi", alibi, (heads,), _FLOATS[:1])
+    _check_option("sinks", sinks, (heads,), _FLOATS[:1])
+    _check_option("lengths", lengths, (batch,), _INTEGERS)
+    if positions is not None and alibi is None:
+        raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
+    if not q.size:
+        return q
+    itemsize, pairs, group = q.dtype.itemsize, batch * heads, heads // k.shape[2]
+    if config is None:
+        shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
+        config = attention_configs(**shape, processors=sms)[0]
+    plan = _Plan(
+        tokens=tokens,
+        heads=heads,
+        group=group,
+        dim=dim,
+        parts=_split(dim),
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        causal=causal,
+        pairs=pairs,
+        section=min(pairs, group * max(1, _L2_BYTES // (2 * tokens * dim * itemsize))),
+        block_m=config.block_m,
+        block_n=config.block_n,
+    )
+    (out,) = launch(
+        _kernel(plan),
+        (cdiv(tokens, config.block_m) * pairs,),
+        *(q, k, v, None if mask is None else mask.astype(jnp.int8)),
+        *(segments, positions, alibi, sinks, lengths),
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        warps=config.warps,
+        stages=config.stages,
+        interpret=interpret,
+    )
+    return out
+
+
+def _split(dim: int) -> tuple[tuple[int, int], ...]:
+    """Blocks that hold a head: 80 is 64 + 16; one where a second would be as large."""
+    main = max(1 << (dim.bit_length() - 1), 16)
+    if dim <= main:
+        return ((0, main),)
+    rest = max(next_power_of_2(dim - main), 16)
+    return ((0, 2 * main),) if rest == main else ((0, main), (main, rest))
+
+
+def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Both masks, where None is everywhere true."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _tanh(x: jax.Array, accurate: bool) -> jax.Array:
+    power = jnp.exp2(-2 * _LOG2E * jnp.abs(x))  # exp(-2|x|)
+    y = (1 - power) / (1 + power)
+    y = jnp.where(x < 0, -y, y)
+    if accurate:  # 1 - power cancels near 0; there the series is good to float32
+        z = x * x
+        series = 1 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+        y = jnp.where(jnp.abs(x) < 0.25, x * series, y)
+    return y
+
+
+def _kernel(plan: _Plan) -> Callable[..., None]:
+    tokens, block_m, block_n, window = plan.tokens, plan.block_m, plan.block_n, plan.window
+
+    def columns(first: int, extent: int) -> tuple[jax.Array, jax.Array | None]:
+        """Elements of a head, and which of them exist: None says all."""
+        d = first + jnp.arange(extent)[None, :]
+        return d, None if first + extent <= plan.dim else d < plan.dim
+
+    def read(ref: Any, b: Any, rows: jax.Array, head: Any, there: jax.Array | None) -> Parts:
+        """Rows of one head of [B, T, heads, D]; 0 outside of `there` and beyond D."""
+        tiles = []
+        for part in plan.parts:
+            d, exists = columns(*part)
+            inside = _both(None if there is None else there[:, None], exists)
+            if inside is not None:
+                inside = jnp.broadcast_to(inside, (rows.shape[0], part[1]))
+            tiles.append(load(ref, (b, rows[:, None], head, d), inside))
+        return tuple(tiles)
+
+    def _attention_kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        mask_ref: Any,
+        segments_ref: Any,
+        positions_ref: Any,
+        slopes_ref: Any,
+        sinks_ref: Any,
+        lengths_ref: Any,
+        out_ref: Any,
+    ) -> None:
+        # The programs of a section's heads run together and share the L2 cache; the last blocks of
+        # queries, which are the longest if causal, run first.
+        blocks = cdiv(tokens, block_m)
+        first = program(0) // (plan.section * blocks) * plan.section
+        within = program(0) - first * blocks
+        width = jnp.minimum(plan.section, plan.pairs - first)
+        pair = first + within % width
+        m = (blocks - 1 - within // width) * block_m
+        b, head = pair // plan.heads, pair % plan.heads
+        kv_head = head // plan.group
+
+        rows = m + jnp.arange(block_m)
+        row_there = None if tokens % block_m == 0 else rows < tokens
+        q = read(q_ref, b, rows, head, row_there)
+        optional = mask_ref is not None or segments_ref is not None
+        accurate = q_ref.dtype == jnp.float32
+        slope = None if slopes_ref is None else load(slopes_ref, (head,)) * _LOG2E
+        q_segment = None if segments_ref is None else load(segments_ref, (b, rows), row_there, 0)
+        q_position = rows if positions_ref is None else load(positions_ref, (b, rows), row_there, 0)
+
+        # Keys lo..end-1 are seen by some query of the block, those of full_lo..full_hi-1 by all.
+        end: Any = tokens
+        if lengths_ref is not None:
+            end = jnp.minimum(end, load(lengths_ref, (b,)).astype(jnp.int32))
+        alive = m < end
+        hi = jnp.minimum(end, m + block_m) if plan.causal else end
+        full_hi = (jnp.minimum(end, m + 1) if plan.causal else end) // block_n * block_n
+        lo: Any = 0
+        full_lo: Any = 0
+        if window is not None:
+            lo = jnp.maximum(m + 1 - window, 0) // block_n * block_n
+            edge = jnp.maximum(m + block_m - window + block_n - 1, 0)
+            full_lo = jnp.maximum(edge // block_n * block_n, lo)
+        if optional:  # then no block is seen by all
+            full_lo = full_hi = lo
+        else:
+            full_hi = jnp.where(alive, jnp.maximum(full_hi, full_lo), full_lo)
+        lower = (full_lo - lo) // block_n
+        upper = (jnp.maximum(hi - full_hi, 0) + block_n - 1) // block_n
+        masked = jnp.where(alive, lower + upper, 0)
+
+        factor = plan.scale * _LOG2E if plan.softcap is None else plan.softcap * _LOG2E
+        rest = factor if slopes_ref is None else 1.0  # what makes `scored` units of log2
+
+        def scored(s: jax.Array, distance: Callable[[], jax.Array]) -> jax.Array:
+            if plan.softcap is not None:
+                s = _tanh(s * (plan.scale / plan.softcap), accurate)
+            return s if slope is None else s * factor + slope * distance().astype(jnp.float32)
+
+        def step(n: jax.Array, state: State, all_seen: bool) -> State:
+            """The state after the keys n..n+block_n-1."""
+            top, total, sums = state
+            key = n + jnp.arange(block_n)
+            there = None if all_seen else key < end
+            k = read(k_ref, b, key, kv_head, there)
+            s = sum((dot(x, y.T) for x, y in zip(q[1:], k[1:], strict=True)), dot(q[0], k[0].T))
+
+            def distance() -> jax.Array:
+                at = key if positions_ref is None else load(positions_ref, (b, key), there, 0)
+                return at[None, :] - q_position[:, None]
+
+            s = scored(s, distance)
+            if there is not None:
+                seen = there
+                if mask_ref is not None:
+                    seen = seen & (load(mask_ref, (b, key), there, 0) != 0)
+                seen = seen[None, :]
+                if plan.causal:
+                    seen = seen & (key[None, :] <= rows[:, None])
+                if window is not None:
+                    seen = seen & (key[None, :] > rows[:, None] - window)
+                if q_segment is not None:
+                    segment = load(segments_ref, (b, key), there, 0)
+                    seen = seen & (segment[None, :] == q_segment[:, None])
+                s = jnp.where(seen, s, -jnp.inf)
+            new_top = jnp.maximum(top, s.max(1) * rest)
+            base = new_top
+            if not all_seen:  # -inf minus -inf, in a row that has seen nothing yet, is NaN
+                base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            p = jnp.exp2(s * rest - base[:, None])
+            shrink = jnp.exp2(top - base)
+            v = read(v_ref, b, key, kv_head, there)
+            weights = p.astype(v_ref.dtype)
+            sums = tuple(
+                x * shrink[:, None] + dot(weights, y) for x, y in zip(sums, v, strict=True)
+            )
+            return new_top, total * shrink + p.sum(1), sums
+
+        def at_edges(i: jax.Array, state: State) -> State:
+            n = jnp.where(i < lower, lo + i * block_n, full_hi + (i - lower) * block_n)
+            return step(n, state, all_seen=False)
+
+        zeros = jnp.zeros((block_m,), jnp.float32)
+        empty = tuple(jnp.zeros((block_m, extent), jnp.float32) for _, extent in plan.parts)
+        state: State = zeros - jnp.inf, zeros, empty
+        state = jax.lax.fori_loop(0, masked, at_edges, state)
+        if not optional:
+            count = (full_hi - full_lo) // block_n
+            state = jax.lax.fori_loop(
+                0, count, lambda i, x: step(full_lo + i * block_n, x, all_seen=True), state
+            )
+
+        def see_themselves(state: State) -> State:
+            """The state in which queries that have seen nothing see themselves."""
+            top, total, sums = state
+            blind = total == 0
+            k = read(k_ref, b, rows, kv_head, row_there)
+            products = [
+                (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
+                for x, y in zip(q, k, strict=True)
+            ]
+            s = scored(sum(products[1:], products[0]), lambda: zeros) * rest
+            v = read(v_ref, b, rows, kv_head, row_there)
+            own = (
+                jnp.where(blind[:, None], y.astype(jnp.float32), x)
+                for x, y in zip(sums, v, strict=True)
+            )
+            return jnp.where(blind, s, top), jnp.where(blind, 1.0, total), tuple(own)
+
+        if mask_ref is not None:
+            state = jax.lax.cond(
+                alive & (jnp.where(state[1] == 0, 1, 0).max() != 0),
+                lambda: see_themselves(state),
+                lambda: state,
+            )
+
+        top, total, sums = state
+        if sinks_ref is not None:
+            sink = load(sinks_ref, (head,)) * _LOG2E
+            base = jnp.maximum(top, sink)
+            shrink = jnp.exp2(top - base)
+            total = total * shrink + jnp.exp2(sink - base)
+            sums = tuple(x * shrink[:, None] for x in sums)
+        share = 1 / jnp.where(total == 0, 1.0, total)  # 0 in rows beyond a sequence's length
+        for x, part in zip(sums, plan.parts, strict=True):
+            d, exists = columns(*part)
+            inside = _both(None if row_there is None else row_there[:, None], exists)
+            if inside is not None:
+                inside = jnp.broadcast_to(inside, x.shape)
+            store(out_ref, (b, rows[:, None], head, d), x * share[:, None], inside)
+
+    return _attention_kernel
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    batch, tokens, heads, dim = q.shape
+    fits = k.shape == v.shape and k.ndim == 4 and k.shape[:2] == (batch, tokens)
+    if not fits or k.shape[3] != dim or heads % k.shape[2]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: expected [B, T, H, D] and twice "
+            "[B, T, K, D], with H a multiple of K."
+        )
+    if dim > LARGEST_HEAD:
+        raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use XLA's attention for it.")
+    if str(q.dtype) not in _FLOATS or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_FLOATS}.")
+    for name, x in (("scale", scale), ("window", window), ("softcap", softcap)):
+        if x is not None and not x > 0:
+            raise ValueError(f"{name}={x}: expected a positive number, or None for no {name}.")
+
+
+def _check_option(
+    name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> None:
+    if x is None:
+        return
+    if x.shape != shape:
+        raise ValueError(f"{name} {x.shape}: expected {list(shape)}.")
+    if str(x.dtype) not in dtypes:
+        raise ValueError(f"{name} is {x.dtype}; expected {' or '.join(dtypes)}.")

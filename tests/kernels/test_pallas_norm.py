@@ -1,0 +1,101 @@
+"""Pallas' rms_norm and layer_norm, interpreted; and that they lower for a GPU."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import assert_close, normal
+from .test_norms import SHAPES, gain
+
+jax = pytest.importorskip("jax")
+
+from dualinfer.kernels.pallas import norm  # noqa: E402
+
+from .arrays import INTERPRETED, check_lowers, get, put, struct  # noqa: E402
+
+rms_norm = partial(norm.rms_norm, interpret=INTERPRETED)
+layer_norm = partial(norm.layer_norm, interpret=INTERPRETED)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 63), (40, 16), (128, 64), (2, 16384)], ids=str)
+def test_norms_are_the_reference(dtype, shape):
+    width = shape[-1]
+    x, weight = normal(1, *shape, dtype=dtype), gain(dtype, width)
+    bias = normal(2, width, dtype=dtype)
+    x_, weight_, bias_ = put(x), put(weight), put(bias)
+    if not x.size:
+        assert rms_norm(x_, weight_, 1e-6).shape == shape
+        return
+    for found, expected in (
+        (rms_norm(x_, weight_, 1e-6), reference.rms_norm(x, weight, 1e-6)),
+        (layer_norm(x_, weight_, bias_, 1e-5), reference.layer_norm(x, weight, bias, 1e-5)),
+        (layer_norm(x_, weight_, None, 1e-5), reference.layer_norm(x, weight, 0 * bias, 1e-5)),
+    ):
+        assert_close(get(found), expected, dtype, length=width)
+
+
+def test_unit_offset_is_added_in_float32(dtype):
+    x, weight = normal(1, 3, 1000, dtype=dtype), normal(2, 1000, dtype=dtype, scale=0.01)
+    expected = reference.rms_norm(x, weight, 1e-6, unit_offset=True)
+    found = rms_norm(put(x), put(weight), 1e-6, unit_offset=True)
+    assert_close(get(found), expected, dtype, length=1000)
+
+
+@pytest.mark.parametrize("shape", [(1, 63), (2, 5, 1000), (9, 80)], ids=str)
+def test_residual_is_added_and_rounded_first(dtype, shape):
+    x, residual = normal(1, *shape, dtype=dtype), normal(2, *shape, dtype=dtype, scale=30.0)
+    weight, bias = gain(dtype, shape[-1]), normal(3, shape[-1], dtype=dtype)
+    total = (x.astype(np.float32) + residual.astype(np.float32)).astype(dtype)
+    expected = reference.rms_norm(total, weight, 1e-6)
+    found = rms_norm(put(x), put(weight), 1e-6, residual=put(residual))
+    assert_close(get(found), expected, dtype, length=shape[-1])
+    expected = reference.layer_norm(total, weight, bias, 1e-6)
+    found = layer_norm(put(x), put(weight), put(bias), 1e-6, residual=put(residual))
+    assert_close(get(found), expected, dtype, length=shape[-1])
+
+
+@pytest.mark.parametrize("scale", [3000.0, 1e-3, 0.0])
+def test_norms_hold_at_any_scale(dtype, scale):
+    x = normal(4, 3, 63, dtype=dtype, scale=scale)
+    weight, bias = gain(dtype, 63), normal(5, 63, dtype=dtype)
+    expected = reference.rms_norm(x, weight, 1e-5)
+    assert_close(get(rms_norm(put(x), put(weight), 1e-5)), expected, dtype, length=63)
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    found = get(layer_norm(put(x), put(weight), put(bias), 1e-5))
+    assert_close(found, expected, dtype, length=63)
+
+
+def test_layer_norm_survives_a_large_mean(dtype):
+    x = (300 + normal(6, 5, 1000, dtype=dtype, scale=8.0).astype(np.float32)).astype(dtype)
+    weight, bias = gain(dtype, 1000), np.zeros(1000, dtype)
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    found = get(layer_norm(put(x), put(weight), put(bias), 1e-5))
+    assert_close(found, expected, dtype, length=1000)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 4096), (3, 63), (2, 7, 6, 80), (64, 16), (2, 16384)], ids=str
+)
+def test_norms_lower_for_a_gpu(dtype, shape):
+    x, vector = struct(*shape, dtype=dtype), struct(shape[-1], dtype=dtype)
+    check_lowers(partial(norm.rms_norm, eps=1e-6), x, vector)
+    check_lowers(
+        lambda x, w, r: norm.rms_norm(x, w, 1e-6, residual=r, unit_offset=True), x, vector, x
+    )
+    check_lowers(lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), x, vector, vector)
+    check_lowers(lambda x, w, r: norm.layer_norm(x, w, None, 1e-5, residual=r), x, vector, x)
+
+
+def test_what_cannot_be_run_is_refused():
+    x, weight = put(np.zeros((4, 6), np.float32)), put(np.ones(6, np.float32))
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\); \(6,\) is expected"):
+        rms_norm(x, weight[:5], 1e-6)
+    with pytest.raises(ValueError, match="residual is"):
+        layer_norm(x, weight, weight, 1e-6, residual=x.astype(np.float16))
+    with pytest.raises(ValueError, match="at most 16384"):
+        rms_norm(jax.numpy.zeros((1, 20000)), jax.numpy.zeros(20000), 1e-6)
+    with pytest.raises(ValueError, match="floats"):
+        rms_norm(x.astype(np.int32), weight, 1e-6)

@@ -1,0 +1,308 @@
+"""Compiling on JAX: ahead of time, in several threads, and what is kept on disk."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from dualinfer.backends.base import SamplingFeatures  # noqa: E402
+from dualinfer.backends.jax import ahead, graphs  # noqa: E402
+from dualinfer.backends.jax.cache import LayerCache  # noqa: E402
+from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.sampler import SlotState  # noqa: E402
+from dualinfer.errors import ArgumentError, UnsupportedError  # noqa: E402
+
+DEVICE = jax.local_devices()[0]
+
+
+def shape(*sizes, dtype=np.float32):
+    sharding = jax.sharding.SingleDeviceSharding(DEVICE)
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+
+def double(x):
+    return 2 * x
+
+
+def test_run_uses_what_was_prepared():
+    executables = Executables()
+    x = jax.device_put(np.arange(6, dtype=np.float32), DEVICE)
+
+    def step(state, n):
+        return {"x": state["x"] + n}, n
+
+    abstract = {"x": shape(6)}, jax.ShapeDtypeStruct((), np.int32)
+    executables.prepare(
+        [Job("a", double, (shape(6),)), Job("b", step, abstract, (0,))], "compiling"
+    )
+    assert executables.compilations == len(executables) == 2 and executables.seconds > 0
+    np.testing.assert_array_equal(executables.run("a", None, x), 2 * np.arange(6))  # pyright: ignore
+    result, _ = executables.run("b", None, {"x": x}, np.int32(3))  # pyright: ignore
+    np.testing.assert_array_equal(result["x"], np.arange(6) + 3)
+    assert x.is_deleted()  # donated
+    executables.prepare([Job("a", double, (shape(6),))], "compiling")  # is there: nothing to do
+    executables.prepare([], "compiling")
+    assert executables.compilations == 2
+
+
+def test_prepare_compiles_several_at_a_time(monkeypatch):
+    """Every compilation waits for all the others: one after another would never end."""
+    monkeypatch.setattr(graphs, "_THREADS", 3)
+    executables, together = Executables(), threading.Barrier(3, timeout=60)
+    compile_ = executables._compile
+
+    def slow(*args):
+        together.wait()
+        compile_(*args)
+
+    monkeypatch.setattr(executables, "_compile", slow)
+    executables.prepare([Job(n, double, (shape(n),)) for n in (1, 2, 3)], "compiling")
+    assert executables.compilations == 3
+
+
+def test_threads_that_ask_for_one_key_compile_it_once(monkeypatch):
+    executables, traces, results = Executables(), [], []
+
+    def step(x):
+        traces.append(1)
+        time.sleep(0.2)
+        return x + 1
+
+    def ask():
+        results.append(float(executables.run("key", step, np.float32(1))))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [2.0] * 4 and len(traces) == executables.compilations == 1
+
+
+def test_what_cannot_be_compiled_is_forgotten():
+    executables = Executables()
+
+    def broken(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        executables.run("key", broken, np.float32(1))
+    with pytest.raises(ZeroDivisionError):
+        executables.prepare([Job("a", double, (shape(2),)), Job("b", broken, (shape(2),))], "")
+    assert executables.compilations == len(executables) <= 1  # what was under way may be there
+    assert executables.run("key", double, np.float32(2)) == 4
+    assert executables.run("b", double, np.float32(2)) == 4
+
+
+def test_the_one_unused_for_longest_goes():
+    executables = Executables(most=2)
+    for key in (1, 2, 1, 3):
+        executables.run(key, double, np.float32(key))
+    assert executables.compilations == 3 and len(executables) == 2
+    executables.run(1, double, np.float32(1))
+    assert executables.compilations == 3
+    executables.run(2, double, np.float32(1))
+    assert executables.compilations == 4
+
+
+def test_only_the_known_deprecation_is_silent():
+    def step(x, text):
+        warnings.warn(text, DeprecationWarning, stacklevel=1)
+        return x
+
+    known = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
+    executables = Executables()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        executables.run(1, lambda x: step(x, known), np.float32(1))
+        executables.run(2, lambda x: step(x, "another"), np.float32(1))
+    assert [str(w.message) for w in caught] == ["another"]
+
+
+_KEPT = """
+import os, sys, types, warnings
+import jax, numpy as np
+from dualinfer.backends.jax.compilation_cache import use_compilation_cache
+from dualinfer.backends.jax.graphs import Executables
+
+before = dict(jax.config.values)
+warnings.simplefilter("always")
+use_compilation_cache(types.SimpleNamespace(platform=sys.argv[1]))
+after = jax.config.values
+print("changed:", *sorted(name for name in after if after[name] != before[name]))
+print("folder:", after["jax_compilation_cache_dir"])
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append("cache_hits" in event))
+print("result:", Executables().run(0, lambda x: x * 3, np.float32(2)))
+print("hits:", sum(hits))
+assert jax.config.values == after  # the least time was this thread's, for a while
+"""
+
+
+def kept(home, platform="gpu", **environment):
+    """What a process that compiles something says, and its warnings."""
+    ours = ("JAX_", "DUALINFER_", "XDG_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    env |= {"HOME": str(home), "JAX_PLATFORMS": "cpu", **environment}
+    command = [sys.executable, "-c", _KEPT, platform]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def entries(folder):
+    return [p for p in folder.rglob("*") if p.is_file()]
+
+
+def test_executables_are_kept_in_a_private_folder(tmp_path):
+    """Those of the CPU stand for a GPU's here."""
+    folder = tmp_path / ".cache" / "dualinfer" / "jax"
+    said, _ = kept(tmp_path)
+    assert said == [
+        "changed: jax_compilation_cache_dir",
+        f"folder: {folder}",
+        "result: 6.0",
+        "hits: 0",
+    ]
+    for made in (folder, folder.parent):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert entries(folder)
+    assert kept(tmp_path)[0][-2:] == ["result: 6.0", "hits: 1"]
+    said, _ = kept(tmp_path, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert said[1] == f"folder: {tmp_path / 'xdg' / 'dualinfer' / 'jax'}"
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment"),
+    [
+        ("cpu", {}),
+        ("gpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
+        ("gpu", {"JAX_ENABLE_COMPILATION_CACHE": "0"}),
+    ],
+    ids=["cpu", "off", "off for JAX"],
+)
+def test_nothing_is_kept(tmp_path, platform, environment):
+    said, warned = kept(tmp_path, platform, **environment)
+    assert said == ["changed:", "folder: None", "result: 6.0", "hits: 0"]
+    assert not warned and not list(tmp_path.iterdir())
+
+
+def test_the_users_own_settings_stand(tmp_path):
+    """The folder; and in ours the least time that a compilation must take."""
+    mine = tmp_path / "mine"
+    said, _ = kept(tmp_path, JAX_COMPILATION_CACHE_DIR=str(mine))
+    assert said[:2] == ["changed:", f"folder: {mine}"]
+    assert not entries(tmp_path)  # too quick for JAX's own rule
+    said, _ = kept(tmp_path, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="30")
+    assert said[0] == "changed: jax_compilation_cache_dir"
+    assert not entries(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("which", "mode", "why"),
+    [
+        ("dualinfer", 0o777, "can be written by others (mode 777"),
+        ("dualinfer/jax", 0o720, "can be written by others (mode 720"),
+        ("dualinfer/jax", 0o755, "is open to others (mode 755"),
+    ],
+    ids=["the cache", "its part", "its part can be read"],
+)
+def test_a_folder_that_is_not_private_is_refused(tmp_path, which, mode, why):
+    folder = tmp_path / which
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    said, warned = kept(tmp_path, XDG_CACHE_HOME=str(tmp_path))
+    assert said == ["changed:", "folder: None", "result: 6.0", "hits: 0"]
+    assert why in warned and "DUALINFER_COMPILATION_CACHE=0" in warned
+    assert not entries(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    said, warned = kept(tmp_path, DUALINFER_CACHE=str(tmp_path / "file"))
+    assert said[:3] == ["changed:", "folder: None", "result: 6.0"]
+    assert "is not kept on disk" in warned
+
+
+class Counting:
+    """A runner without a model; its jobs are named after the sizes that fix them."""
+
+    device = DEVICE
+
+    def make_buffers(self, slots, tokens, eos_width, penalty):
+        buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
+        state = SlotState.make(slots, eos_width, 11, penalty)
+        return [LayerCache(buffer, buffer)], state
+
+    def prefill_job(self, requests, slots, cache, state):
+        ids = np.stack([r.tokens for r in requests])
+        assert list(slots) == list(range(len(requests)))
+        key = "prefill", ids.shape[1], SamplingFeatures.of(requests).noise, cache[0].k.shape[::2]
+        return Job(key, double, (cache, state, ids))
+
+    def decode_job(self, steps, features, cache, state):
+        key = "decode", features.noise, cache[0].k.shape[::2]
+        return Job(key, double, (cache, state, np.int32(steps)))
+
+
+def test_what_a_request_needs_is_compiled_ahead():
+    def keys(**wanted):
+        asked = ahead.Wanted.of(None, wanted)
+        assert asked
+        made = ahead.jobs(Counting(), asked, 4)
+        for job in made:
+            leaves = jax.tree.leaves(job.args)
+            assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+            assert all(x.sharding.device_set == {DEVICE} for x in leaves)
+        return [job.key for job in made]
+
+    # The cache starts at the bucket of what is reserved for the whole sequence.
+    assert keys(batch_sizes=[3], prompt_lengths=[5], new_tokens=100) == [
+        ("prefill", 5, False, (4, 128)),
+        ("decode", False, (4, 128)),
+    ]
+    # A single token takes no decoding.
+    assert keys(batch_sizes=[1], prompt_lengths=[64, 65], new_tokens=1) == [
+        ("prefill", 64, False, (1, 64)),
+        ("prefill", 65, False, (1, 128)),
+    ]
+    # Batches that share a bucket share everything; beyond 2,048 tokens the cache grows.
+    found = keys(batch_sizes=[3, 4], prompt_lengths=[9], new_tokens=5000, do_sample=True)
+    assert found == [
+        (what, *length, noise, (4, size))
+        for noise in (False, True)
+        for what, length, sizes in (
+            ("prefill", (9,), [2048]),
+            ("decode", (), [2048, 4096, 8192]),
+        )
+        for size in sizes
+    ]
+
+
+def test_compile_kwargs_say_what_is_wrong():
+    sizes = {"batch_sizes": [1], "prompt_lengths": [1], "new_tokens": 1}
+    assert ahead.Wanted.of(None, None) is ahead.Wanted.of(None, {}) is None
+    assert ahead.Wanted.of(None, sizes) == ahead.Wanted((1,), (1,), 1)
+    for backend, kwargs in (("inductor", {}), ("inductor", sizes), (None, {"fullgraph": True})):
+        with pytest.raises(UnsupportedError, match="batch_sizes, prompt_lengths, new_tokens"):
+            ahead.Wanted.of(backend, kwargs)
+    with pytest.raises(ArgumentError, match="lacks prompt_lengths, new_tokens"):
+        ahead.Wanted.of(None, {"batch_sizes": [1]})
+    for name, value in (
+        ("batch_sizes", []),
+        ("batch_sizes", 1),
+        ("prompt_lengths", [0]),
+        ("prompt_lengths", [True]),
+        ("new_tokens", "3"),
+        ("do_sample", 1),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            ahead.Wanted.of(None, {**sizes, name: value})
