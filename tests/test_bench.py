@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import stat
 import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +21,16 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer import cli
-from dualinfer.bench import peers, runs
-from dualinfer.bench.case import OpCase
+from dualinfer.bench import cli as bench_cli
+from dualinfer.bench import peers, runs, worker
+from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
 from dualinfer.bench.measure import Task, decode_row
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import checkpoint, make_module
 from dualinfer.bench.shapes import SHAPES, open_model
+from dualinfer.bench.tables import make_table
 from dualinfer.errors import ArgumentError, UnsupportedError
 from dualinfer.spec import Attention
 
@@ -280,12 +285,10 @@ def make_case(backend: str) -> tuple[OpCase, list[int]]:
         if backend == "torch":
             a, b = torch.randn(63, 1000), torch.randn(1000, 17)
             return lambda: a @ b
-        import jax
         import jax.numpy as jnp
 
         x, y = jnp.ones((63, 1000)), jnp.ones((1000, 17))
-        product = jax.jit(jnp.matmul)
-        return lambda: product(x, y)
+        return TracedCall(lambda state, x, y: (x @ y, state), None, (x, y))
 
     moved = 4 * (63 * 1000 + 1000 * 17 + 63 * 17)
     case = OpCase("matmul", "63x1000x17", moved, 2 * 63 * 1000 * 17, prepare, "torch")
@@ -349,7 +352,12 @@ def check_agree(cases: list[OpCase], most: float) -> None:
     ours, *others = [r if isinstance(r, tuple) else (r,) for r in results]
     for case, theirs in zip(cases[1:], others, strict=True):
         for found, wanted in zip(ours, theirs, strict=True):
-            found, wanted = (part.float().flatten() for part in (found, wanted))
+            found, wanted = (
+                (part if torch.is_tensor(part) else torch.tensor(np.asarray(part, np.float32)))
+                .float()
+                .flatten()
+                for part in (found, wanted)
+            )
             error = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
             assert error <= most, f"{case.name} {case.description} by {case.reference}: {error:.2g}"
 
@@ -463,6 +471,169 @@ def test_every_op_on_the_gpu_agrees_with_its_references():
     for (name, _), group in by_op(bench_cases("bfloat16")).items():
         if name != "sample":  # whose noise differs
             check_agree(group, 0.02)
+
+
+def jax_bench(dtype: str = "float32", interpret: bool = True):
+    """JAX's ops on the CPU, by Pallas' interpreter; or as on a GPU, to be looked at only."""
+    jax = pytest.importorskip("jax")
+    from dualinfer.backends.jax.bench_inputs import Bench
+
+    made = Bench(dtype, jax.devices("cpu")[0], interpret)
+    made.obstacle = ""
+    return made
+
+
+@pytest.mark.parametrize(("rows", "gated"), [(1, False), (5, True)])
+def test_jax_products_and_norms_agree_with_xla(rows, gated):
+    made = jax_bench()
+    from dualinfer.backends.jax import bench_ops
+
+    shape = bench_ops.Shape(*TINY, gated=gated)
+    ops = by_op([*bench_ops.products(made, shape, rows), *bench_ops.norms_of(made, 48, rows)])
+    assert len(ops) == 7
+    for group in ops.values():
+        check_agree(group, 1e-5)
+    words = bench_ops.rows_of(rows)
+    vectors = ("norm", 48) if gated else ("norm, bias", 2 * 48 + 192)
+    qkv = ops["linear", f"tiny qkv 192 x 48, {words}, {vectors[0]}"][0]
+    assert qkv.bytes == 4 * (192 * 48 + rows * 48 + vectors[1] + rows * 192)
+    assert qkv.flops == 2 * rows * 192 * 48
+
+
+@pytest.mark.parametrize(("tokens", "gated"), [(16, True), (63, False)])
+def test_jax_decode_attention_agrees_with_what_stands_beside_it(tokens, gated, monkeypatch):
+    made = jax_bench()
+    from dualinfer.backends.jax import bench_attention, bench_ops
+
+    monkeypatch.setattr(bench_attention, "_CUDNN", "xla")
+    shape = bench_ops.Shape(*TINY, gated=gated)
+    cases = list(bench_attention.decode(made, shape, 2, tokens))
+    assert [case.reference for case in cases] == ["", "XLA", "cuDNN"]
+    for group in by_op(cases).values():
+        check_agree(group, 1e-5)
+    read = 192 + 2 * (tokens - 1) * 48
+    assert cases[0].bytes == 2 * (4 * (read + 96 + 2 * 48) + 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 5.0}, {"causal": False}])
+def test_jax_attention_of_prompts_agrees_with_what_stands_beside_it(options, monkeypatch):
+    made = jax_bench()
+    from dualinfer.backends.jax import bench_attention
+
+    monkeypatch.setattr(bench_attention, "_CUDNN", "xla")
+    a = Attention(4, 2, 16, 0.25, **options)
+    cases = list(bench_attention.prompts(made, 2, 63, a))
+    assert len(cases) == 3 - bool(a.softcap)
+    for group in by_op(cases).values():
+        check_agree(group, 1e-5)
+    pairs = sum(min(i + 1, a.window or 63) for i in range(63)) if a.causal else 63 * 63
+    assert cases[0].flops == 2 * 4 * pairs * 4 * 16
+    assert cases[0].bytes == 2 * 63 * 4 * (8 * 16 + 4 * 16)
+
+
+def test_jax_ops_on_a_gpu_can_be_chained_there(monkeypatch):
+    """Every kernel's case lowers for CUDA, many calls in one executable; nothing is allocated."""
+    jax = pytest.importorskip("jax")
+    from dualinfer.backends import jax as backend
+    from dualinfer.backends.jax import bench_ops
+    from dualinfer.bench.chain import Chain
+
+    from .kernels.arrays import check_lowers
+
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    made = jax_bench("bfloat16", interpret=False)
+    monkeypatch.setattr(backend, "default_device", lambda: device)
+    monkeypatch.setattr(bench_ops, "Bench", lambda dtype, device: made)
+    cases = bench_ops.bench_cases("bfloat16")
+    ops = by_op(cases)
+    assert len({(*key, case.reference) for key in ops for case in ops[key]}) == len(cases)
+    cached = {d: g[0].bytes for (op, d), g in ops.items() if op == "decode_attention"}
+    assert next(n for d, n in cached.items() if d.startswith("8B, 32 x 1,024")) > 128e6
+    kernels = 0
+    for (name, _), group in ops.items():
+        ours = [case for case in group if case.reference in ("", "dualinfer's Pallas kernel")]
+        made_calls: list[Any] = []
+
+        def inputs(case: OpCase = ours[-1], made_calls: list[Any] = made_calls):
+            made_calls.append(case.prepare())
+            return made_calls[0].state, made_calls[0].inputs
+
+        shapes = jax.eval_shape(inputs)
+        chain = Chain([TracedCall(made_calls[0].function, *shapes)] * 2, 3)
+        text = check_lowers(chain.run, [shapes[0]] * 2, [shapes[1]] * 2)
+        assert "triton" in text, (name, ours[-1].description)
+        kernels += 1
+    assert kernels == len(ops)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_jax_op_on_the_gpu_agrees_with_what_stands_beside_it():
+    jax = pytest.importorskip("jax")
+    from dualinfer.backends.jax.bench_ops import bench_cases
+
+    assert jax.devices()[0].platform == "gpu", "JAX runs on the CPU; install jax[cuda13]."
+    for group in by_op(bench_cases("bfloat16")).values():
+        check_agree(group, 0.02)
+
+
+def test_chained_calls_all_run_and_their_states_go_on():
+    jnp = pytest.importorskip("jax.numpy")
+    from dualinfer.bench.chain import Chain
+
+    def op(state, x, weight):
+        return jnp.tanh(weight @ x), state + 1
+
+    weights = np.random.default_rng(0).normal(size=(3, 63, 17)).astype(np.float32)
+    calls = [
+        TracedCall(op, jnp.int32(i), (jnp.ones(17), jnp.asarray(w))) for i, w in enumerate(weights)
+    ]
+    chain = Chain(calls, 5)
+    assert chain.count == 15
+    for turn in (1, 2):
+        results = chain()
+        for result, weight in zip(results, weights, strict=True):
+            np.testing.assert_allclose(result, np.tanh(weight.sum(1)), rtol=1e-4)
+        assert [int(state) for state in chain._states] == [5 * turn + i for i in range(3)]
+    lowered = chain.run.lower(chain._states, chain._inputs)
+    assert lowered.as_text().count("optimization_barrier") >= 6  # in front of every call
+    compiled = lowered.compile().as_text()
+    assert '"known_trip_count":{"n":"4"}' in compiled  # no look at the count on the device
+    assert not re.search(r"f32\[63,17\]\S* copy\(", compiled)
+    assert all(seconds > 0 for seconds in chain.seconds())
+
+
+def test_read_streams_read_every_byte_once():
+    jax = pytest.importorskip("jax")
+    from dualinfer.backends.jax import bench_ops
+
+    streams = bench_ops.read_streams(1 << 20, jax.devices("cpu")[0])
+    assert set(streams) == {"sum of float32", "sum of int32", "maximum of float32"}
+    for prepare in streams.values():
+        assert sum(x.nbytes for x in prepare().inputs) == 1 << 20
+    elements = 1 << 18
+    found = {name: np.asarray(prepare()()) for name, prepare in streams.items()}
+    assert found["sum of float32"] == elements
+    assert found["maximum of float32"] == 1
+    ones = np.full(elements, np.float32(1).view(np.int32))
+    assert found["sum of int32"] == ones.sum(dtype=np.int32)
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    assert "matrix-vector products" in bench_ops.read_streams(1 << 20, gpu)
+
+
+def test_ops_that_cannot_run_are_skipped_with_the_reason(monkeypatch):
+    pytest.importorskip("jax")
+    device = open_device("jax")
+    monkeypatch.setattr(device, "limits", lambda dtype: Limits("jax", "CPU", dtype, 1e9, 1e9))
+    task = Task("ops", "jax", "rms_norm", None, 0, 0, 0, 0, True)
+    rows = [row for _, row in worker.run([task], device) if row is not None]
+    assert [row["by"] for row in rows] == ["dualinfer", "XLA"]
+    assert rows[0]["skipped"].endswith("NVIDIA GPUs from Ampere on, and this is a CPU")
+    assert rows[1]["us"] > 0
+    assert not any("error" in row for row in rows)
+    assert "skipped: it runs on" in bench_cli._line(rows[0])
+    assert next(iter(make_table("ops", rows).columns[4].cells)) == "[dim]skipped[/]"
+    assert list(make_table("ops", rows).columns[3].cells) == ["dualinfer jax", "XLA"]
 
 
 def test_ops_need_a_device_that_runs_kernels(monkeypatch):

@@ -264,8 +264,10 @@ def test_what_a_request_needs_is_compiled_ahead():
             assert all(x.sharding.device_set == {DEVICE} for x in leaves)
         return [job.key for job in made]
 
-    # The cache starts at the bucket of what is reserved for the whole sequence.
+    # The cache may start at any bucket from the prompt's to that of what is reserved at most.
     assert keys(batch_sizes=[3], prompt_lengths=[5], new_tokens=100) == [
+        ("prefill", 5, False, (4, 64)),
+        ("decode", False, (4, 64)),
         ("prefill", 5, False, (4, 128)),
         ("decode", False, (4, 128)),
     ]
@@ -275,15 +277,13 @@ def test_what_a_request_needs_is_compiled_ahead():
         ("prefill", 65, False, (1, 128)),
     ]
     # Batches that share a bucket share everything; beyond 2,048 tokens the cache grows.
-    found = keys(batch_sizes=[3, 4], prompt_lengths=[9], new_tokens=5000, do_sample=True)
+    found = keys(batch_sizes=[3, 4], prompt_lengths=[900], new_tokens=5000, do_sample=True)
     assert found == [
         (what, *length, noise, (4, size))
         for noise in (False, True)
-        for what, length, sizes in (
-            ("prefill", (9,), [2048]),
-            ("decode", (), [2048, 4096, 8192]),
-        )
-        for size in sizes
+        for size in (1024, 2048, 4096, 8192)
+        for what, length in (("prefill", (900,)), ("decode", ()))
+        if what == "decode" or size <= 2048
     ]
 
 
@@ -306,3 +306,83 @@ def test_compile_kwargs_say_what_is_wrong():
     ):
         with pytest.raises(ArgumentError, match=name):
             ahead.Wanted.of(None, {**sizes, name: value})
+
+
+SIZES = {"batch_sizes": [1, 3], "prompt_lengths": [5, 40], "new_tokens": 30}
+
+
+def tiny_engine(name):
+    pytest.importorskip("torch")
+    import dualinfer
+
+    from .models import make_model
+
+    model = make_model(name, num_hidden_layers=1, vocab_size=97)
+    return dualinfer.init_inference(
+        model, backend="jax", dtype="fp32", replace_with_kernel_inject=True
+    )
+
+
+def texts_of(engine):
+    """Greedy text of every size in SIZES."""
+    ids = np.random.default_rng(0).integers(3, 90, (3, 40))
+    options = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
+    return [
+        np.asarray(engine.generate(ids[:rows, :length], **options))
+        for rows in SIZES["batch_sizes"]
+        for length in SIZES["prompt_lengths"]
+    ]
+
+
+def test_what_was_compiled_ahead_serves_every_size_asked_for():
+    with tiny_engine("llama-mqa") as engine:
+        engine.compile(compile_kwargs=SIZES)
+        made = engine.report().compilations
+        # A prompt of 5 takes 16 ids and a cache of 64 tokens; one of 40 takes 64 and 128.
+        assert made >= len(SIZES["batch_sizes"]) * (2 + 2)
+        engine.compile(compile_kwargs=SIZES)
+        found = texts_of(engine)
+        assert engine.report().compilations == made
+        with tiny_engine("llama-mqa") as other:
+            for mine, expected in zip(found, texts_of(other), strict=True):
+                np.testing.assert_array_equal(mine, expected)
+            assert other.report().compilations <= made
+        engine.generate([[5, 6, 7]], max_new_tokens=30, do_sample=True, top_k=50)
+        assert engine.report().compilations > made
+
+
+def test_sampling_is_compiled_ahead_where_asked_for():
+    with tiny_engine("llama-mqa") as engine:
+        engine.compile(
+            compile_kwargs={
+                "batch_sizes": [2],
+                "prompt_lengths": [5],
+                "new_tokens": 9,
+                "do_sample": True,
+            }
+        )
+        made = engine.report().compilations
+        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 9, "top_p": 0.7}):
+            engine.generate([[5, 6, 7], [8] * 5], max_new_tokens=9, eos_token_id=None, **options)
+        assert engine.report().compilations == made
+
+
+def test_an_engine_refuses_what_it_cannot_compile():
+    with tiny_engine("llama-mqa") as engine:
+        for backend, kwargs in (
+            ("inductor", None),
+            (None, {"fullgraph": True}),
+            (None, SIZES | {"mode": "x"}),
+        ):
+            with pytest.raises(UnsupportedError, match="batch_sizes, prompt_lengths, new_tokens"):
+                engine.compile(backend=backend, compile_kwargs=kwargs)
+        with pytest.raises(ArgumentError, match="lacks batch_sizes"):
+            engine.compile(compile_kwargs={k: v for k, v in SIZES.items() if k != "batch_sizes"})
+        engine.compile()
+        engine.compile(compile_kwargs={})
+        assert engine.report().compilations == 0
+    with tiny_engine("bert") as engine:
+        engine.compile()
+        with pytest.raises(UnsupportedError, match="bert model does not generate"):
+            engine.compile(compile_kwargs=SIZES)
+        assert engine.report().compilations == 0

@@ -48,8 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.jax.*", "kernels.pallas.*", "outputs", "private_folder"),
-        "weights",
+        *("backends.base", "backends.jax.*", "bench.case", "kernels.pallas.*", "outputs"),
+        *("private_folder", "weights"),
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {

@@ -241,4 +241,6 @@ def _line(row: dict[str, Any]) -> str:
     start = f"{escape(label(row))}: {escape(what)}"
     if "error" in row:
         return f"[red]{start} failed:[/] {escape(row['error'])}"
+    if "skipped" in row:
+        return f"[dim]{start}: skipped: {escape(row['skipped'])}[/]"
     return f"[dim]{start}: {row['of_limit']:.1%} of the limit[/]"

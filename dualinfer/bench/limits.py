@@ -4,6 +4,7 @@ Figures of a CPU come from small arrays and show only that bench runs.
 """
 
 import gc
+import importlib
 import math
 import statistics
 import time
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from .. import backends
+from .case import TracedCall
+from .chain import chain_seconds
+
 Call = Callable[[], Any]
 
 _STREAM_BYTES = {"cpu": 2**26, "gpu": 2**32}
@@ -19,6 +24,8 @@ _SIDE = {"cpu": 512, "gpu": 8192}
 _REPEATS = 8
 _CPU_CALLS = 20  # of an op whose time is taken
 _MOST_SETS = 64
+# More than any device reaches: how long an op takes at least, so that enough of them are chained.
+_FASTEST_READ, _FASTEST_PRODUCT, _SHORTEST = 4e12, 1e15, 2e-6
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ class TorchDevice:
 
         with torch.inference_mode():
             if self.kind == "cpu":
-                return _cpu_seconds(prepare)
+                return statistics.median(_cpu_times(prepare, 2))
             l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
             calls = [prepare() for _ in range(_sets(nbytes, l2))]
             stream = torch.cuda.Stream()
@@ -183,52 +190,51 @@ class JaxDevice:
 
     @cached_property
     def _read_bandwidth(self) -> float:
-        import jax
-        import jax.numpy as jnp
-
-        # Random values would take several times the memory for a moment, and hide rows' peaks.
-        x = jnp.ones(_STREAM_BYTES[self.kind] // 4, jnp.float32)
-        total = jax.jit(jnp.sum)
-        return x.nbytes / min(self._times(lambda: total(x)))
+        streams = importlib.import_module(f"{backends.__name__}.{self.backend}.bench_ops")
+        nbytes, best = _STREAM_BYTES[self.kind], 0.0
+        for prepare in streams.read_streams(nbytes, self._device).values():
+            best = max(best, nbytes / min(self._times(prepare, 1, nbytes / _FASTEST_READ)))
+            self.settle()
+        return best
 
     def limits(self, dtype: str) -> Limits:
-        """The read-only stream of a float32 sum, and the rate of a square product."""
+        """The best of several read-only streams, and the rate of a square product.
+
+        One stream is not the limit: XLA's sum alone leaves some of it. They are the backend's own
+        choice, `read_streams` of its `bench_ops`: sums, a maximum, and a kernel's product.
+        """
         import jax
         import jax.numpy as jnp
 
         if dtype not in self._limits:
             bandwidth, side = self._read_bandwidth, _SIDE[self.kind]
-            a, b = (
-                jax.random.normal(jax.random.key(seed), (side, side), jnp.dtype(dtype))
-                for seed in (1, 2)
-            )
             precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-            product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
-            rate = 2 * side**3 / min(self._times(lambda: product(a, b)))
+
+            @jax.jit
+            def product(state: None, a: jax.Array, b: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.matmul(a, b, precision=precision), state
+
+            def prepare() -> TracedCall:
+                keys = jax.random.split(jax.random.key(0))
+                a, b = (jax.random.normal(key, (side, side), jnp.dtype(dtype)) for key in keys)
+                return TracedCall(product, None, (a, b))
+
+            flops = 2 * side**3
+            rate = flops / min(self._times(prepare, 1, flops / _FASTEST_PRODUCT))
             self._limits[dtype] = Limits(self.backend, self.name, dtype, bandwidth, rate)
+            self.settle()
         return self._limits[dtype]
 
-    def _times(self, call: Call, calls: int = 4) -> list[float]:
-        """Times of a call, each the mean of `calls` enqueued at once, after two to warm up."""
-        import jax
-
-        times = []
-        for _ in range(_REPEATS + 2):
-            start = time.perf_counter()
-            jax.block_until_ready([call() for _ in range(calls)])
-            times.append((time.perf_counter() - start) / calls)
-        return times[2:]
+    def _times(self, prepare: Callable[[], Call], sets: int, least: float) -> list[float]:
+        """Times of one call with `sets` sets of inputs; `least` is what it takes at least."""
+        if self.kind == "cpu":
+            return _cpu_times(prepare, min(sets, 2))
+        return chain_seconds(prepare, sets, least)
 
     def op_seconds(self, prepare: Callable[[], Call], nbytes: int) -> float:
-        """Calls are enqueued at once: the time of one is the device's, or Python's if longer."""
-        if self.kind == "cpu":
-            return _cpu_seconds(prepare)
-        calls = [prepare() for _ in range(_sets(nbytes, 64 * 2**20))]
-        rounds = math.ceil(_CPU_CALLS / len(calls))
-        turns = rounds * len(calls)
-        return statistics.median(
-            t / turns for t in self._times(lambda: [call() for call in calls * rounds], 1)
-        )
+        """On a GPU many calls are one executable, so that no dispatch from Python counts."""
+        least = max(_SHORTEST, nbytes / _FASTEST_READ)
+        return statistics.median(self._times(prepare, _sets(nbytes, 64 * 2**20), least))
 
     def start_peak(self) -> None:
         """Begin to watch the memory held by JAX."""
@@ -246,8 +252,11 @@ class JaxDevice:
         return (self._device.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
     def settle(self) -> None:
-        """Free what nobody holds."""
+        """Free what nobody holds, and wait; raises if the device does not answer any more."""
+        import jax
+
         gc.collect()
+        jax.block_until_ready(jax.device_put(0.0, self._device) + 1)
 
 
 def open_device(backend: str) -> TorchDevice | JaxDevice:
@@ -260,14 +269,14 @@ def _sets(nbytes: int, cache_bytes: int) -> int:
     return min(_MOST_SETS, max(2, math.ceil(4 * cache_bytes / max(nbytes, 1))))
 
 
-def _cpu_seconds(prepare: Callable[[], Call]) -> float:
-    calls = [prepare() for _ in range(2)]
+def _cpu_times(prepare: Callable[[], Call], sets: int) -> list[float]:
+    calls = [prepare() for _ in range(sets)]
     times = []
-    for i in range(_CPU_CALLS + 2):
+    for i in range((_CPU_CALLS if sets > 1 else _REPEATS) + 2):
         start = time.perf_counter()
-        _wait(calls[i % 2]())
+        _wait(calls[i % len(calls)]())
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return times[2:]
 
 
 def _wait(result: Any) -> None:

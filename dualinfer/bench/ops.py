@@ -30,14 +30,21 @@ def find_cases(backend: str, dtype: str, only: str | None) -> list[OpCase]:
 
 
 def measure_op(case: OpCase, device: Device, dtype: str) -> dict[str, Any]:
-    """The time of one case, what it moves and computes a second, and the fraction of the limit."""
-    limits = device.limits(dtype)
-    seconds = device.op_seconds(case.prepare, case.bytes)
-    least = max(case.bytes / limits.read_bandwidth, case.flops / limits.matrix_rate)
-    return {
+    """The time of one case, what it moves and computes a second, and the fraction of the limit.
+
+    Of a case that cannot run here, only why.
+    """
+    about = {
         "op": case.name,
         "description": case.description,
         "by": case.reference or "dualinfer",
+    }
+    if case.obstacle:
+        return about | {"skipped": case.obstacle}
+    limits = device.limits(dtype)
+    seconds = device.op_seconds(case.prepare, case.bytes)
+    least = max(case.bytes / limits.read_bandwidth, case.flops / limits.matrix_rate)
+    return about | {
         "us": seconds * 1e6,
         "gb_per_s": case.bytes / seconds / 1e9,
         "tflops": case.flops / seconds / 1e12,

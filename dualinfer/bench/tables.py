@@ -63,7 +63,7 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
         "peak, GB": _gb("peak_bytes"),
     },
     "ops": {
-        "by": lambda row: row["by"],
+        "by": lambda row: _whose(row),
         "µs": lambda row: f"{row['us']:.2f}",
         "GB/s": lambda row: f"{row['gb_per_s']:,.0f}",
         "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
@@ -92,7 +92,7 @@ def side_by_side(rows: Sequence[Row]) -> list[Row]:
 
 
 def make_table(kind: str, rows: Sequence[Row]) -> Table:
-    """The rows that were measured; those that failed say so."""
+    """The rows that were measured; those that failed, or cannot run here, say so."""
     table = Table(title=_TITLES[kind])
     if kind == "ops":
         lead: dict[str, Callable[[Row], str]] = {
@@ -111,6 +111,8 @@ def make_table(kind: str, rows: Sequence[Row]) -> Table:
         first = [escape(show(row)) for show in lead.values()]
         if "error" in row:
             table.add_row(*first, "[red]failed[/]")
+        elif "skipped" in row:
+            table.add_row(*first, escape(_whose(row)), "[dim]skipped[/]")
         else:
             table.add_row(*first, *(show(row) for show in figures.values()))
     return table
@@ -133,7 +135,7 @@ def write_plot(kind: str, rows: Sequence[Row], path: Path) -> None:
     """A bar for each row that was measured: the fraction of the limit, with its time."""
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if "error" not in row]
+    shown = [row for row in rows if "of_limit" in row]
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     names = [_bar_name(row, kind, shown) for row in shown]
@@ -155,10 +157,15 @@ def _by(row: Row) -> str:
     return row.get("by", "dualinfer")
 
 
+def _whose(row: Row) -> str:
+    """Who measured an op: ours of which backend, or whose else."""
+    return label(row) if _by(row) == "dualinfer" else row["by"]
+
+
 def _bar_name(row: Row, kind: str, rows: Sequence[Row]) -> str:
     """The system, and what tells its row from the others."""
     if kind == "ops":
-        return f"{row['op']} {row['description']}: {row['by']}"
+        return f"{row['op']} {row['description']}: {_whose(row)}"
     shows = _WORKLOAD.values()
     varying = [show for show in shows if len({show(other) for other in rows}) > 1]
     return ", ".join([label(row), *(show(row) for show in varying)])

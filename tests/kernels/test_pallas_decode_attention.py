@@ -291,7 +291,8 @@ def test_what_cannot_be_run_is_refused():
     zeros = jax.numpy.zeros
     x, qkv, lengths = zeros((2, 2, 6, 4)), zeros((2, 32)), zeros(2, np.int32)
     counters, half = zeros(4, np.int32), x.astype(np.float16)
-    good: dict[str, Any] = {"heads": 4, "scale": 1.0, "counters": counters, "interpret": INTERPRETED}
+    good: dict[str, Any] = {"heads": 4, "scale": 1.0, "counters": counters}
+    good["interpret"] = INTERPRETED
     refused: dict[str, Any] = {
         r"qkv \(2, 31\) does not fit 4 heads": (qkv[:, :31], (x, x), lengths, {}),
         r"qkv \(2, 32\) does not fit 5 heads": (qkv, (x, x), lengths, {"heads": 5}),

@@ -204,7 +204,9 @@ def test_measured_configurations_are_the_defaults():
 
     assert best(12288, 4096) == VectorConfig(2, 4)
     assert best(4096, 4096) == VectorConfig(1, 4)
-    assert best(11008, 4096, gated=True) == VectorConfig(1, 4)
+    assert best(11008, 4096, gated=True) == best(128256, 4096) == VectorConfig(2, 8)
+    assert best(8192, 2048, gated=True) == VectorConfig(1, 4)
+    assert best(128256, 2048) == VectorConfig(2, 8)
     assert best(4096, 11008) == VectorConfig(1, 8)
     assert best(12288, 4096, itemsize=4) == VectorConfig(1, 4)
 

@@ -17,7 +17,7 @@ from .sampler import SlotState
 
 @dataclass(frozen=True)
 class Wanted:
-    """Every size of a batch with every length of a prompt, each to `new_tokens` tokens more.
+    """Every size of a batch with every length of a prompt, each to at most `new_tokens` tokens more.
 
     With `do_sample` sampling as well, with filters, beside taking the best token.
     """
@@ -99,19 +99,22 @@ def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
 
 
 def _of_request(runner: Steps, request: Request, count: int, eos_width: int) -> Iterator[Job]:
-    """Prefill of `count` such requests, then decode in each size that their cache grows to."""
-    first = max(len(request.tokens), min(request.cache_tokens, RESERVED))
-    tokens, most = (bucket(n, SMALLEST_CACHE) for n in (first, request.cache_tokens))
+    """Prefill of `count` such requests, and decode in each size of the cache.
+
+    The sizes are all that requests for fewer tokens start with or that the cache grows to.
+    """
+    started = max(len(request.tokens), min(request.cache_tokens, RESERVED))
+    last_start, most = (bucket(n, SMALLEST_CACHE) for n in (started, request.cache_tokens))
     features = SamplingFeatures.of([request])
-    make = partial(runner.make_buffers, count, eos_width=eos_width, penalty=False)
-    buffers = jax.eval_shape(partial(make, tokens))
-    yield runner.prefill_job([request] * count, range(count), *buffers)
-    while request.max_new_tokens > 1:
-        yield runner.decode_job(1, features, *buffers)
-        if tokens >= most:
-            return
+    tokens = bucket(len(request.tokens), SMALLEST_CACHE)
+    while tokens <= most:
+        make = partial(runner.make_buffers, count, tokens, eos_width, penalty=False)
+        buffers = jax.eval_shape(make)
+        if tokens <= last_start:
+            yield runner.prefill_job([request] * count, range(count), *buffers)
+        if request.max_new_tokens > 1:
+            yield runner.decode_job(1, features, *buffers)
         tokens *= 2
-        buffers = jax.eval_shape(partial(make, tokens))
 
 
 def _abstract(args: Any, device: jax.Device) -> Any:

@@ -18,8 +18,8 @@ from .compilation_cache import keep_all
 
 TRACED = (
     "An engine does not run inside of jax.jit, jax.vmap or jax.grad: it runs executables of its "
-    "own, on arrays whose values are known. Call it outside; in fused mode engine.apply and in module "
-    "mode engine.module may be called inside."
+    "own, on arrays whose values are known. Call it outside; in fused mode engine.apply, and in "
+    "module mode engine.module may be called inside."
 )
 _MOST = 64
 _THREADS = min(8, os.cpu_count() or 1)

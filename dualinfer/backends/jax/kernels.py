@@ -1,7 +1,7 @@
 """The decoder's fused ops by Pallas kernels; plain.py has the same ones by plain XLA.
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
-once, with everything around them fused; those with many are XLA's, as are prompts' rotary and
+once, with everything around them fused; those with many are XLA's, as are prompts' norms and
 activations, which XLA fuses as well.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ...kernels.pallas import attention, attention_choice, decode_attention, linear
+from ...kernels.pallas import attention, attention_choice, decode_attention, linear, rotary
 from ...kernels.pallas import norm as norms
 from ...kernels.pallas.linear import NormArguments
 from ...spec import Activation, ModelSpec
@@ -51,7 +51,7 @@ class KernelOps(PlainOps):
         "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",
         "rms_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
         "layer_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
-        "rotary": "Pallas, fused with attention of one token; XLA for prompts",
+        "rotary": "Pallas, fused with the append to the cache",
         "activation": "Pallas, fused into products with few rows; XLA for prompts",
         "attention": "cuDNN where it can, else Pallas",
         "decode_attention": "Pallas, split KV, fused with rotary and append",
@@ -128,34 +128,47 @@ class KernelOps(PlainOps):
             )
         return y
 
-    def angles(self, spec: ModelSpec, positions: jax.Array) -> Any:
-        """None for single tokens, which a kernel turns as it reads them."""
-        return None if positions.shape[1] == 1 else super().angles(spec, positions)
-
     def attend(
         self,
         layer: Attending,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
+        angles: Any,
         *,
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """See `PlainOps.attend`."""
-        how: dict[str, Any] = {"causal": layer.spec.causal, "mask": mask, "segments": segments}
+        cache: LayerCache | None = None,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
+        a = layer.spec
+        cos, sin = angles[a.rope] if a.rope else (None, None)
+        with jax.named_scope("rotary"):
+            q, k, v, filled = rotary.rotary_append(
+                qkv,
+                cos,
+                sin,
+                heads=a.heads,
+                kv_heads=a.kv_heads,
+                cache=cache,
+                slots=slots,
+                interpret=self.interpret,
+                **_norms_of(layer),
+            )
+        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
         how |= layer.scoring()
         scale = how.pop("scale")
         with jax.named_scope("attention"):
             if not self.interpret and attention_choice.cudnn_serves(q, k, **how):
-                return jax.nn.dot_product_attention(
-                    q, k, v, scale=scale, is_causal=layer.spec.causal, implementation="cudnn"
+                y = jax.nn.dot_product_attention(
+                    q, k, v, scale=scale, is_causal=a.causal, implementation="cudnn"
                 )
-            how["positions"] = None if how["alibi"] is None else positions
-            return attention.attention(
-                q, k, v, scale=scale, sms=self.sms, interpret=self.interpret, **how
-            )
+            else:
+                how["positions"] = None if how["alibi"] is None else positions
+                y = attention.attention(
+                    q, k, v, scale=scale, sms=self.sms, interpret=self.interpret, **how
+                )
+        return y.reshape(*y.shape[:2], -1), None if filled is None else LayerCache(*filled)
 
     def attend_token(
         self,
@@ -166,7 +179,7 @@ class KernelOps(PlainOps):
         lengths: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
         """See `PlainOps.attend_token`."""
-        a, rope, q_norm, k_norm = layer.spec, layer.spec.rope, layer.q_norm, layer.k_norm
+        a, rope = layer.spec, layer.spec.rope
         assert self._counters is not None
         with jax.named_scope("decode_attention"):
             y, (keys, values), self._counters = decode_attention.decode_attention(
@@ -177,13 +190,21 @@ class KernelOps(PlainOps):
                 counters=self._counters,
                 inv_freq=jnp.array(rope.inv_freq, jnp.float32) if rope else None,
                 scaling=rope.scaling if rope else 1.0,
-                interleaved=rope.interleaved if rope else False,
-                q_norm=q_norm.weight.data if q_norm else None,
-                k_norm=k_norm.weight.data if k_norm else None,
-                norm_eps=q_norm.spec.eps if q_norm else 0.0,
-                norm_unit_offset=q_norm.spec.unit_offset if q_norm else False,
                 sms=self.sms,
                 interpret=self.interpret,
+                **_norms_of(layer),
                 **layer.scoring(),
             )
         return y[:, None], LayerCache(keys, values)
+
+
+def _norms_of(layer: Attending) -> dict[str, Any]:
+    """How a layer's heads are paired and normed, as the kernels take it."""
+    rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
+    return {
+        "interleaved": rope.interleaved if rope else False,
+        "q_norm": q_norm.weight.data if q_norm else None,
+        "k_norm": k_norm.weight.data if k_norm else None,
+        "norm_eps": q_norm.spec.eps if q_norm else 0.0,
+        "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+    }

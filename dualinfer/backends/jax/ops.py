@@ -4,6 +4,8 @@ Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.p
 the HLO see each by its name, below the layer's.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,8 @@ from jax import lax
 from ...spec import Activation
 from ...weights import Weight
 from .cache import LayerCache
+
+_MANY = 64  # rows of a product
 
 IMPLEMENTATIONS = {
     "matmul": "XLA dot",
@@ -33,7 +37,9 @@ def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
 
 @jax.named_scope("matmul")
 def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Array:
-    """x [..., in] times weight [out, in], plus bias [out]; summed in float32."""
+    """x [..., in] times weight [out, in], plus bias [out]; summed in float32, rounded once."""
+    if bias is None and math.prod(x.shape[:-1]) > _MANY:  # else XLA writes float32 to memory first
+        return einsum("...i,oi->...o", x, weight.data, preferred_element_type=x.dtype)
     y = einsum("...i,oi->...o", x, weight.data, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.data.astype(jnp.float32)

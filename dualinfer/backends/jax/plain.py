@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ...spec import Activation, Attention, ModelSpec, Norm, Rope
 from ...weights import Weight
 from . import ops
-from .cache import LayerCache
+from .cache import LayerCache, write
 from .params import Params, Weights
 
 
@@ -141,7 +141,7 @@ class PlainOps:
                 found[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
         return found
 
-    def heads(self, layer: Attending, qkv: jax.Array, angles: Any) -> list[jax.Array]:
+    def _heads(self, layer: Attending, qkv: jax.Array, angles: Any) -> list[jax.Array]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
         a = layer.spec
         query, key, _ = a.qkv_sizes
@@ -157,19 +157,25 @@ class PlainOps:
     def attend(
         self,
         layer: Attending,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
+        angles: Any,
         *,
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
+        cache: LayerCache | None = None,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
-        `positions` [B, T] are what ALiBi counts, None for 0 to T-1.
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With `cache`, keys and values
+        are in it from the start of its `slots` [B]; slots that it does not have are left out.
         """
-        return ops.attention(
+        q, k, v = self._heads(layer, qkv, angles)
+        if cache is not None:
+            assert slots is not None
+            cache = write(cache, slots, k, v)
+        y = ops.attention(
             q,
             k,
             v,
@@ -179,6 +185,7 @@ class PlainOps:
             positions=positions,
             **layer.scoring(),
         )
+        return y.reshape(*y.shape[:2], -1), cache
 
     def attend_token(
         self,
@@ -192,7 +199,7 @@ class PlainOps:
 
         Its key and value are in the cache at position lengths[n].
         """
-        q, k, v = self.heads(layer, qkv, angles)
+        q, k, v = self._heads(layer, qkv, angles)
         cache = ops.append(cache, k[:, 0], v[:, 0], lengths)
         y = ops.decode_attention(q[:, 0], cache, lengths + 1, **layer.scoring())
         return y.reshape(len(lengths), 1, -1), cache

@@ -1,6 +1,7 @@
 """The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
 import contextlib
+import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from ..base import (
 from . import ahead
 from .cache import Cache, check_room, free_bytes, grow, make_cache
 from .graphs import Clock, Executables, Job, check_concrete
+from .packing import pack, unpack
 from .params import Model, Params, split_model
 from .plain import PlainOps
 from .sampler import WORDS, SlotState, copy_rows
@@ -34,6 +36,7 @@ from .steps import Steps
 
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
+_and = jax.jit(operator.and_)  # a plain `&` costs the host a millisecond
 
 
 class PendingTokens:
@@ -165,8 +168,13 @@ class JaxRunner:
         if rows.seen is not None:
             for i, r in enumerate(requests):
                 rows.seen[i, r.tokens] = True
-        step = partial(self.steps.prefill, features=features)
-        return self._job(("prefill", ids.shape, features), step, cache, state, ids, where, rows)
+        arrays = ids, where, rows
+
+        def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
+            ids, where, rows = unpack(packed, arrays)
+            return self.steps.prefill(params, cache, state, ids, where, rows, features)
+
+        return self._job(("prefill", ids.shape, features), step, cache, state, pack(arrays))
 
     def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot; see `ahead.Steps`."""
@@ -233,7 +241,8 @@ class JaxRunner:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(self._cache)  # else its bytes still count as in use
                 self._cache = []
-            old = None
+            if not self._cache or old is None or not old.fits(count, eos_width, penalty):
+                old = None
         if self._cache:
             self._grow(count, tokens)
         else:
@@ -243,6 +252,8 @@ class JaxRunner:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
             penalty = penalty or old.seen is not None
+            if old.fits(count, eos_width, penalty):
+                return  # free rows in it are not active
         state = SlotState.make(count, eos_width, self.spec.vocab, penalty)
         if old is not None:
             state = copy_rows(old, state)
@@ -263,8 +274,10 @@ class JaxRunner:
         """End these slots."""
         self._live.remove(slots)
         if self._state is not None and slots:
-            active = self._state.active.at[np.array(slots)].set(False)
-            self._state = self._state._replace(active=active)
+            active = self._state.active
+            kept = np.ones(active.shape, bool)
+            kept[[slot for slot in slots if slot < len(kept)]] = False  # of a failed prefill
+            self._state = self._state._replace(active=_and(active, kept))
 
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from the operating system."""

@@ -56,6 +56,10 @@ class SlotState(NamedTuple):
         }
         return cls(**columns)
 
+    def fits(self, slots: int, eos_width: int, penalty: bool) -> bool:
+        """Whether `make` of these would give arrays of the same shapes."""
+        return self.eos.shape == (slots, eos_width) and (self.seen is not None) == penalty
+
 
 def book(state: SlotState, token: jax.Array) -> SlotState:
     """Book a sampled token; a slot ends at its EOS or its last allowed token."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ...spec import ModelSpec
 from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
 from . import decoder
-from .cache import Cache, write
+from .cache import Cache, LayerCache
 from .params import Params
 from .plain import Attending, PlainOps
 from .sampler import SlotState, book, sample
@@ -47,9 +47,8 @@ class Steps:
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = Attending.of(self.spec, params, i)
-            how = {"mask": mask, "segments": segments, "positions": counted}
-            y = ops.attend(layer, *ops.heads(layer, qkv, angles), **how)
-            return y.reshape(*y.shape[:2], -1)
+            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
+            return ops.attend(layer, qkv, angles, **how)[0]
 
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
         outputs: dict[str, Any] = {}
@@ -75,23 +74,21 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         features: SamplingFeatures,
-    ) -> tuple[Cache, SlotState, jax.Array]:
+    ) -> tuple[Any, SlotState, jax.Array]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them.
         """
         ops = self.ops.using(self._scratch(ids.shape[0]))
         model = self.spec, params, ops
-        filled = list(cache)
+        filled: list[LayerCache | None] = list(cache)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         angles = ops.angles(self.spec, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = Attending.of(self.spec, params, i)
-            q, k, v = ops.heads(layer, qkv, angles)
-            filled[i] = write(filled[i], slots, k, v)
-            y = ops.attend(layer, q, k, v)
-            return y.reshape(*y.shape[:2], -1)
+            y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
+            return y
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]

@@ -123,6 +123,16 @@ def _split(dim: int) -> tuple[tuple[int, int], ...]:
     return ((0, 2 * main),) if rest == main else ((0, main), (main, rest))
 
 
+# Numbers of Python stay such: JAX 0.11 makes constants of them whose quotients do not lower.
+def _blocks(count: Any, size: int) -> Any:
+    """How many whole blocks `count`, at least 0, holds."""
+    return count // size if isinstance(count, int) else jax.lax.div(count, jnp.int32(size))
+
+
+def _greater(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
 def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Both masks, where None is everywhere true."""
     if a is None or b is None:
@@ -198,20 +208,20 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
             end = jnp.minimum(end, load(lengths_ref, (b,)).astype(jnp.int32))
         alive = m < end
         hi = jnp.minimum(end, m + block_m) if plan.causal else end
-        full_hi = (jnp.minimum(end, m + 1) if plan.causal else end) // block_n * block_n
+        full_hi = _blocks(jnp.minimum(end, m + 1) if plan.causal else end, block_n) * block_n
         lo: Any = 0
         full_lo: Any = 0
         if window is not None:
-            lo = jnp.maximum(m + 1 - window, 0) // block_n * block_n
+            lo = _blocks(jnp.maximum(m + 1 - window, 0), block_n) * block_n
             edge = jnp.maximum(m + block_m - window + block_n - 1, 0)
-            full_lo = jnp.maximum(edge // block_n * block_n, lo)
+            full_lo = jnp.maximum(_blocks(edge, block_n) * block_n, lo)
         if optional:  # then no block is seen by all
             full_lo = full_hi = lo
         else:
-            full_hi = jnp.where(alive, jnp.maximum(full_hi, full_lo), full_lo)
-        lower = (full_lo - lo) // block_n
-        upper = (jnp.maximum(hi - full_hi, 0) + block_n - 1) // block_n
-        masked = jnp.where(alive, lower + upper, 0)
+            full_hi = jnp.where(alive, *map(jnp.int32, (_greater(full_hi, full_lo), full_lo)))
+        lower = _blocks(full_lo - lo, block_n)
+        upper = _blocks(_greater(hi - full_hi, 0) + block_n - 1, block_n)
+        masked = jnp.where(alive, jnp.int32(lower + upper), jnp.int32(0))
 
         factor = plan.scale * _LOG2E if plan.softcap is None else plan.softcap * _LOG2E
         rest = factor if slopes_ref is None else 1.0  # what makes `scored` units of log2
@@ -269,7 +279,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         state: State = zeros - jnp.inf, zeros, empty
         state = jax.lax.fori_loop(0, masked, at_edges, state)
         if not optional:
-            count = (full_hi - full_lo) // block_n
+            count = _blocks(full_hi - full_lo, block_n)
             state = jax.lax.fori_loop(
                 0, count, lambda i, x: step(full_lo + i * block_n, x, all_seen=True), state
             )

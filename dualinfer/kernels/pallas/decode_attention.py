@@ -24,6 +24,7 @@ from .launch import (
     program,
     store,
 )
+from .rotary import HeadPlan, Turn, both, read_heads, turn_of, turning, within_head
 
 JOINED = 8192  # float32 elements of partial results that the joining program holds at once
 
@@ -40,15 +41,12 @@ class DecodeConfig(NamedTuple):
 class _Plan(NamedTuple):
     """What a kernel is made for."""
 
+    heads: HeadPlan
+    scaling: float
     kv_heads: int
     group: int
     dim: int
     capacity: int
-    rotary: int  # elements of a head that are rotated
-    scaling: float
-    interleaved: bool
-    norm_eps: float
-    norm_unit_offset: bool
     scale: float
     softcap: float | None
     window: int | None
@@ -59,63 +57,13 @@ class _Plan(NamedTuple):
     interpret: bool
 
 
-Turn = tuple[jax.Array, jax.Array, jax.Array]
-
-
 def _turn(plan: _Plan, d: jax.Array, length: jax.Array, frequencies_ref: Any) -> Turn | None:
-    """For elements d: the other of its pair, cos, and sin with the sign of the other's part."""
-    if not plan.rotary:
+    """How elements d of the token at position `length` turn."""
+    if not plan.heads.rotary:
         return None
-    half = plan.rotary // 2
-    if plan.interleaved:
-        pair, partner, first = d // 2, d ^ 1, d % 2 == 0
-    else:
-        first = d < half
-        pair, partner = d % half, jnp.where(first, d + half, d - half)
-    turned = d < plan.rotary
+    pair, turned = turning(plan.heads, d)
     angle = length.astype(jnp.float32) * load(frequencies_ref, (pair,), turned)
-    cos = jnp.where(turned, jnp.cos(angle) * plan.scaling, 1.0)
-    sin = jnp.where(turned, jnp.sin(angle) * jnp.where(first, -plan.scaling, plan.scaling), 0.0)
-    return jnp.where(turned, partner, d), cos, sin
-
-
-def _heads(
-    plan: _Plan,
-    qkv_ref: Any,
-    slot: jax.Array,
-    rows: jax.Array,
-    d: jax.Array,
-    inside: jax.Array | None,
-    turn: Turn | None,
-    norm_ref: Any,
-) -> jax.Array:
-    """Float32 heads [rows, block_d], normed where there is a norm, and rotated."""
-
-    def read(at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = load(qkv_ref, (slot, rows, at), inside).astype(jnp.float32)
-        if norm_ref is None:
-            return x, x
-        weight = load(norm_ref, (at,), _fits(plan, d)).astype(jnp.float32)
-        return x, x * (weight + 1.0 if plan.norm_unit_offset else weight)
-
-    x, y = read(d)
-    if turn is not None:
-        partner, cos, sin = turn
-        y = y * cos + read(partner)[1] * sin
-    if norm_ref is None:
-        return y
-    return y * jax.lax.rsqrt((x * x).sum(1, keepdims=True) / plan.dim + plan.norm_eps)
-
-
-def _fits(plan: _Plan, d: jax.Array) -> jax.Array | None:
-    return None if plan.dim == plan.block_d else d < plan.dim
-
-
-def _and(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    """Both masks, where None is everywhere true."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
+    return turn_of(plan.heads, d, jnp.cos(angle) * plan.scaling, jnp.sin(angle) * plan.scaling)
 
 
 def _kernel(plan: _Plan) -> Callable[..., None]:
@@ -143,8 +91,8 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         slot, kv_head = pair // plan.kv_heads, pair % plan.kv_heads
         d = jnp.arange(plan.block_d)[None, :]
         g = jnp.arange(plan.block_g)
-        fits, real = _fits(plan, d), None if group == plan.block_g else g < group
-        inside = _and(None if real is None else real[:, None], fits)
+        fits, real = within_head(plan.heads, d), None if group == plan.block_g else g < group
+        inside = both(None if real is None else real[:, None], fits)
         length = jnp.minimum(load(lengths_ref, (slot,)), plan.capacity - 1)
         turn = _turn(plan, d, length, frequencies_ref)
         begin = 0 if plan.window is None else jnp.maximum(length + 1 - plan.window, 0)
@@ -153,7 +101,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         last = jnp.minimum(first + share, length)
 
         q_heads = kv_head * group + g
-        q = _heads(plan, qkv_ref, slot, q_heads[:, None], d, inside, turn, q_norm_ref)
+        q = read_heads(plan.heads, qkv_ref, slot, q_heads[:, None], d, inside, turn, q_norm_ref)
         q = q.astype(qkv_ref.dtype)
         slope = None
         if slopes_ref is not None:
@@ -171,7 +119,9 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
 
         def new_token() -> tuple[jax.Array, jax.Array, jax.Array]:
             row = jnp.full((1, 1), plan.kv_heads * group + kv_head, jnp.int32)
-            k = _heads(plan, qkv_ref, slot, row, d, fits, turn, k_norm_ref).astype(k_ref.dtype)
+            k = read_heads(plan.heads, qkv_ref, slot, row, d, fits, turn, k_norm_ref).astype(
+                k_ref.dtype
+            )
             v = load(qkv_ref, (slot, row + plan.kv_heads, d), fits)
             store(k_ref, (slot, kv_head, length, d), k, fits)
             store(v_ref, (slot, kv_head, length, d), v, fits)
@@ -187,7 +137,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, acc = carry
             s = first + i * block_s + jnp.arange(block_s)
-            there = _and((s < last)[:, None], fits)
+            there = both((s < last)[:, None], fits)
             k = load(k_ref, (slot, kv_head, s[:, None], d), there)
             v = load(v_ref, (slot, kv_head, s[:, None], d), there)
             if plan.block_g == 1:
@@ -251,7 +201,7 @@ def _join(plan: _Plan, partial_ref: Any, y_ref: Any, pair: jax.Array) -> None:
         sums = load(partial_ref, at, block_there, shared=True)
         weight = jnp.exp(tops - tops.max(0)[None, :])
         y = (weight[:, :, None] * sums).sum(0) / (weight * totals).sum(0)[:, None]
-        store(y_ref, (slot, first + h[:, None], d[None, :]), y, _fits(plan, d[None, :]))
+        store(y_ref, (slot, first + h[:, None], d[None, :]), y, within_head(plan.heads, d[None, :]))
 
     jax.lax.fori_loop(0, cdiv(plan.group, many), heads, None)
 
@@ -295,15 +245,19 @@ def decode_attention(
     if config is None:
         config = default_config(slots * kv_heads, capacity, dim, itemsize, sms)
     plan = _Plan(
+        heads=HeadPlan(
+            dim=dim,
+            block=max(16, next_power_of_2(dim)),
+            rotary=0 if inv_freq is None else 2 * inv_freq.shape[0],
+            interleaved=interleaved,
+            norm_eps=norm_eps,
+            norm_unit_offset=norm_unit_offset,
+        ),
+        scaling=scaling,
         kv_heads=kv_heads,
         group=group,
         dim=dim,
         capacity=capacity,
-        rotary=0 if inv_freq is None else 2 * inv_freq.shape[0],
-        scaling=scaling,
-        interleaved=interleaved,
-        norm_eps=norm_eps,
-        norm_unit_offset=norm_unit_offset,
         scale=scale,
         softcap=softcap,
         window=window,

@@ -168,7 +168,10 @@ def default_config(
 ) -> VectorConfig | TileConfig:
     """A configuration for a shape that nobody measured, after those that were, on an H100."""
     if count <= MOST_VECTORS:
-        elements = next_power_of_2(width) * (2 if gated else 1)
+        wide = next_power_of_2(width)
+        if itemsize == 2 and ((gated and wide == 4096) or (features >= 256 * sms and wide >= 2048)):
+            return VectorConfig(max(1, min(2, 8192 // wide)), 8)
+        elements = wide * (2 if gated else 1)
         most = 16384 // itemsize  # elements of a program of 4 warps
         rows = max(1, min(8, most // elements))
         # Small programs, and many of them, until each reads next to nothing.

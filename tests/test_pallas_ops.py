@@ -1,0 +1,302 @@
+"""The JAX decoder on Pallas' kernels, interpreted on the CPU, against the one on plain XLA."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.jax import ahead, steps  # noqa: E402
+from dualinfer.backends.jax.kernels import KernelOps, unserved  # noqa: E402
+from dualinfer.backends.jax.plain import PlainOps  # noqa: E402
+from dualinfer.config import InferenceConfig  # noqa: E402
+from dualinfer.kernels.pallas import linear, norm  # noqa: E402
+
+from .kernels.arrays import INTERPRETED, check_lowers  # noqa: E402
+from .models import make_model, relative_rms  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="JAX has a GPU: see test_gpu_pallas.py")
+VOCAB = 97
+SMS = 2  # few, so that sums are split over programs
+# The interpreter is slow: few heads, and no more layers than kinds.
+_LLAMA = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
+_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
+_OPT = {"hidden_size": 24, "ffn_dim": 33, "num_attention_heads": 2, "num_hidden_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "llama-gqa": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": {"n_embd": 24, "n_head": 2, "n_layer": 1},
+    "opt": _OPT | {"word_embed_proj_dim": 24},
+    "opt-post": _OPT | {"word_embed_proj_dim": 20},
+    "gptj": {"n_embd": 28, "n_head": 2, "n_layer": 1},
+    "gpt-neo": {"hidden_size": 24, "num_heads": 2},
+    "neox": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+    "bloom": {"hidden_size": 30, "n_head": 3, "n_layer": 1},
+    "gemma2": {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
+    | {"num_key_value_heads": 1},
+}
+ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# Compiling takes nearly all of the time: a third of it so.
+_QUICK = {"xla_backend_optimization_level": "0"}
+if jax.__version_info__ < (0, 11):
+    _QUICK["xla_cpu_use_fusion_emitters"] = "False"
+OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """A function from a tiny model, or its name, to engines of it: by kernels, by plain XLA."""
+    monkeypatch.setattr(backend, "compiler_options", lambda *args: _QUICK)
+
+    def make(model: Any, dtype: str = "fp32", **changes: Any):
+        if isinstance(model, str):
+            model = make_model(model, vocab_size=VOCAB, **changes)
+        options = OPTIONS | {"dtype": dtype}
+        plain = dualinfer.init_inference(model, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "_make_ops", lambda *args: KernelOps(SMS, interpret=True))
+            fast = dualinfer.init_inference(model, **options)
+        assert "Pallas" in fast.report().ops["matmul"]
+        assert "Pallas" not in plain.report().ops["matmul"]
+        return fast, plain
+
+    return make
+
+
+def batch(tokens: int = 14) -> dict[str, np.ndarray]:
+    """Two rows of ids, the second one with padding on its left."""
+    ids = np.random.default_rng(1).integers(3, VOCAB, (2, tokens))
+    mask = np.ones_like(ids)
+    mask[1, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name: str) -> None:
+    seen = call["attention_mask"] > 0
+    found, wanted = (np.asarray(e(**call)[name])[seen] for e in (fast, plain))
+    assert relative_rms(found, wanted) < 3e-6
+
+
+def assert_same_text(fast: Any, plain: Any, prompts: Any, new: int, **options: Any) -> np.ndarray:
+    text, expected = (
+        np.asarray(e.generate(prompts, max_new_tokens=new, **options)) for e in (fast, plain)
+    )
+    np.testing.assert_array_equal(text, expected)
+    return text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
+    """Two prompts of different lengths, into the cache and on, with all products by the kernels."""
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    fast, plain = engines(name, **CASES[name])
+    ids = np.random.default_rng(2).integers(3, VOCAB, 13).tolist()
+    text, found = with_logits(fast, [ids, ids[:7]], 5, monkeypatch)
+    mask = np.ones_like(text)
+    mask[1, :6] = 0
+    places = np.maximum(mask.cumsum(1) - 1, 0)
+    whole = plain(text, attention_mask=mask, position_ids=places).logits
+    expected = np.asarray(whole)[:, 12:-1]
+    np.testing.assert_array_equal(text[:, 13:], expected.argmax(-1))
+    assert relative_rms(found, expected) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "bloom", "gemma2"])
+def test_forward_hides_padding(name, engines, monkeypatch):
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    fast, plain = engines(name, **CASES[name])
+    assert_same_outputs(fast, plain, batch(), "logits")
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-masked"])
+def test_encoders_take_masks_and_token_types(name, engines, monkeypatch):
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    call = batch()
+    call["token_type_ids"] = (np.arange(14) > 6).astype(np.int64)[None].repeat(2, 0)
+    output = "logits" if name == "bert-masked" else "last_hidden_state"
+    fast, plain = engines(name, **ENCODER)
+    assert_same_outputs(fast, plain, call, output)
+
+
+def test_text_goes_on_where_one_call_of_decode_ends(engines):
+    """At 32 tokens; one row, and three in four slots, of which one ends early."""
+    fast, plain = engines("llama-gqa", **CASES["llama-gqa"])
+    text = assert_same_text(fast, plain, [[5, 6, 7]], 40, **GREEDY)
+    assert text.shape == (1, 43)
+    eos = int(text[0, 3 + 12])
+    prompts = [[8, 9, 10, 11, 12], [5, 6, 7], [13]]
+    text = assert_same_text(fast, plain, prompts, 40, do_sample=False, eos_token_id=eos)
+    assert eos in text[1, 5 : 5 + 13]
+
+
+def test_sampled_text_is_that_of_the_plain_ops(engines):
+    fast, plain = engines("gpt2", **CASES["gpt2"])
+    sampling = {"do_sample": True, "seed": 3, "temperature": 1.5, "repetition_penalty": 1.4}
+    sampling |= {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "min_new_tokens": 3}
+    assert_same_text(fast, plain, [[5, 6, 7], [8, 9, 10, 11, 12]], 12, **sampling)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gpt2", 1), ("llama-gqa", 3)])
+def test_bfloat16_is_as_near_to_float32_as_plain_xla(name, rows, engines, monkeypatch):
+    model = make_model(name, vocab_size=VOCAB, **CASES[name]).bfloat16().float()
+    ids = np.random.default_rng(3).integers(3, VOCAB, (rows, 9))
+    fast, plain = engines(model, "bf16")
+    text, found = with_logits(fast, ids.tolist(), 12, monkeypatch)
+    other = np.asarray(plain(text).logits, np.float32)[:, 8:-1]
+    with torch.no_grad():
+        expected = model(torch.tensor(text)).logits[:, 8:-1].numpy()
+    error, bound = (relative_rms(x, expected) for x in (found, other))
+    assert error < 1.1 * bound < 0.05
+
+
+def with_logits(
+    engine: Any, prompts: list[list[int]], new: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[np.ndarray, np.ndarray]:
+    """The greedy text of prompts, and the logits float32 [B, new, V] by which it was chosen."""
+    by_position: dict[int, np.ndarray] = {}
+    original = steps.sample
+
+    def note(position: Any, logits: Any) -> None:
+        by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
+
+    def sample(logits: Any, state: Any, position: Any, features: Any) -> Any:
+        jax.debug.callback(note, position, logits)
+        return original(logits, state, position, features)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "sample", sample)
+        text = np.asarray(engine.generate(prompts, max_new_tokens=new, **GREEDY))
+        jax.effects_barrier()
+    first = len(prompts[0])
+    assert sorted(by_position) == list(range(first, first + new))
+    return text, np.stack([by_position[first + i] for i in range(new)], 1)
+
+
+# What is compiled
+
+
+def jobs(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> Any:
+    """The steps of a tiny model as they are compiled on a GPU, by name and rows; none is run."""
+    model = make_model(name, vocab_size=VOCAB, **CASES[name])
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: KernelOps(132))
+        engine = dualinfer.init_inference(model, **OPTIONS | {"dtype": dtype})
+    wanted = ahead.Wanted(rows, (5,), 4)
+    for job in ahead.jobs(engine.runner, wanted, 4):
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
+        key: Any = job.key
+        yield key[0], args[2].active.shape[0], job.function, args
+
+
+# A family's own sizes, each in one dtype; every dtype for one of them.
+_LOWERED = [(name, "bf16") for name in CASES] + [("llama-gqa", "fp16"), ("llama-gqa", "fp32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), _LOWERED)
+def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
+    """Without a GPU; with the cache's arrays as operands and results of attention that are one."""
+    layers = CASES[name].get("num_hidden_layers", CASES[name].get("n_layer", 2))
+    for what, rows, step, args in jobs(name, dtype, monkeypatch, (1, 3)):
+        if what == "prefill" and rows == 1:
+            continue  # nothing of its own
+        text = check_lowers(step, *args)
+        calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
+        names = [re.findall(r'name = "(\w+)", num_stages', line)[-1] for line in calls]
+        if what == "prefill":
+            assert names.count("attention_kernel") == layers
+            continue
+        assert names.count("decode_attention_kernel") == layers
+        products = "matvec_kernel" if rows == 1 else "tile_kernel"
+        assert names.count(products) >= (4 * layers + 1 if rows == 1 or dtype != "fp32" else 0)
+        for line, kernel in zip(calls, names, strict=True):
+            if kernel == "decode_attention_kernel":
+                assert line.count("output_operand_alias<") == 3  # keys, values, counters
+
+
+def test_the_cache_is_donated_to_each_step(engines):
+    fast, _ = engines("llama-gqa", **CASES["llama-gqa"])
+    fast.generate([[5, 6, 7]], max_new_tokens=4, **GREEDY)
+    made = fast.runner._executables._made
+    assert {"prefill", "decode"} <= {key[0] for key in made}
+    shape = ",".join(map(str, fast.runner._cache[0].k.shape))
+    for executable in (x for key, x in made.items() if key[0] in ("prefill", "decode")):
+        (head,) = re.findall("^HloModule .*$", executable.as_text(), re.MULTILINE)
+        aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", head)
+        layout = re.search(r"entry_computation_layout=\{\((.*)\)->", head)
+        assert aliases and layout
+        given = re.findall(r"\w+\[[\d,]*\]", layout[1])
+        taken = [given[int(at)] for at in re.findall(r": \((\d+), \{\}", aliases[1])]
+        assert taken.count(f"f32[{shape}]") == 2
+
+
+# Which ops
+
+
+def gpu(capability: str, **fields: Any) -> Any:
+    return SimpleNamespace(platform="gpu", compute_capability=capability, **fields)
+
+
+@pytest.fixture(scope="module")
+def spec():
+    """A model that the kernels serve."""
+    model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
+    with dualinfer.init_inference(model, **OPTIONS) as engine:
+        return engine.runner.spec
+
+
+def chosen(spec: Any, device: Any, **options: Any) -> Any:
+    settings = {"backend": "jax", "replace_with_kernel_inject": True, **options}
+    return backend._make_ops(InferenceConfig(**settings), spec, device)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.1"])
+def test_gpus_from_ampere_on_get_kernels(capability, spec):
+    ops = chosen(spec, gpu(capability, core_count=108))
+    assert type(ops) is KernelOps and ops.sms == 108 and not ops.interpret
+    assert chosen(spec, gpu(capability)).sms == 132
+
+
+@pytest.mark.parametrize(
+    "device",
+    [gpu("7.5"), gpu("7.0"), gpu("gfx942"), gpu("")]
+    + [SimpleNamespace(platform=name) for name in ("gpu", "cpu", "tpu")],
+    ids=str,
+)
+def test_other_devices_get_plain_xla(device, spec):
+    assert type(chosen(spec, device)) is PlainOps
+
+
+@pytest.mark.parametrize("refused", [{"replace_with_kernel_inject": False}, {"use_triton": False}])
+def test_kernels_can_be_refused(refused, spec):
+    assert type(chosen(spec, gpu("9.0"), **refused)) is PlainOps
+
+
+def test_models_beyond_the_kernels_get_plain_xla(spec):
+    layer = spec.layers[0]
+    for dim in (256, 257):
+        attention = replace(layer.attention, head_dim=dim, rope=None)
+        wide = replace(spec, layers=(layer, replace(layer, attention=attention)))
+        assert (unserved(wide) is None) == (dim == 256)
+        assert (type(chosen(wide, gpu("9.0"))) is KernelOps) == (dim == 256)
+    for embed in (norm.WIDEST, norm.WIDEST + 1):
+        fits = embed == norm.WIDEST
+        assert (unserved(replace(spec, embed=embed)) is None) == fits
+        assert (type(chosen(replace(spec, embed=embed), gpu("9.0"))) is KernelOps) == fits
+
+
+def test_the_report_names_what_serves(engines):
+    fast, plain = (e.report().ops for e in engines("gpt2", **CASES["gpt2"]))
+    assert fast.keys() == plain.keys()
+    assert {op for op, by in fast.items() if "Pallas" in by} == {
+        *("matmul", "rms_norm", "layer_norm", "rotary", "activation"),
+        *("attention", "decode_attention"),
+    }
+    assert not any("Pallas" in by for by in plain.values())
