@@ -17,7 +17,7 @@ from .sampler import SlotState
 
 @dataclass(frozen=True)
 class Wanted:
-    """Every size of a batch with every length of a prompt, each to at most `new_tokens` tokens more.
+    """Every size of a batch with every length of a prompt, for at most `new_tokens` tokens more.
 
     With `do_sample` sampling as well, with filters, beside taking the best token.
     """

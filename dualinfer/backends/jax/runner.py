@@ -104,7 +104,6 @@ class JaxRunner:
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
         arrays = (inputs.ids, positions, mask, types, inputs.segments)
-        check_concrete(arrays)
 
         def pad(array: np.ndarray) -> np.ndarray:
             padded = np.zeros(size, array.dtype)
@@ -112,6 +111,7 @@ class JaxRunner:
             return padded
 
         padded = jax.device_put([None if x is None else pad(x) for x in arrays], self.device)
+        check_concrete(padded)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
             outputs = self._executables.run(
@@ -241,7 +241,7 @@ class JaxRunner:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(self._cache)  # else its bytes still count as in use
                 self._cache = []
-            if not self._cache or old is None or not old.fits(count, eos_width, penalty):
+            if old is not None and not old.fits(count, eos_width, penalty):
                 old = None
         if self._cache:
             self._grow(count, tokens)
