@@ -215,3 +215,29 @@ def test_reference_query_sees_itself_only_where_it_would_see_nothing():
     assert (both == mask[:, None, :]).all()
     windowed = reference.visible_keys(4, causal=True, window=1, mask=mask[1:])
     assert (windowed[0] == np.eye(4, dtype=bool)).all()
+
+
+@pytest.mark.parametrize("option", ["causal", "bidirectional", "window", "mask", "segments", "all"])
+def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
+    """Long sequences: the scores of a piece of the queries at a time."""
+    put = pytest.importorskip("jax").numpy.asarray
+    from dualinfer.backends.jax import ops
+
+    rng = np.random.default_rng(4)
+    q, k, v = (normal(i, 2, 64, heads, 16, dtype=np.dtype(np.float32)) for i, heads in
+               enumerate((4, 2, 2)))  # fmt: skip
+    how: dict = {"scale": 0.25, "causal": option != "bidirectional"}
+    if option in ("window", "all"):
+        how["window"] = 19
+    if option in ("mask", "all"):
+        how["mask"] = rng.random((2, 64)) > 0.3
+    if option in ("segments", "all"):
+        how["segments"] = np.sort(rng.integers(0, 3, (2, 64)), axis=1)
+    if option == "all":
+        how |= {"alibi": np.linspace(0.1, 0.5, 4, dtype=np.float32), "softcap": 3.0}
+        how |= {"positions": rng.integers(0, 50, (2, 64)), "sinks": np.ones(4, np.float32)}
+    how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
+    whole = ops.attention(put(q), put(k), put(v), **how)
+    monkeypatch.setattr(ops, "_WHOLE", 16)
+    pieces = ops.attention(put(q), put(k), put(v), **how)
+    assert_close(np.asarray(pieces), np.asarray(whole), q.dtype, length=64)

@@ -196,6 +196,7 @@ def test_many_or_very_wide_rows_are_left_to_cublas():
     assert not serves(MOST_ROWS + 1, 63, 63, 2, True)
     assert serves(1, 4096, 4096, 4, False) and not serves(2, 4096, 4096, 4, False)
     assert serves(1, 8192, 28672, 2, False) and not serves(1, 8192, 28672, 4, False)
+    assert not serves(1, 1 << 19, 1 << 12, 2, False)  # more than a kernel can address
 
 
 def test_measured_configurations_are_the_defaults():

@@ -5,6 +5,7 @@ the HLO see each by its name, below the layer's.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from ...weights import Weight
 from .cache import LayerCache
 
 _MANY = 64  # rows of a product
+_WHOLE = 1024  # queries whose scores are held at once
 
 IMPLEMENTATIONS = {
     "matmul": "XLA dot",
@@ -142,16 +144,27 @@ def attention(
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
-    scores = einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = _capped(scores * scale, softcap)
-    if alibi is not None:
-        at = jnp.arange(tokens)[None] if positions is None else positions
-        ahead = (at[:, None, :] - at[:, :, None]).astype(jnp.float32)
-        scores += alibi.reshape(kv_heads, -1, 1, 1) * ahead[:, None, None]
-    visible = visible_keys(tokens, causal, window, mask, segments)
-    weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
-    out = einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
-    return out.reshape(batch, tokens, heads, dim)
+    keys_at = jnp.arange(tokens)[None] if positions is None else positions
+
+    def rows(part: jax.Array, start: Any) -> jax.Array:
+        """The result for the queries `part` [B, R, K, G, D] from row `start` on."""
+        at = start + jnp.arange(part.shape[1])
+        scores = einsum("btkgd,bskd->bkgts", part, k, preferred_element_type=jnp.float32)
+        scores = _capped(scores * scale, softcap)
+        if alibi is not None:
+            ahead = (keys_at[:, None, :] - keys_at[:, at, None]).astype(jnp.float32)
+            scores += alibi.reshape(kv_heads, -1, 1, 1) * ahead[:, None, None]
+        visible = visible_keys(tokens, causal, window, mask, segments, at)
+        weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
+        return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+
+    if tokens <= _WHOLE or tokens % _WHOLE:
+        return rows(grouped, 0).reshape(q.shape)
+    # Scores of all queries at once would take B * H * T * T floats.
+    parts = grouped.reshape(batch, -1, _WHOLE, *grouped.shape[2:]).swapaxes(0, 1)
+    starts = jnp.arange(0, tokens, _WHOLE)
+    out = lax.map(lambda pair: rows(*pair), (parts, starts))
+    return out.swapaxes(0, 1).reshape(q.shape)
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -174,20 +187,21 @@ def visible_keys(
     window: int | None,
     mask: jax.Array | None,
     segments: jax.Array | None,
+    rows: jax.Array,
 ) -> jax.Array:
-    """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis)."""
+    """bool [B or 1, R, T]: whether a query at `rows` [R] (second axis) sees a key (last axis)."""
     at = jnp.arange(tokens)
-    visible = jnp.ones((1, tokens, tokens), bool)
+    visible = jnp.ones((1, len(rows), tokens), bool)
     if causal:
-        visible &= at[None, :] <= at[:, None]
+        visible &= at[None, :] <= rows[:, None]
     if window is not None:
-        visible &= at[None, :] > at[:, None] - window
+        visible &= at[None, :] > rows[:, None] - window
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:
-        visible = visible & (segments[:, :, None] == segments[:, None, :])
+        visible = visible & (segments[:, rows, None] == segments[:, None, :])
     blind = ~visible.any(axis=-1, keepdims=True)
-    return visible | (blind & jnp.eye(tokens, dtype=bool))
+    return visible | (blind & (at[None, :] == rows[:, None]))
 
 
 @jax.named_scope("append")

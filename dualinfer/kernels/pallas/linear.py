@@ -20,6 +20,7 @@ MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
 _SMALL, _SMALLEST = 5 << 20, 3 << 19  # elements of a weight matrix
+_MOST_ELEMENTS = 1 << 31  # that a kernel can address in one array
 _WIDEST = 1 << 16  # bytes of the power of two above a row of weights: what registers can hold
 
 
@@ -54,6 +55,8 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
     its own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16 bytes.
     """
     if count <= MOST_VECTORS and next_power_of_2(width) * itemsize > _WIDEST:
+        return False
+    if features * width >= _MOST_ELEMENTS:
         return False
     if count == 1 or itemsize == 4:
         return count == 1
@@ -212,7 +215,7 @@ def _check(
     width = x.shape[-1]
     if weight.ndim != 2 or weight.shape[1] != width:
         raise ValueError(f"weight {weight.shape} does not fit x {x.shape}: [out, {width}] would.")
-    if max(x.size, weight.size, count * features) >= 1 << 31:
+    if max(x.size, weight.size, count * features) >= _MOST_ELEMENTS:
         raise ValueError(
             f"x {x.shape} and weight {weight.shape}: an array of 2**31 elements or more was met, "
             "which the kernels cannot address."
