@@ -386,3 +386,13 @@ def test_an_engine_refuses_what_it_cannot_compile():
         with pytest.raises(UnsupportedError, match="bert model does not generate"):
             engine.compile(compile_kwargs=SIZES)
         assert engine.report().compilations == 0
+
+
+def test_all_that_is_asked_for_is_kept():
+    """However much that is; the least recently used ones go only beyond it."""
+    executables = Executables(most=2)
+    jobs = [Job(n, lambda x, n=n: x + n, (np.float32(1),)) for n in range(6)]
+    executables.prepare(jobs, "Compiling")
+    for n in range(6):
+        assert executables.run(n, lambda x: 1 / 0, np.float32(1)) == 1 + n
+    assert executables.compilations == 6

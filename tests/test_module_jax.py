@@ -31,7 +31,8 @@ import jax.numpy as jnp  # noqa: E402
 from flax import nnx, struct  # noqa: E402
 
 from dualinfer.backends.jax import create_module_runner  # noqa: E402
-from dualinfer.backends.jax.graphs import Executables  # noqa: E402
+from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
+from dualinfer.errors import StepError  # noqa: E402
 
 
 class Mlp(nnx.Module):
@@ -679,10 +680,28 @@ def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):
         runner = engine.runner
         expected = list(engine.stream(random_ids(1, 5), max_new_tokens=12, do_sample=False))
         runner.prefill([Request(random_ids(1, 5)[0].astype(np.int32), 12)], [0]).fetch()
+        held = runner._leaves, runner._cache, runner._state
         with pytest.raises(ZeroDivisionError):
-            runner._advance(("broken",), lambda *args: 1 / 0)
+            runner._advance(Job(("broken",), lambda *args: 1 / 0, held, donate=(1, 2)))
         tokens = runner.decode(11).fetch()[:, 0].tolist()
         assert tokens == expected[1:]
+        runner.release([0])
+
+
+def test_stream_whose_cache_is_lost_is_told(hf_model, monkeypatch):
+    """A prefill that failed after it took the cache; nothing may go on without it."""
+    with dualinfer.init_inference(
+        hf_model("llama-mqa"), backend="jax", dtype="fp32", kernel_inject=True
+    ) as engine:
+        runner = engine.runner
+        request = Request(random_ids(1, 5)[0].astype(np.int32), 12)
+        runner.prefill([request], [0]).fetch()
+        runner._cache, runner._state = [], None
+        for start in (lambda: runner.prefill([request], [1]), lambda: runner.decode(3)):
+            with pytest.raises(StepError, match="took the cache with it"):
+                start()
+        runner.release([0])
+        assert runner.prefill([request], [0]).fetch().shape == (1, 1)
         runner.release([0])
 
 

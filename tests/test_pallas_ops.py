@@ -221,6 +221,14 @@ def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
                 assert line.count("output_operand_alias<") == 3  # keys, values, counters
 
 
+def test_kernels_lower_where_the_caller_counts_in_64_bits(monkeypatch):
+    import jax
+
+    with jax.enable_x64(True):
+        for _, _, step, args in jobs("llama-gqa", "bf16", monkeypatch, (3,)):
+            assert "triton" in check_lowers(step, *args)
+
+
 def test_the_cache_is_donated_to_each_step(engines):
     fast, _ = engines("llama-gqa", **CASES["llama-gqa"])
     fast.generate([[5, 6, 7]], max_new_tokens=4, **GREEDY)

@@ -33,6 +33,8 @@ def use_compilation_cache(device: jax.Device) -> None:
     try:
         folder = _folder()
         make_private(folder.parent)
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link")
         make_private(folder, closed=True)
     except (OSError, ValueError, RuntimeError) as error:
         warn_caller(
@@ -44,7 +46,7 @@ def use_compilation_cache(device: jax.Device) -> None:
 
 
 def _folder() -> Path:
-    return cache_folder().absolute() / "jax"
+    return cache_folder().resolve() / "jax"  # a link might lead elsewhere later
 
 
 def keep_all() -> AbstractContextManager[object]:

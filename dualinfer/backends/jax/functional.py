@@ -92,7 +92,9 @@ def batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Input
         if any(jax.tree.leaves(mapped[0])):
 
             def one(i: jax.Array) -> Any:
-                own = jax.tree.map(lambda x, m: x[i] if m else x, (weights, inputs), tuple(mapped))
+                own = jax.tree.map(
+                    lambda x, m: jnp.asarray(x)[i] if m else x, (weights, inputs), tuple(mapped)
+                )
                 return run(*own)
 
             results = jax.lax.map(one, jnp.arange(size))

@@ -105,6 +105,7 @@ class Executables:
         new = [(job, coming) for job, coming, is_new in found if is_new]
         if not new:
             return
+        self._most = max(self._most, len(found) + _MOST)  # what was asked for is not thrown away
         pool = ThreadPoolExecutor(min(len(new), _THREADS), "dualinfer-compile")
         with self._book({job.key: coming for job, coming in new}):
             try:

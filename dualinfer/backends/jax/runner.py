@@ -36,6 +36,7 @@ from .steps import Steps
 
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
+_LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # a plain `&` costs the host a millisecond
 
 
@@ -137,6 +138,8 @@ class JaxRunner:
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
+        if self._state is None and not idle:
+            raise StepError(_LOST)
         self._live.add(slots, requests)
         self._reserve(idle)
         assert self._state is not None
@@ -208,7 +211,7 @@ class JaxRunner:
         """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
         assert self._live and steps <= MAX_STEPS
         if self._state is None:
-            raise StepError("The step before failed and took the cache with it.")
+            raise StepError(_LOST)
         self._live.advance(steps)
         if self._live.reach > self._cache[0].k.shape[2]:
             self._grow(self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
