@@ -265,8 +265,8 @@ def chosen(spec: Any, device: Any, **options: Any) -> Any:
     return backend._make_ops(InferenceConfig(**settings), spec, device)
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.1"])
-def test_gpus_from_ampere_on_get_kernels(capability, spec):
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "10.3"])
+def test_data_centre_gpus_from_ampere_on_get_kernels(capability, spec):
     ops = chosen(spec, gpu(capability, core_count=108))
     assert type(ops) is KernelOps and ops.sms == 108 and not ops.interpret
     assert chosen(spec, gpu(capability)).sms == 132
@@ -274,7 +274,7 @@ def test_gpus_from_ampere_on_get_kernels(capability, spec):
 
 @pytest.mark.parametrize(
     "device",
-    [gpu("7.5"), gpu("7.0"), gpu("gfx942"), gpu("")]
+    [gpu("7.5"), gpu("8.6"), gpu("8.9"), gpu("12.0"), gpu("7.0"), gpu("gfx942"), gpu("")]
     + [SimpleNamespace(platform=name) for name in ("gpu", "cpu", "tpu")],
     ids=str,
 )

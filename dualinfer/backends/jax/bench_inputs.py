@@ -42,7 +42,7 @@ class Bench:
         self.interpret, self.obstacle = interpret, ""
         if not interpret and not runs_kernels(device):
             kind = "a CPU" if device.platform == "cpu" else device.device_kind
-            self.obstacle = f"it runs on NVIDIA GPUs from Ampere on, and this is {kind}"
+            self.obstacle = f"it runs on NVIDIA's data-centre GPUs, and this is {kind}"
 
     def draws(self) -> Callable[..., jax.Array]:
         """A function that makes normal numbers of a shape: the same ones, every time."""

@@ -21,23 +21,23 @@ from ...weights import Weight
 from .cache import LayerCache
 from .plain import Attending, NormOf, PlainOps
 
-_OLDEST = 8.0  # Ampere
-LARGEST_HEAD = 256
+_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 
 
 def runs_kernels(device: jax.Device) -> bool:
-    """Whether the kernels can run on `device`: NVIDIA's GPUs from Ampere on."""
-    if device.platform != "gpu":
-        return False
+    """True on NVIDIA's data-centre GPUs from Ampere on.
+
+    They have more than 99 KiB of shared memory for a block, which the kernels' configurations fill.
+    """
     capability = str(getattr(device, "compute_capability", ""))
-    return capability.replace(".", "", 1).isdigit() and float(capability) >= _OLDEST
+    return device.platform == "gpu" and capability in _CAPABILITIES
 
 
 def unserved(spec: ModelSpec) -> str | None:
     """What of a model is beyond the kernels, for people; None if they serve it."""
     dim = max(layer.attention.head_dim for layer in spec.layers)
-    if dim > LARGEST_HEAD:
-        return f"a head_dim of {dim} (at most {LARGEST_HEAD})"
+    if dim > attention.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     return None

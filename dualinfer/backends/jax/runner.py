@@ -37,7 +37,7 @@ from .steps import Steps
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
-_and = jax.jit(operator.and_)  # a plain `&` costs the host a millisecond
+_and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
 
 
 class PendingTokens:
@@ -86,9 +86,6 @@ class JaxRunner:
     def compilations(self) -> int:
         """Executables compiled so far: one for each bucket and set of features."""
         return self._executables.compilations
-
-    def _put(self, array: np.ndarray | None) -> jax.Array | None:
-        return None if array is None else jax.device_put(array, self.device)
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .attention_choice import Config, attention_configs
-from .launch import cdiv, dot, launch, load, next_power_of_2, program, store
+from .launch import both, cdiv, dot, launch, load, next_power_of_2, program, store
 
 LARGEST_HEAD = 256
 _LOG2E = math.log2(math.e)
@@ -133,13 +133,6 @@ def _greater(a: Any, b: Any) -> Any:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    """Both masks, where None is everywhere true."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
 def _tanh(x: jax.Array, accurate: bool) -> jax.Array:
     power = jnp.exp2(-2 * _LOG2E * jnp.abs(x))  # exp(-2|x|)
     y = (1 - power) / (1 + power)
@@ -164,7 +157,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         tiles = []
         for part in plan.parts:
             d, exists = columns(*part)
-            inside = _both(None if there is None else there[:, None], exists)
+            inside = both(None if there is None else there[:, None], exists)
             if inside is not None:
                 inside = jnp.broadcast_to(inside, (rows.shape[0], part[1]))
             tiles.append(load(ref, (b, rows[:, None], head, d), inside))
@@ -318,7 +311,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         share = 1 / jnp.where(total == 0, 1.0, total)  # 0 in rows beyond a sequence's length
         for x, part in zip(sums, plan.parts, strict=True):
             d, exists = columns(*part)
-            inside = _both(None if row_there is None else row_there[:, None], exists)
+            inside = both(None if row_there is None else row_there[:, None], exists)
             if inside is not None:
                 inside = jnp.broadcast_to(inside, x.shape)
             store(out_ref, (b, rows[:, None], head, d), x * share[:, None], inside)

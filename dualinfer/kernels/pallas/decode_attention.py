@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from .activation import activate
 from .launch import (
     arrivals,
+    both,
     cdiv,
     dot,
     forget,
@@ -24,7 +25,7 @@ from .launch import (
     program,
     store,
 )
-from .rotary import HeadPlan, Turn, both, read_heads, turn_of, turning, within_head
+from .rotary import HeadPlan, Turn, read_heads, turn_of, turning, within_head
 
 JOINED = 8192  # float32 elements of partial results that the joining program holds at once
 
@@ -45,7 +46,6 @@ class _Plan(NamedTuple):
     scaling: float
     kv_heads: int
     group: int
-    dim: int
     capacity: int
     scale: float
     softcap: float | None
@@ -256,7 +256,6 @@ def decode_attention(
         scaling=scaling,
         kv_heads=kv_heads,
         group=group,
-        dim=dim,
         capacity=capacity,
         scale=scale,
         softcap=softcap,

@@ -114,6 +114,13 @@ def forget(counters: Any, index: Any) -> None:
     store(counters, (index,), jnp.int32(0))
 
 
+def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Both masks, where None is everywhere true."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
 def next_power_of_2(count: int) -> int:
     """The extent of a block that holds `count` elements."""
     return 1 << max(count - 1, 0).bit_length()

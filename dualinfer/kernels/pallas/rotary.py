@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .launch import cdiv, launch, load, next_power_of_2, program, store
+from .launch import both, cdiv, launch, load, next_power_of_2, program, store
 
 _BLOCK = 4096  # elements of a program
 
@@ -24,13 +24,6 @@ class HeadPlan(NamedTuple):
 
 
 Turn = tuple[jax.Array, jax.Array, jax.Array]  # partner, cos, and sin with its sign
-
-
-def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    """Both masks, where None is everywhere true."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
 
 
 def within_head(plan: HeadPlan, d: jax.Array) -> jax.Array | None:
