@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 # The CPU suite. One thread a worker: two workers share two cores, and the models are tiny.
 test: $(INSTALLED)
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	$(VENV)/bin/python -m pytest -n 2 -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check

@@ -4,21 +4,24 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from . import backends
-from .checkpoint import check_folder, open_checkpoint, open_module, open_weights, read_json
+from .agreement import Peers, agree
+from .checkpoint import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, make_config
 from .engine import About
 from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
-from .families import check_model_type, describe_model
+from .families import describe_model
 from .fused import FusedEngine
+from .hf_config import read_config, read_generation_config
 from .limits import check_config
 from .modules import ModuleEngine
+from .saving import Saved, check_free, save_checkpoint
 from .spec import ModelSpec
-from .weights import TensorSource, make_load_plan
+from .weights import LoadPlan, TensorSource, make_load_plan
 
+_E = TypeVar("_E")
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -78,14 +81,18 @@ def init_inference(
     check_config(settings, "fused" if fused else "module", backends.device_kind(settings.backend))
     if settings.dtype is not None:
         backends.check_dtype(settings.backend, settings.dtype)
-    if fused:
-        return _make_fused_engine(model, settings)
-    if settings.replace_with_kernel_inject:
+    if settings.replace_with_kernel_inject and not fused:
         raise ModelError(
             f"replace_with_kernel_inject=True replaces HF models; a {_class_name(model)} runs as "
             "it is. Leave it unset."
         )
-    return _make_module_engine(model, settings)
+    peers = backends.join(settings)
+    try:
+        make = _make_fused_engine if fused else _make_module_engine
+        return make(model, settings, peers)
+    except BaseException:
+        peers.close()
+        raise
 
 
 def _kind_of_model(model: Any, backend: str) -> str:
@@ -120,57 +127,108 @@ class _Model(NamedTuple):
     notes: list[str]
 
 
-def _make_fused_engine(model: Any, settings: InferenceConfig) -> FusedEngine:
-    if isinstance(model, str | os.PathLike):
-        found = _from_folder(model)
-    else:
-        found = _from_module(model, _other_way(model, settings))
-    open_source = found.open_source
-    if settings.checkpoint is not None:
+def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
+    notes: list[str] = []
+    saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
+
+    def describe() -> tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]:
+        if saving:
+            check_free(saving)
         if isinstance(model, str | os.PathLike):
-            raise ConfigError(
-                f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder already. "
-                "Pass one of them."
-            )
-        open_source = partial(open_weights, str(settings.checkpoint))
-    config = _overlay(found.config, settings.config)
-    notes = found.notes
-    try:
-        spec, table = describe_model(config.to_dict(), found.class_names)
-    except ModelError as error:
-        raise ModelError(f"{error} {_other_way(model, settings)}") from error
-    _check_least_tokens(spec, settings)
-    source = open_source()
-    plan = make_load_plan(table, source)
-    if not found.class_names:
-        notes.append(f"config.json names no architecture; taken as {spec.architecture}")
-    if plan.unused:
-        notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    stored = {source.dtype(names[0]) for _, names in plan.rows if names}
-    settings = _with_dtype(settings, notes, stored)
-    runner = backends.create_runner(settings, spec, plan, source)
-    try:
+            found = _from_folder(model)
+        else:
+            found = _from_module(model, _other_way(model, settings))
+        open_source = found.open_source
+        if settings.checkpoint is not None:
+            if isinstance(model, str | os.PathLike):
+                raise ConfigError(
+                    f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder "
+                    "already. Pass one of them."
+                )
+            open_source = partial(open_weights, str(settings.checkpoint))
+        found = found._replace(config=_overlay(found.config, settings.config))
+        notes.extend(found.notes)
+        try:
+            spec, table = describe_model(found.config.to_dict(), found.class_names)
+        except ModelError as error:
+            raise ModelError(f"{error} {_other_way(model, settings)}") from error
+        _check_least_tokens(spec, settings)
+        source = open_source()
+        plan = make_load_plan(table, source)
+        if not found.class_names:
+            notes.append(f"config.json names no architecture; taken as {spec.architecture}")
+        if plan.unused:
+            notes.append(f"weights without use here: {', '.join(plan.unused)}")
+        stored = {source.dtype(names[0]) for _, names in plan.rows if names}
+        return _with_dtype(settings, notes, stored), found, spec, plan, source
+
+    settings, found, spec, plan, source = agree(
+        peers, "The models and configs", describe, lambda d: (_shared(d[0]), d[2], d[3].rows)
+    )
+    made: list[Any] = []
+
+    def load() -> FusedEngine:
+        runner = backends.create_runner(settings, spec, plan, source, peers)
+        made.append(runner)
         if spec.can_generate:
             _check_memory(runner, settings, notes)
         engine_type = backends.engine_type(settings.backend, FusedEngine)
-        about = About(settings, config, found.generation_config, source.description, notes)
+        about = About(settings, found.config, found.generation_config, source.description, notes)
         return engine_type(runner, about)
+
+    engine = _loaded(peers, load, made)
+    if saving:
+        folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
+        saved = Saved(
+            spec, plan, source, settings.dtype or "", found.config, found.generation_config, folder
+        )
+        try:
+            notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> ModuleEngine:
+    notes: list[str] = []
+
+    def describe() -> tuple[InferenceConfig, TensorSource | None]:
+        source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+        return _with_dtype(settings, notes, _stored_dtypes(model, source)), source
+
+    settings, source = agree(
+        peers, "The models and configs", describe, lambda d: (_class_name(model), _shared(d[0]))
+    )
+    made: list[Any] = []
+
+    def load() -> ModuleEngine:
+        runner = backends.create_module_runner(settings, model, source, peers)
+        made.append(runner)
+        module = runner.module
+        config = settings.config if settings.config is not None else getattr(module, "config", None)
+        own = getattr(module, "generation_config", None)
+        description = source.description if source else f"the caller's {_class_name(model)}"
+        engine_type = backends.engine_type(settings.backend, ModuleEngine)
+        return engine_type(runner, About(settings, config, own, description, notes))
+
+    return _loaded(peers, load, made)
+
+
+def _loaded(peers: Peers, load: Callable[[], _E], made: list[Any]) -> _E:
+    """The engine of `load`, in every process or in none; `made` holds the runner once it exists."""
+    try:
+        return agree(peers, "Loading", load)
     except BaseException:
-        runner.close()
+        for runner in made:
+            runner.close()
         raise
 
 
-def _make_module_engine(model: Any, settings: InferenceConfig) -> ModuleEngine:
-    notes: list[str] = []
-    source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
-    settings = _with_dtype(settings, notes, _stored_dtypes(model, source))
-    runner = backends.create_module_runner(settings, model, source)
-    module = runner.module
-    config = settings.config if settings.config is not None else getattr(module, "config", None)
-    own = getattr(module, "generation_config", None)
-    description = source.description if source else f"the caller's {_class_name(model)}"
-    engine_type = backends.engine_type(settings.backend, ModuleEngine)
-    return engine_type(runner, About(settings, config, own, description, notes))
+def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
+    """What of a config must be the same in every process; groups and units are objects of each."""
+    tp = settings.tensor_parallel.model_copy(update={"mpu": None, "tp_group": None, "mesh": None})
+    return [(name, repr(tp if name == "tensor_parallel" else v)) for name, v in settings]
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
@@ -282,10 +340,10 @@ def _from_module(module: Any, other_way: str) -> _Model:
 
 def _from_folder(path: Any) -> _Model:
     folder = check_folder(path)
-    config = _read_config(folder)
+    config = read_config(folder)
     names = config.architectures
     source = partial(open_checkpoint, folder)
-    return _Model(config, names, _read_generation_config(folder, config), source, [])
+    return _Model(config, names, read_generation_config(folder, config), source, [])
 
 
 def _hf_class_names(model: Any) -> list[str]:
@@ -303,32 +361,3 @@ def _hf_class_names(model: Any) -> list[str]:
                 "the HF module itself."
             )
     raise ModelError(f"{type(model).__name__} is no HF model.")
-
-
-def _read_config(folder: Path) -> Any:
-    """config.json in transformers' present form: defaults filled in, old names moved."""
-    from transformers import AutoConfig
-
-    written = read_json(folder / "config.json")
-    model_type = check_model_type(written.get("model_type"))
-    fields = {name: value for name, value in written.items() if name != "model_type"}
-    try:
-        return AutoConfig.for_model(model_type, **fields)
-    except Exception as error:  # transformers' validation raises many kinds
-        raise ModelError(f"{folder / 'config.json'} is not a valid config: {error}") from error
-
-
-def _read_generation_config(folder: Path, config: Any) -> Any:
-    """generation_config.json; without one, what config.json says of generation, as in HF."""
-    from transformers import GenerationConfig
-
-    path = folder / "generation_config.json"
-    if path.is_file():
-        return GenerationConfig(**read_json(path))
-    written = read_json(folder / "config.json")
-    known = GenerationConfig().to_dict().keys() - {"output_hidden_states", "output_attentions"}
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(
-        **{name: getattr(config, name, None) for name in special},
-        **{n: v for n, v in written.items() if n in known and n not in special},
-    )

@@ -52,6 +52,10 @@ class StepError(DualinferError, RuntimeError):
     """A step on the device failed in one call; other calls' sequences that it served ended."""
 
 
+class DistributedError(DualinferError, RuntimeError):
+    """The processes that share a model disagree, or one of them failed or is gone."""
+
+
 class ProfilingError(DualinferError, RuntimeError, AssertionError):
     """Model times were asked for while profiling was off; DeepSpeed asserts it."""
 

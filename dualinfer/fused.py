@@ -1,12 +1,14 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from .agreement import agree, settle, share_inputs
 from .arrays import kind_of, to_kind, to_numpy
-from .backends.base import Request, Runner, Sampling
+from .backends.base import ForwardInputs, Request, Runner, Sampling
 from .engine import CLOSED, About, InferenceEngine
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from .generation import Generation, Loop, StopStrings
@@ -61,28 +63,43 @@ class FusedEngine(InferenceEngine):
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
-        _refuse_arguments("forward", unsupported)
-        if use_cache:
-            raise ArgumentError(
-                "forward does not support use_cache=True: it returns no past_key_values. The cache "
-                "belongs to generate()."
-            )
-        if use_cache is None:
-            use_cache = getattr(self.config, "use_cache", True)
-        if output_hidden_states is None:
-            output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
-        inputs = make_forward_inputs(
-            self._spec,
-            input_ids,
-            attention_mask,
-            position_ids,
-            token_type_ids,
-            output_hidden_states,
-            may_pack=not use_cache,
-        )
-        kind = kind_of(input_ids) or "list"
+        peers = self.runner.peers
         with self._lock:
+            given = share_inputs(
+                peers,
+                {
+                    "input_ids": input_ids,
+                    "attention_mask": attention_mask,
+                    "position_ids": position_ids,
+                    "token_type_ids": token_type_ids,
+                },
+            )
+
+            def prepare() -> ForwardInputs:
+                _refuse_arguments("forward", unsupported)
+                if use_cache:
+                    raise ArgumentError(
+                        "forward does not support use_cache=True: it returns no past_key_values. "
+                        "The cache belongs to generate()."
+                    )
+                cached, keep = use_cache, output_hidden_states
+                if cached is None:
+                    cached = getattr(self.config, "use_cache", True)
+                if keep is None:
+                    keep = bool(getattr(self.config, "output_hidden_states", False))
+                return make_forward_inputs(
+                    self._spec,
+                    given["input_ids"],
+                    given["attention_mask"],
+                    given["position_ids"],
+                    given["token_type_ids"],
+                    keep,
+                    may_pack=not cached,
+                )
+
+            inputs = agree(peers, "The inputs of forward()", prepare, lambda made: made)
             results = self._profiler.run(self.runner.forward, inputs)
+        kind = kind_of(given["input_ids"]) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)
@@ -123,16 +140,14 @@ class FusedEngine(InferenceEngine):
             raise ArgumentError(
                 f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's have."
             )
-        prompts, requests, options, stop = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
+        prompts, requests, options, stop, chunk = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         if streamer is not None:
             streamer.put(self._streamed(block))
-            chunk = _STREAM_CHUNK
-        else:
-            chunk = _STOP_CHUNK if stop else _WHOLE_CHUNK
         columns = []
         for tokens in Generation(self._loop, requests, chunk, stop):
             column = np.array([pad if t is None else t for t in tokens], np.int64)
@@ -159,31 +174,87 @@ class FusedEngine(InferenceEngine):
         Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
         `close()` on the iterator, frees what it holds.
         """
-        _, requests, _, stop = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs
+        _, requests, _, stop, chunk = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, _STREAM_CHUNK
         )
-        return self._stream(requests, stop)
+        return self._stream(requests, stop, chunk)
 
-    def _stream(self, requests: Sequence[Request], stop: StopStrings | None) -> Iterator[Any]:
+    def _stream(
+        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
+    ) -> Iterator[Any]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
-        for tokens in Generation(self._loop, requests, _STREAM_CHUNK, stop):
+        for tokens in Generation(self._loop, requests, chunk, stop):
             yield tokens[0] if len(tokens) == 1 else tokens
 
     def _prepare(
-        self, ids: Any, config: Any, mask: Any, tokenizer: Any, seed: Any, kwargs: dict[str, Any]
+        self,
+        ids: Any,
+        config: Any,
+        mask: Any,
+        tokenizer: Any,
+        seed: Any,
+        kwargs: dict[str, Any],
+        chunk: int,
+    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
+        """Everything that generate and stream check and derive before anything runs.
+
+        `chunk` is how many steps this process wants at a time; the result's, how many all take.
+        """
+        peers = self.runner.peers
+        with self._lock:
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "inputs": kwargs.pop("inputs", None),
+            }
+            given = share_inputs(peers, inputs)
+
+            def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+                return self._make_requests(given, config, tokenizer, seed, kwargs)
+
+            def alike(made: tuple[Any, list[Request], GenerationOptions, Any]) -> Any:
+                _, requests, options, stop = made
+                seeds = [] if seed is None else [r.sampling.seed for r in requests]
+                same = [replace(r, sampling=replace(r.sampling, seed=0)) for r in requests]
+                return same, seeds, options, stop is None
+
+            prompts, requests, options, stop = agree(
+                peers, "The arguments of generate()", prepare, alike
+            )
+            if peers.size > 1:
+                wanted = min(chunk, _STOP_CHUNK) if stop else chunk
+                drawn = [r.sampling.seed for r in requests]
+                said = settle(peers, {"chunk": wanted, "seeds": drawn})
+                chunk = min(said["chunk"])
+                requests = [
+                    replace(r, sampling=replace(r.sampling, seed=own))
+                    for r, own in zip(requests, said["seeds"][0], strict=True)
+                ]
+            elif stop:
+                chunk = min(chunk, _STOP_CHUNK)
+        return prompts, requests, options, stop, chunk
+
+    def _make_requests(
+        self,
+        given: Mapping[str, Any],
+        config: Any,
+        tokenizer: Any,
+        seed: Any,
+        kwargs: dict[str, Any],
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
-        """Everything that generate and stream check and derive before anything runs."""
+        """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
+        ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
         if not spec.can_generate:
             raise UnsupportedError(
                 f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
                 "head."
             )
-        if "inputs" in kwargs:  # HF's name of its first argument
+        if inputs is not None:  # HF's name of its first argument
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
-            ids = kwargs.pop("inputs")
+            ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
         options = make_options(config_dict(self.generation_config), config, kwargs, spec.vocab)

@@ -36,17 +36,16 @@ def _refuse(name: str, value: Any, reason: str) -> None:
 
 
 def _check_parallelism(config: InferenceConfig) -> None:
+    """How devices share the model; how many there are is checked by the backend, in `join`."""
     tp, moe = config.tensor_parallel, config.moe
-    if tp.degree > 1:
-        _refuse("tensor_parallel.tp_size", tp.tp_size, "this version runs on one device. Use 1.")
-    ranks = {
-        "tensor_parallel.mpu": (tp.mpu, "get_model_parallel_world_size"),
-        "tensor_parallel.tp_group": (tp.tp_group, "size"),
-    }
-    for name, (group, method) in ranks.items():
-        size = 1 if group is None else _size(name, group, method)
-        if size != 1:
-            _refuse(name, size, "this version runs on one device. Pass a group of one, or none.")
+    if config.backend == "jax":
+        for name in ("mpu", "tp_group"):
+            if getattr(tp, name) is not None:
+                reason = "processes in groups are torch's. On JAX set tp_size, or pass a mesh."
+                _refuse(f"tensor_parallel.{name}", getattr(tp, name), reason)
+    elif tp.mesh is not None:
+        reason = "meshes are JAX's. On torch set tp_size, or pass tp_group."
+        _refuse("tensor_parallel.mesh", tp.mesh, reason)
     if moe.enabled:
         if moe.ep_size != 1:
             _refuse("moe.ep_size", moe.ep_size, "this version runs on one device. Use 1.")
@@ -63,20 +62,10 @@ def _check_parallelism(config: InferenceConfig) -> None:
                 )
 
 
-def _size(name: str, group: Any, method: str) -> int:
-    size = getattr(group, method, None)
-    if not callable(size):
-        raise ConfigError(f"{name} is a {type(group).__name__}, which has no {method}().")
-    return int(size())  # pyright: ignore[reportArgumentType]
-
-
 def _check_later(config: InferenceConfig) -> None:
     """What the contract has and this version does not serve yet."""
     if config.quant is not None and config.quant.enabled:
         _refuse("quant", config.quant, _NO_QUANT)
-    if config.save_mp_checkpoint_path:
-        reason = "sharded checkpoints are written with several devices, which this version lacks."
-        _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
     if str(config.checkpoint).endswith(".index.json"):
         reason = "this is the index of a HF checkpoint. Pass its folder."
         _refuse("checkpoint", config.checkpoint, reason)
@@ -117,6 +106,12 @@ def _check_module_mode(config: InferenceConfig) -> None:
     if not config.return_tuple:
         reason = "in module mode forward returns what the module returns. Leave it unset."
         _refuse("return_tuple", False, reason)
+    if config.save_mp_checkpoint_path:
+        reason = (
+            "in module mode the module keeps its own names and layers. Save it with its own "
+            "save_pretrained(), or leave this unset."
+        )
+        _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
     if config.backend == "jax" and config.checkpoint is not None:
         reason = (
             "the names of a Flax module's parameters follow no convention that a checkpoint could "

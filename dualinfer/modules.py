@@ -1,9 +1,13 @@
 """ModuleEngine: the user's own module, with the contract's guard around its own generate."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from .agreement import agree, share_inputs
+from .arrays import kind_of, to_kind
 from .backends.base import ModuleRunner
 from .engine import About, InferenceEngine
 from .errors import LengthError
@@ -31,7 +35,7 @@ class ModuleEngine(InferenceEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments."""
         with self._lock:
-            return self.runner.forward(args, kwargs)
+            return self.runner.forward(*self._alike("forward()", args, kwargs))
 
     def can_generate(self) -> bool:
         """What the module says, if it says; else whether it has a generate."""
@@ -52,7 +56,41 @@ class ModuleEngine(InferenceEngine):
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
+            args, kwargs = self._alike("generate()", args, kwargs, self._check)
             return self.runner.generate(args, {**kwargs, **self._check(args, kwargs)})
+
+    def _alike(
+        self,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: Callable[[Sequence[Any], Mapping[str, Any]], Any] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, once every process that shares the module has the same ones.
+
+        One that has no arrays among them takes rank 0's.
+        """
+        peers = self.runner.peers
+        if peers.size == 1:
+            return args, kwargs
+        named = {str(i): value for i, value in enumerate(args)} | kwargs
+        arrays = {n: v for n, v in named.items() if kind_of(v) in ("torch", "jax", "numpy")}
+        kind = self.inference_config.backend
+        shared = share_inputs(peers, arrays)
+        if not arrays:
+            shared = {n: to_kind(np.asarray(v), kind) for n, v in shared.items()}
+        named |= shared
+        count = sum(name.isdecimal() for name in named)
+        args = tuple(named.pop(str(i)) for i in range(count))
+
+        def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if check is not None:
+                check(args, named)
+            return args, named
+
+        return agree(
+            peers, f"The inputs of {call}", prepare, lambda made: (made[0], sorted(made[1].items()))
+        )
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Raise for what the contract's guard refuses, before anything runs.

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from .arrays import same_tensor
@@ -127,8 +126,11 @@ class TensorSource(Protocol):
         """NumPy's name of the stored dtype, such as `bfloat16`."""
         ...
 
-    def read(self, name: str) -> Any:
-        """The tensor, as a NumPy array (ml_dtypes for bfloat16) or a torch tensor."""
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor, as a NumPy array (ml_dtypes for bfloat16) or a torch tensor.
+
+        With `index`, a slice for each axis, that part of it alone.
+        """
         ...
 
 
@@ -139,31 +141,6 @@ class LoadPlan:
     table: WeightTable
     rows: tuple[tuple[Row, tuple[str, ...]], ...]
     unused: tuple[str, ...]
-
-    def shape(self, row: Row) -> tuple[int, ...]:
-        """Extents of the row's axes."""
-        return tuple(self.table.size(axis) for axis in row.axes)
-
-    def blocks(self, row: Row, part: Source, array: Any) -> list[Any]:
-        """`array`, of NumPy, torch or JAX, as the blocks to be joined along the row's fused axis.
-
-        It holds `part`, its axes in the row's order already. One block, itself, unless the blocks
-        are interleaved by head.
-        """
-        order = row.permutation(part)
-        for at, stored in enumerate(order):
-            joined, _, heads = part.axes[stored].partition("/")
-            if heads:
-                before, after = array.shape[:at], array.shape[at + 1 :]
-                count = self.table.sizes[heads]
-                shares = [self.table.sizes[name] // count for name in joined.split("+")]
-                grouped = array.reshape(*before, count, sum(shares), *after)
-                everything = (slice(None),) * (at + 1)
-                return [
-                    grouped[(*everything, slice(start, end))].reshape(*before, -1, *after)
-                    for start, end in pairwise(accumulate(shares, initial=0))
-                ]
-        return [array]
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

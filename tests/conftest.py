@@ -8,6 +8,8 @@ import pytest
 
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # `make test`: Triton's kernels are interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("JAX_PLATFORMS") == "cpu":  # likewise: devices to share a model
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 
 def pytest_configure(config):
@@ -55,3 +57,13 @@ def engine_of(hf_model):
         return made[name, backend]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def crew():
+    """Processes that run a function as the ranks of one job; see `ranks.Crew`."""
+    from .ranks import Crew
+
+    crew = Crew()
+    yield crew
+    crew.close()

@@ -251,7 +251,7 @@ def test_old_calls_run_and_warn_at_the_callers_line(call, backend, hf_model):
         ({"num_experts": 2}, r"did you mean 'moe\.num_experts'"),
         ({"tp_size": 1}, r"did you mean 'tensor_parallel\.tp_size'"),
         ({"tensor_parallel": 1}, "tensor_parallel=1.*expected a dict"),
-        ({"mp_size": 2}, r"tp_size=2.*one device"),
+        ({"mp_size": 99}, r"tp_size=99"),  # processes on torch, devices on JAX
         ({"zero": {"stage": 3}}, "zero=.*ZeRO is for training"),
         ({"fp16": {"enabled": True}}, "unknown key 'fp16'"),
         ({"cpu_offload": True}, "unknown key 'cpu_offload'"),
@@ -411,8 +411,8 @@ def test_ten_runs_of_a_pipeline_take_longer_than_the_model(mode, graphs, events)
 @pytest.mark.parametrize(
     "fields",
     [
-        {"enable_cuda_graph": True, "tensor_parallel": {"tp_size": 2}},
-        {"tensor_parallel": {"tp_size": 2}},
+        {"enable_cuda_graph": True, "tensor_parallel": {"tp_size": 99}},
+        {"tensor_parallel": {"tp_size": 99}},
         {"injection_policy": {torch.nn.Linear: "out"}, **INJECT},
         {"use_triton": True},
         {"min_out_tokens": 9, "max_out_tokens": 8},

@@ -51,10 +51,11 @@ def make_module():
 
 
 def make_runner(module, **fields):
-    from dualinfer.backends.jax import create_module_runner
+    from dualinfer.backends.jax import create_module_runner, join
     from dualinfer.config import InferenceConfig
 
-    return create_module_runner(InferenceConfig(backend="jax", **fields), module)
+    config = InferenceConfig(backend="jax", **fields)
+    return create_module_runner(config, module, None, join(config))
 
 
 def bytes_in_use():

@@ -37,30 +37,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"arrays", "errors", "spec"},
     "checkpoint": {"errors", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
-    "backends.base": {"errors", "profiling", "spec"},  # the neutral contract
-    "backends": {"backends.base", "config.*", "errors", "spec", "weights"},
+    "agreement": {"arrays", "errors"},
+    "sharding": {"errors", "spec", "weights"},
+    "backends.base": {"agreement", "errors", "profiling", "spec"},  # the neutral contract
+    "backends": {"agreement", "backends.base", "config.*", "errors", "spec", "weights"},
     "inputs": {"arrays", "backends.base", "errors", "spec"},
     "generation": {"backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
         *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*"),
-        *("private_folder", "weights"),
+        *("private_folder", "sharding", "weights"),
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
         *("backends.base", "backends.jax.*", "bench.case", "kernels.pallas.*", "outputs"),
-        *("private_folder", "weights"),
+        *("agreement", "private_folder", "sharding", "weights"),
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {
-        *("arrays", "backends.base", "engine", "errors", "generation", "inputs"),
+        *("agreement", "arrays", "backends.base", "engine", "errors", "generation", "inputs"),
         *("options", "outputs", "report"),
     },
-    "modules": {"backends.base", "engine", "errors", "options", "report"},
+    "modules": {
+        *("agreement", "arrays", "backends.base", "engine", "errors", "options", "report"),
+    },
     "limits": {"config.*", "errors"},
     "api": {
-        *("backends", "checkpoint", "config.*", "engine", "errors", "families.*", "fused"),
-        *("limits", "modules", "spec", "weights"),
+        *("agreement", "backends", "checkpoint", "config.*", "engine", "errors", "families.*"),
+        *("fused", "limits", "modules", "spec", "weights"),
     },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},

@@ -30,7 +30,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx, struct  # noqa: E402
 
-from dualinfer.backends.jax import create_module_runner  # noqa: E402
+from dualinfer.backends.jax import create_module_runner, join  # noqa: E402
 from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
 from dualinfer.errors import StepError  # noqa: E402
 
@@ -111,7 +111,8 @@ class Structured(nn.Module):
 
 
 def make(module, **fields):
-    return create_module_runner(InferenceConfig(backend="jax", **fields), module)
+    config = InferenceConfig(backend="jax", **fields)
+    return create_module_runner(config, module, None, join(config))
 
 
 def inputs(*shape, seed=0):

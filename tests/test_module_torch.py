@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.base import cache_bytes, cache_specs  # noqa: E402
-from dualinfer.backends.torch import create_module_runner  # noqa: E402
+from dualinfer.backends.torch import create_module_runner, join  # noqa: E402
 from dualinfer.backends.torch.cache import KVCache  # noqa: E402
 from dualinfer.backends.torch.graphs import CallGraphs  # noqa: E402
 from dualinfer.backends.torch.precision import own_precision  # noqa: E402
@@ -40,7 +40,8 @@ CPU = torch.device("cpu")
 
 
 def runner_of(module, source=None, dtype="float32", **fields):
-    return create_module_runner(InferenceConfig(dtype=dtype, **fields), module, source)
+    config = InferenceConfig(dtype=dtype, **fields)
+    return create_module_runner(config, module, source, join(config))
 
 
 class Own(nn.Module):

@@ -5,7 +5,7 @@ import pytest
 
 from dualinfer import CheckpointError
 from dualinfer.families import describe_model
-from dualinfer.weights import Row, WeightTable, make_load_plan, row
+from dualinfer.weights import WeightTable, make_load_plan, row
 
 from .models import ALL, CASES
 
@@ -58,31 +58,6 @@ def test_permutation_follows_the_axes_names():
 
 def test_size_of_a_joined_axis_is_the_sum():
     assert (TABLE.size("q+k"), TABLE.size("q")) == (9, 4)
-
-
-def test_blocks_that_are_interleaved_by_head_come_apart():
-    """Heads of (2 of q, 1 of k) each, along the second axis as stored."""
-    table = WeightTable(
-        rows=(row("w", "q+k in", ("x", "in q+k/heads")), row("b", "q+k", ("y", "q+k"))),
-        sizes={"in": 5, "q": 6, "k": 3, "heads": 3},
-    )
-    source = Tensors(x=zeros(5, 9), y=zeros(9))
-    plan = make_load_plan(table, source)
-    stored = np.array(["q00", "q01", "k00", "q10", "q11", "k10", "q20", "q21", "k20"])
-    (part,) = table.rows[0].sources
-    blocks = plan.blocks(table.rows[0], part, np.repeat(stored[:, None], 5, axis=1))
-    assert [block.shape for block in blocks] == [(6, 5), (3, 5)]
-    assert blocks[0][:, 4].tolist() == ["q00", "q01", "q10", "q11", "q20", "q21"]
-    assert blocks[1][:, 0].tolist() == ["k00", "k10", "k20"]
-    (whole,) = plan.blocks(table.rows[1], table.rows[1].sources[0], source.read("y"))
-    assert whole is source.read("y")
-
-
-def test_row_without_sources_asks_the_checkpoint_for_nothing():
-    constant = Row("c", ("in", "q+k"), (), constant=1.0)
-    table = WeightTable(rows=(constant,), sizes={"in": 2, "q": 4, "k": 5})
-    plan = make_load_plan(table, Tensors())
-    assert plan.rows == ((constant, ()),) and plan.shape(constant) == (2, 9)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+from ..agreement import Peers
 from ..config import InferenceConfig
 from ..errors import BackendNotAvailableError
 from ..spec import ModelSpec
@@ -63,18 +64,31 @@ def _import(name: str) -> Any:
     return importlib.import_module(f".{name}", __name__)
 
 
+def join(config: InferenceConfig) -> Peers:
+    """This process among those that share the model, as `tensor_parallel` says; all must call it.
+
+    On torch every device has its own process; on JAX one process drives several, and there are
+    others only in jax.distributed.
+    """
+    return _import(config.backend).join(config)
+
+
 def create_runner(
-    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource, peers: Peers
 ) -> Runner:
-    """A runner of the config's backend and dtype, with the weights loaded on its device."""
-    return _import(config.backend).create_runner(config, spec, plan, source)
+    """A runner of the config's backend and dtype, with the weights loaded on its device.
+
+    `peers` is what `join` gave; the runner leaves the group when it is closed.
+    """
+    return _import(config.backend).create_runner(config, spec, plan, source, peers)
 
 
 def create_module_runner(
-    config: InferenceConfig, module: Any, source: TensorSource | None = None
+    config: InferenceConfig, module: Any, source: TensorSource | None, peers: Peers
 ) -> ModuleRunner:
     """A runner of the user's own module, filled from `source` where one is given.
 
     On torch an nn.Module; on JAX an nnx module, a bound Linen module, or (Linen module, variables).
+    `peers` as in `create_runner`.
     """
-    return _import(config.backend).create_module_runner(config, module, source)
+    return _import(config.backend).create_module_runner(config, module, source, peers)

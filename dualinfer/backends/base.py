@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..agreement import Peers
 from ..errors import OutOfMemoryError
 from ..profiling import Profiler, Stopwatch
 from ..spec import ModelSpec
@@ -226,6 +227,7 @@ class Runner(Protocol):
     device: Any
     dtype: Any
     is_compiled: bool
+    peers: Peers  # who makes the same calls: every call below is made by all of them
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -287,6 +289,7 @@ class ModuleRunner(Protocol):
     dtype: Any
     notes: tuple[str, ...]
     is_compiled: bool
+    peers: Peers  # as in Runner
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns for these arguments, without gradients."""

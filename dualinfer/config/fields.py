@@ -63,7 +63,7 @@ class InferenceConfig(Model):
     tensor_parallel: TensorParallelConfig = Field(
         default=TensorParallelConfig(), validation_alias="tp"
     )
-    """Tensor parallelism; one device in this version."""
+    """How several devices share one model: see docs/many-devices.md."""
 
     enable_cuda_graph: bool | None = None
     """On torch, True needs CUDA: forward is captured once for each signature of its inputs, in
@@ -125,7 +125,9 @@ class InferenceConfig(Model):
     """False only: modules are never left without weights."""
 
     save_mp_checkpoint_path: PathText | None = None
-    """A folder to write sharded weights to; refused in this version, which shards nothing."""
+    """A folder, new or empty, to write the loaded model to, with a file of weights for each device;
+    fused mode only. It loads at any degree on either backend. DeepSpeed writes pickled files.
+    """
 
     checkpoint_config: Annotated[
         CheckpointConfig,

@@ -20,20 +20,32 @@ class TensorParallelConfig(Model):
     """False: one device, whatever `tp_size` says. DeepSpeed never reads it."""
 
     tp_size: Count = 1
-    """Number of devices that share the model, 1 or more. Degrees above 1 are refused in this
-    version, on both backends."""
+    """Number of devices that share the model, 1 or more. On torch each has a process of its own,
+    started by torchrun or `dualinfer launch`; on JAX one process drives them all. A torch job of
+    several times as many processes runs as many copies; in DeepSpeed the others are left out."""
 
     tp_grain_size: Count = 64
-    """The widths of MLP and head shards are multiples of this many columns, 1 or more. With one
-    device there are no shards."""
+    """The widths of MLP and vocabulary shards are multiples of this many columns, 1 or more, but
+    for a rest at the end, as long as each device has one. DeepSpeed leaves devices without any."""
 
     mpu: Any = None
-    """A model-parallel unit (an object with `get_model_parallel_world_size`). In this version one
-    of a single rank only; DeepSpeed lets it override `tp_size`."""
+    """A model-parallel unit (an object with `get_model_parallel_world_size` and
+    `get_model_parallel_group`), torch only: it says how many and which processes share the model.
+    With a `tp_size` above 1 that says otherwise it is refused; in DeepSpeed it wins."""
 
     tp_group: Any = None
-    """A process group to share the model over. In this version one of a single rank only;
-    DeepSpeed overwrites it when `tp_size` is above 1."""
+    """A process group of torch.distributed to share the model over, torch only. DeepSpeed
+    overwrites it when `tp_size` is above 1."""
+
+    mesh: Any = None
+    """A jax.sharding.Mesh to share the model over along `axis`, JAX only. Unset: one of the first
+    `tp_size` devices. Along its other axes the model is replicated."""
+
+    axis: str = "tp"
+    """The name of the mesh's axis that the model is split along, JAX only."""
+
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a process waits for the others before it gives up, more than 0."""
 
     @property
     def degree(self) -> int:

@@ -4,14 +4,17 @@ import torch
 
 from ...config import InferenceConfig
 from ...errors import ConfigError
+from ...sharding import make_plan
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
-from .device import default_device, device_name, has_triton, runs_kernels
+from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
 from .params import load_params
 from .plain import PlainOps
+from .parallel import Ranks, Split, degree_of
+from .parallel import join as join_ranks
 from .runner import TorchRunner
 
 
@@ -30,25 +33,37 @@ def check_dtype(dtype: str) -> None:
         )
 
 
+def join(config: InferenceConfig) -> Ranks:
+    """This process among those that share the model; see `ranks.join`."""
+    degree = degree_of(config.tensor_parallel)
+    device = default_device() if degree == 1 else rank_device()
+    return join_ranks(config.tensor_parallel, device)
+
+
 def create_runner(
-    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource, peers: Ranks
 ) -> TorchRunner:
-    """A runner on the default device with the plan's weights in the config's dtype."""
-    device, dtype = default_device(), getattr(torch, config.dtype or default_dtype())
-    ops = _make_ops(config, spec, device)
-    params = load_params(spec, plan, source, dtype, device)
+    """A runner on the rank's device with its share of the plan's weights in the config's dtype."""
+    device, dtype = peers.device, getattr(torch, config.dtype or default_dtype())
+    grain = config.tensor_parallel.tp_grain_size
+    shares = make_plan(spec, plan.table, peers.size, grain)
+    shard = shares.shards[peers.rank]
+    ops = _make_ops(config, shard.spec, device, Split.of(peers, shares))
+    params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:
         from .tuning import autotune
 
-        autotune(spec, params, ops)
+        autotune(shard.spec, params, ops)
     graphs = config.enable_cuda_graph
-    return TorchRunner(spec, params, dtype, device, ops, graphs is not False, graphs is True)
+    return TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
 
 
-def _make_ops(config: InferenceConfig, spec: ModelSpec, device: torch.device) -> PlainOps:
+def _make_ops(
+    config: InferenceConfig, spec: ModelSpec, device: torch.device, split: Split | None
+) -> PlainOps:
     """Triton kernels where they are wanted and can run, else plain torch."""
     if not config.replace_with_kernel_inject or config.use_triton is False:
-        return PlainOps()
+        return PlainOps(split)
     if not has_triton() or not runs_kernels(device):
         obstacle = (
             "the kernels run on CUDA devices from Ampere on that have the shared memory of an A100 "
@@ -60,9 +75,9 @@ def _make_ops(config: InferenceConfig, spec: ModelSpec, device: torch.device) ->
 
         beyond = unserved(spec)
         if beyond is None:
-            return KernelOps(device, load_configurations(device))
+            return KernelOps(device, load_configurations(device), split)
         obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
     if config.use_triton or config.triton_autotune:
         name = "use_triton" if config.use_triton else "triton_autotune"
         raise ConfigError(f"{name}=True: {obstacle}. Leave it unset.")
-    return PlainOps()
+    return PlainOps(split)

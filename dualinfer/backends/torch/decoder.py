@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from ...spec import Layer, ModelSpec
-from . import parallel
 from .params import Params, Weights
 from .plain import NormOf, PlainOps
 from .profiling import span
@@ -75,7 +74,7 @@ def logits(
     if spec.head is not None and spec.head.softcap:
         capped = torch.tanh(scores.float() / spec.head.softcap) * spec.head.softcap
         scores = capped.to(scores.dtype)
-    return parallel.gather_logits(scores)
+    return ops.gather_logits(scores)
 
 
 def pooled(params: Params, ops: PlainOps, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +106,7 @@ def _block(
         qkv = ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm)
         y = attend(index, qkv)
         out = w["out.weight"], w.get("out.bias")
-        return parallel.row_product(ops, y, *out, residual, spend)
+        return ops.row_product(y, *out, residual, spend)
 
     def mlp(x: torch.Tensor, norm: NormOf | None, residual: torch.Tensor | None) -> torch.Tensor:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
@@ -120,7 +119,7 @@ def _block(
             gated=layer.mlp.gated,
         )
         down = w["down.weight"], w.get("down.bias")
-        return parallel.row_product(ops, h, *down, residual, spend=True)
+        return ops.row_product(h, *down, residual, spend=True)
 
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)

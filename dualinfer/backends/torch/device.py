@@ -2,11 +2,13 @@
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
+from ...errors import ConfigError
 from ...memory import host_free_bytes
 
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))  # A100, H100 and H200, B200 and B300
@@ -44,6 +46,19 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def rank_device() -> torch.device:
+    """The device of this process of a torchrun job: the one of its number on its host."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(
+            f"Process {local} of this host has no GPU of its own: there are {count}. Start at most "
+            f"{count} processes on it."
+        )
+    return torch.device("cuda", local)
 
 
 def default_dtype() -> str:

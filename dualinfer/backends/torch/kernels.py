@@ -30,6 +30,7 @@ from ...spec import Activation, ModelSpec
 from ...weights import Weight
 from ..base import SamplingFeatures, bucket
 from .cache import LayerCache
+from .parallel import Split
 from .params import Params, Weights
 from .plain import Attending, Chunk, NormOf, PlainOps
 from .profiling import named
@@ -66,7 +67,13 @@ class KernelOps(PlainOps):
         "sampling": "Triton, threefry2x32",
     }
 
-    def __init__(self, device: torch.device, configurations: Configurations | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        configurations: Configurations | None = None,
+        split: Split | None = None,
+    ):
+        super().__init__(split)
         self.configurations = configurations or Configurations()
         self.sms = 1
         self.pdl = has_pdl(torch.empty(0, device=device))
@@ -91,7 +98,7 @@ class KernelOps(PlainOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; it does not start early, as it reads what sampling wrote."""
-        if spec.embed_width:  # OPT-350m: a product comes between
+        if spec.embed_width or self.split:  # a product or a sum over ranks comes between
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"

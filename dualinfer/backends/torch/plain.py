@@ -14,6 +14,7 @@ from ...weights import Weight
 from ..base import SamplingFeatures
 from . import ops, sampler
 from .cache import LayerCache
+from .parallel import Split
 from .params import Params, Weights
 from .sampler import SlotState
 
@@ -65,6 +66,9 @@ class PlainOps:
     takes_chunks = False  # whether `attend` can go on behind what the cache holds already
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
 
+    def __init__(self, split: Split | None = None):
+        self.split = split  # None: one rank has the whole model
+
     def clear(self) -> None:
         """Let go of memory on the device."""
 
@@ -77,18 +81,28 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens [B, T, E], with positions and token types where the model has them."""
-        x = ops.embed(ids, w["embed.weight"])
+        x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
         if spec.embed_width:
             x = ops.matmul(x, w["project_in.weight"])
         if token_types is not None:
-            table = w["embed.weight" if spec.token_types_from_vocab else "token_types.weight"]
-            x = x + ops.embed(token_types, table)
+            if spec.token_types_from_vocab:
+                x = x + self._tokens(token_types, w["embed.weight"])
+            else:
+                x = x + ops.embed(token_types, w["token_types.weight"])
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
             x = x + ops.embed(at + spec.position_offset, w["positions.weight"])
         return x
+
+    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Rows of the embedding, of which each rank has some."""
+        if self.split is None:
+            return ops.embed(ids, weight)
+        rows, here = self.split.is_here(ids)
+        found = ops.embed(rows, weight)
+        return self.split.ranks.sum(torch.where(here[..., None], found, 0))
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -125,6 +139,31 @@ class PlainOps:
         if residual is not None:
             y = residual + y
         return y.float() if wide else y
+
+    def row_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        residual: torch.Tensor | None,
+        spend: bool = False,
+    ) -> torch.Tensor:
+        """residual + x weight^T + bias, where each rank has a share of the columns.
+
+        Bias and residual are added once, after the sum over ranks. `spend` as in `linear`.
+        """
+        if self.split is None:
+            return self.linear(x, weight, bias, residual=residual, spend=spend)
+        y = self.split.ranks.sum(self.linear(x, weight))
+        if bias is not None:
+            y = y + bias.data
+        return y if residual is None else residual + y
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] from each rank's share of the vocabulary."""
+        return (
+            logits if self.split is None else self.split.ranks.join_last(logits, self.split.vocab)
+        )
 
     def angles(self, params: Params, positions: torch.Tensor) -> Any:
         """What `attend` and `attend_token` need of the tokens' positions [B, T], once a pass."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...profiling import Stopwatch
-from ...spec import ModelSpec
+from ...sharding import Shard
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
@@ -26,6 +26,7 @@ from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs
+from .parallel import Ranks
 from .params import Params
 from .plain import Attending, PlainOps
 from .precision import own_precision
@@ -55,20 +56,24 @@ class PendingTokens:
 
 
 class TorchRunner:
-    """One model on one torch device."""
+    """One model, or a rank's share of it, on one torch device.
+
+    `spec` is the share's: its heads and its MLP's width are this rank's own.
+    """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        shard: Shard,
         params: Params,
         dtype: torch.dtype,
-        device: torch.device,
         ops: PlainOps,
+        peers: Ranks,
         decode_graphs: bool,
         forward_graphs: bool = False,
     ) -> None:
+        spec, device = shard.spec, peers.device
         self.spec, self.params, self.ops = spec, params, ops
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.peers = dtype, device, peers
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
@@ -322,5 +327,6 @@ class TorchRunner:
         self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})
+        self.peers.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,0 +1,162 @@
+"""What processes that share a model say to each other on the host: the same calls, the same inputs.
+
+Each process of a group makes the same calls. What fails in one of them is raised in all, and
+inputs that differ are refused in all, so that no process waits for one that does not come.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from .arrays import kind_of, to_numpy
+from .errors import ArgumentError, DistributedError
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """This process among those that share a model, of which a job may run several copies."""
+
+    rank: int
+    size: int
+    copy: int  # its number, from 0; what is done once a job, the processes of copy 0 do
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Every process's message, in the order of ranks; all must call it.
+
+        Raises DistributedError where one is gone or does not come within the group's timeout.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Alone:
+    """The only process that runs a model."""
+
+    rank, size, copy = 0, 1, 0
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """See `Peers`."""
+        return [message]
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def agree(
+    peers: Peers, what: str, work: Callable[[], T], alike: Callable[[T], Any] | None = None
+) -> T:
+    """The result of this process's `work`, once all have done theirs.
+
+    Where it failed here, that error; where it failed elsewhere, a DistributedError that says where
+    and how; where `alike` of the results (arrays, numbers, strings, and what holds them) differ, a
+    DistributedError in every process. `what` names the work, for people.
+    """
+    if peers.size == 1:
+        return work()
+    try:
+        result = work()
+    except Exception as error:
+        peers.exchange(_said({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    mark = None if alike is None else fingerprint(alike(result))
+    found = [json.loads(message) for message in peers.exchange(_said({"mark": mark}))]
+    failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if "error" in said]
+    if failed:
+        raise DistributedError(f"{what} failed elsewhere. {'; '.join(failed)}")
+    marks = [said["mark"] for said in found]
+    if len(set(marks)) > 1:
+        others = [r for r, m in enumerate(marks) if m != marks[0]]
+        raise DistributedError(
+            f"{what} differ: rank {', '.join(map(str, others))} from rank 0. Processes that share "
+            "a model must make the same calls with the same values; those that pass None for the "
+            "inputs take rank 0's."
+        )
+    return result
+
+
+def share_inputs(peers: Peers, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs`, by name, or rank 0's where this process has none but None.
+
+    They come as nested lists then. Those of a process that has its own are its own.
+    """
+    if peers.size == 1:
+        return dict(inputs)
+    asks = all(value is None for value in inputs.values())
+    asking = [message == b"1" for message in peers.exchange(b"1" if asks else b"0")]
+    if asking[0] or not any(asking):
+        return dict(inputs)
+    message, error = b"", None
+    if peers.rank == 0:
+        try:
+            message = _packed(inputs)
+        except Exception as raised:
+            error = raised
+    found = peers.exchange(message)[0]
+    if error is not None:
+        raise error
+    if not found:
+        raise DistributedError("Rank 0 could not hand over its inputs; its own error says why.")
+    return {**inputs, **json.loads(found)} if asks else dict(inputs)
+
+
+def settle(peers: Peers, values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Every process's numbers, by name, in the order of ranks."""
+    found = [json.loads(m) for m in peers.exchange(_said(values))] if peers.size > 1 else [values]
+    return {name: [said[name] for said in found] for name in values}
+
+
+def fingerprint(value: Any) -> str:
+    """A checksum of arrays with their shapes, numbers, strings, and of what holds them."""
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if kind_of(value) in ("numpy", "torch", "jax"):
+        array = to_numpy(value)
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    elif is_dataclass(value) and not isinstance(value, type):
+        _feed(digest, [(f.name, getattr(value, f.name)) for f in fields(value)])
+    elif isinstance(value, Mapping):
+        _feed(digest, list(value.items()))
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    elif value is None or isinstance(value, str | bytes | int | float | complex):
+        digest.update(f"{type(value).__name__}:{value!r};".encode())
+    else:  # of an object only what it is: its repr may tell where it lies
+        digest.update(f"{type(value).__name__};".encode())
+
+
+def _said(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _packed(inputs: Mapping[str, Any]) -> bytes:
+    return _said({name: _to_list(v) for name, v in inputs.items() if v is not None})
+
+
+def _to_list(value: Any) -> Any:
+    """Nested lists of numbers, from arrays and sequences of any kind; rows of any lengths."""
+    if kind_of(value) == "list":
+        return [_to_list(item) for item in value]
+    if isinstance(value, bool | int | float):
+        return value
+    if kind_of(value) is None:
+        raise ArgumentError(
+            f"Other ranks take rank 0's inputs, and a {type(value).__name__} cannot be sent to "
+            "them. Pass arrays or lists of numbers."
+        )
+    array = to_numpy(value)
+    return (array.astype(np.float32) if array.dtype.kind not in "iub" else array).tolist()

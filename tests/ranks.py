@@ -1,0 +1,132 @@
+"""Several real processes for tests: each a rank of a torch.distributed job over gloo on the CPU.
+
+A crew's processes live through a test run, since importing torch and transformers takes seconds;
+each task starts a job of its own in them, from the environment that torchrun would make.
+"""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST = 4
+_PATIENCE = 180  # seconds for one task
+
+
+class RankError(AssertionError):
+    """What a rank raised; `kinds` are the names of the errors' classes, by rank, None for none."""
+
+    def __init__(self, text, kinds):
+        super().__init__(text)
+        self.kinds = kinds
+
+
+class Crew:
+    """Up to MOST processes; `run` calls a function in some of them, as ranks of one job."""
+
+    def __init__(self):
+        self._workers = []
+
+    def run(self, function, *args, world=2, environment=None, alive=None):
+        """What `function(*args)` returns in each rank, in order; it must be a test module's own.
+
+        Raises RankError with every rank's error where one raised. `environment` is added to each
+        rank's. Ranks not in `alive` do not take part, as if they had never started.
+        """
+        while len(self._workers) < world:
+            self._workers.append(_start())
+        for _, pipe in self._workers[:world]:  # no job's timeout shall include a start
+            pipe.send(None)
+            assert pipe.poll(_PATIENCE) and pipe.recv() == "ready"
+        port = _free_port()
+        ranks = [r for r in range(world) if alive is None or r in alive]
+        for rank in ranks:
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **(environment or {}),
+            }
+            task = function.__module__, function.__qualname__, args, variables
+            self._workers[rank][1].send(task)
+        results, errors = {}, {}
+        for rank in ranks:
+            process, pipe = self._workers[rank]
+            try:
+                if not pipe.poll(_PATIENCE):
+                    raise EOFError(f"no answer in {_PATIENCE} seconds")
+                done, value = pipe.recv()
+            except (EOFError, OSError) as error:
+                process.kill()
+                process.join()
+                done, value = False, ("Gone", f"{error} (exit code {process.exitcode})")
+            (results if done else errors)[rank] = value
+        gone = [r for r, (kind, _) in errors.items() if kind == "Gone"]
+        for rank in gone:
+            self._workers[rank] = _start()
+        if errors:
+            text = "\n".join(f"rank {r}: {kind}: {e}" for r, (kind, e) in sorted(errors.items()))
+            kinds = [errors[r][0] if r in errors else None for r in ranks]
+            raise RankError(text, kinds)
+        return [results[rank] for rank in ranks]
+
+    def close(self):
+        """End the processes."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(5)
+            process.kill()
+        self._workers = []
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _start():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _work(pipe):
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        if task is None:
+            pipe.send("ready")
+            continue
+        module, name, args, variables = task
+        os.environ.update(variables)
+        try:
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            answer = True, found(*args)
+        except BaseException as error:
+            answer = False, (type(error).__name__, f"{error}\n{traceback.format_exc()}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for variable in variables:
+                os.environ.pop(variable, None)
+        pipe.send(answer)

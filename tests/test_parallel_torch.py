@@ -1,0 +1,369 @@
+"""Tensor parallelism of fused mode on torch: real processes over gloo, each a rank."""
+
+import functools
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import dualinfer
+
+from .models import ALL, GENERATING, PAD, make_model, random_ids, relative_rms
+from .ranks import RankError
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+INJECT = {"dtype": "fp32", "replace_with_kernel_inject": True}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+SAMPLED = {"max_new_tokens": 6, "do_sample": True, "top_k": 40, "temperature": 0.8, "seed": 7}
+
+# One of each family, and what is odd: biases, norms of heads, positions, widths of their own.
+SOME = (
+    *("llama-gqa", "llama-mqa", "llama-bias", "mistral-window", "qwen3", "gpt2", "gpt2-inverse"),
+    *("opt-post", "gptj", "gpt-neo", "neox", "bloom", "gemma2", "bert", "bert-masked"),
+)
+
+_model = functools.cache(make_model)
+
+
+def _engine(name, tp, **fields):
+    parallel = {"tp_size": tp, "timeout": 60, **fields.pop("tensor_parallel", {})}
+    return dualinfer.init_inference(_model(name), tensor_parallel=parallel, **INJECT, **fields)
+
+
+def _padded():
+    ids, mask = random_ids(3, 11), np.ones((3, 11), np.int64)
+    mask[1, :4], mask[2, :7] = 0, 0
+    ids[mask == 0] = PAD
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def outputs_of(names, tp):
+    """Of each model: forward's output over a padded batch, its error against HF's, and texts."""
+    found = {}
+    for name in names:
+        ids, mask = _padded()
+        with _engine(name, tp) as engine, torch.no_grad():
+            with_mask = {"input_ids": ids, "attention_mask": mask}
+            ours = engine(**with_mask)[0]
+            theirs = _model(name)(**with_mask)[0]
+            real = mask.bool()
+            texts = []
+            if name in GENERATING:
+                texts = [engine.generate(**with_mask, **how).tolist() for how in (GREEDY, SAMPLED)]
+            layers = engine.runner.params.layers
+            held = sum(w.data.numel() for group in layers for w in group.values())
+            found[name] = relative_rms(ours[real], theirs[real]), ours.numpy(), texts, held
+    return found
+
+
+@pytest.mark.parametrize(("tp", "names"), [(2, ALL), (3, SOME), (4, SOME)], ids=["2", "3", "4"])
+def test_every_model_computes_the_same_over_any_number_of_ranks(crew, engine_of, tp, names):
+    by_rank = crew.run(outputs_of, names, tp, world=tp)
+    ids, mask = _padded()
+    for name in names:
+        errors, outputs, texts, held = zip(*(rank[name] for rank in by_rank), strict=True)
+        assert max(errors) < 1e-5, name
+        assert all(np.array_equal(outputs[0], other) for other in outputs), name
+        one = engine_of(name, "torch")
+        whole = sum(w.data.numel() for g in one.runner.params.layers for w in g.values())
+        assert max(held) < 0.8 * whole, name
+        if name in GENERATING:
+            how = {"input_ids": ids, "attention_mask": mask}
+            expected = [one.generate(**how, **kind).tolist() for kind in (GREEDY, SAMPLED)]
+            assert all(text == expected for text in texts), name
+
+
+def collectives_of(name, tp):
+    counts = {"sum": 0, "join_last": 0}
+    with _engine(name, tp) as engine:
+        peers = engine.runner.peers
+
+        def counting(kind):
+            work = getattr(peers, kind)
+
+            def call(*args):
+                counts[kind] += 1
+                return work(*args)
+
+            setattr(peers, kind, call)
+
+        for kind in counts:
+            counting(kind)
+        prompt = torch.tensor([[5, 6, 7]])
+        engine.generate(prompt, max_new_tokens=1, do_sample=False)
+        first = dict(counts)
+        engine.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        return len(engine.runner.spec.layers), first, counts
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gptj"])
+def test_a_token_takes_two_sums_a_layer_one_for_its_embedding_and_one_gather(crew, name):
+    for layers, first, total in crew.run(collectives_of, name, 2):
+        assert first == {"sum": 2 * layers + 1, "join_last": 1}
+        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5}
+
+
+def degrees_in_one_job():
+    ids = torch.from_numpy(random_ids(2, 9))
+    two, four = _engine("llama-gqa", 2), _engine("gpt2", 4)
+    results = [two(ids).logits, four(ids).logits, two(ids).logits]
+    two.close()
+    results.append(four(ids).logits)
+    texts = four.generate(ids, **GREEDY)
+    four.close()
+    one = _engine("llama-gqa", 1)
+    results.append(one(ids).logits)
+    return [r.numpy() for r in results], texts.tolist()
+
+
+def test_engines_of_several_degrees_live_in_one_job(crew, engine_of):
+    ids = torch.from_numpy(random_ids(2, 9))
+    llama, gpt2 = (engine_of(n, "torch")(ids).logits.numpy() for n in ("llama-gqa", "gpt2"))
+    texts = engine_of("gpt2", "torch").generate(ids, **GREEDY).tolist()
+    for results, text in crew.run(degrees_in_one_job, world=4):
+        for ours, theirs in zip(results, (llama, gpt2, llama, gpt2, llama), strict=True):
+            assert relative_rms(ours, theirs) < 1e-5
+        assert text == texts
+
+
+def copies_with_inputs_of_their_own():
+    rank = int(os.environ["RANK"])
+    ids = torch.from_numpy(random_ids(1, 5, seed=rank // 2))
+    with _engine("llama-gqa", 2) as engine:
+        return engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members
+
+
+def test_a_job_of_twice_as_many_ranks_runs_two_copies(crew, engine_of):
+    found = crew.run(copies_with_inputs_of_their_own, world=4)
+    for rank, (text, members) in enumerate(found):
+        ids = torch.from_numpy(random_ids(1, 5, seed=rank // 2))
+        assert text == engine_of("llama-gqa", "torch").generate(ids, **GREEDY).tolist()
+        assert members == ((0, 1) if rank < 2 else (2, 3))
+
+
+def groups_of_the_callers():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+
+    class Unit:
+        def get_model_parallel_world_size(self):
+            return 2
+
+        def get_model_parallel_group(self):
+            return mine
+
+    ids = torch.from_numpy(random_ids(1, 5))
+    found = []
+    for fields in ({"tp_group": mine}, {"mpu": Unit()}, {"tp_group": mine, "tp_size": 2}):
+        given = {"tp_size": 1, **fields}
+        with dualinfer.init_inference(_model("gpt2"), tensor_parallel=given, **INJECT) as engine:
+            found.append((engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members))
+    assert dist.get_world_size(mine) == 2  # theirs still
+    return found
+
+
+def test_groups_and_units_of_the_caller_say_who_shares_the_model(crew, engine_of):
+    text = engine_of("gpt2", "torch").generate(torch.from_numpy(random_ids(1, 5)), **GREEDY)
+    for rank, found in enumerate(crew.run(groups_of_the_callers, world=4)):
+        assert found == [(text.tolist(), (rank % 2, rank % 2 + 2))] * 3
+
+
+def inputs_that_differ(what):
+    rank = int(os.environ["RANK"])
+    ids = torch.from_numpy(random_ids(2, 5))
+    with _engine("llama-gqa", 2) as engine:
+        try:
+            if what == "values":
+                engine(ids + rank)
+            elif what == "shapes":
+                engine(ids[:, : 5 - rank])
+            elif what == "arguments":
+                engine.generate(ids, max_new_tokens=3 + rank, do_sample=False)
+            elif what == "seeds":
+                engine.generate(ids, max_new_tokens=3, do_sample=True, seed=rank)
+            elif what == "an error":
+                engine.generate(ids if rank else [[1, "x"]], max_new_tokens=3)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", engine(ids).logits.numpy()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("values", "The inputs of forward() differ: rank 1 from rank 0"),
+        ("shapes", "The inputs of forward() differ: rank 1 from rank 0"),
+        ("arguments", "The arguments of generate() differ: rank 1 from rank 0"),
+        ("seeds", "The arguments of generate() differ: rank 1 from rank 0"),
+    ],
+)
+def test_inputs_that_differ_are_refused_by_all(crew, engine_of, what, message):
+    one = engine_of("llama-gqa", "torch")(torch.from_numpy(random_ids(2, 5))).logits
+    for error, logits in crew.run(inputs_that_differ, what):
+        assert error.startswith("DistributedError: ")
+        assert message in error
+        assert relative_rms(logits, one) < 1e-5  # and the engine works on
+
+
+def test_what_fails_in_one_rank_is_told_in_all(crew):
+    first, second = (error for error, _ in crew.run(inputs_that_differ, "an error"))
+    assert first.startswith("ArgumentError: ")
+    assert second.startswith("DistributedError: The arguments of generate() failed elsewhere. rank")
+    assert "ArgumentError" in second
+
+
+def inputs_of_rank_0():
+    rank = int(os.environ["RANK"])
+    ids, mask = _padded()
+    given = {"input_ids": ids, "attention_mask": mask} if rank == 0 else {}
+    ragged = [[5, 6, 7, 8], [9, 10]] if rank == 0 else None
+    torch.manual_seed(rank)  # only rank 0's counts
+    with _engine("llama-gqa", 2) as engine:
+        drawn = {"max_new_tokens": 5, "do_sample": True}
+        return (
+            engine(**given).logits.numpy() if rank == 0 else engine().logits.numpy(),
+            engine.generate(**given, **GREEDY).tolist(),
+            engine.generate(ragged, **GREEDY).tolist(),
+            engine.generate(**given, **drawn).tolist(),
+            list(engine.stream(ragged, **GREEDY)),
+        )
+
+
+def test_ranks_that_pass_none_take_rank_0s_inputs(crew, engine_of):
+    ids, mask = _padded()
+    one = engine_of("llama-gqa", "torch")
+    torch.manual_seed(0)
+    drawn = one.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=True)
+    ragged = one.generate([[5, 6, 7, 8], [9, 10]], **GREEDY).tolist()
+    streamed = list(one.stream([[5, 6, 7, 8], [9, 10]], **GREEDY))
+    for logits, text, ragged_text, sampled, stream in crew.run(inputs_of_rank_0):
+        real = mask.bool()
+        assert relative_rms(logits[real], one(ids, mask).logits[real]) < 1e-5
+        assert text == one.generate(ids, attention_mask=mask, **GREEDY).tolist()
+        assert ragged_text == ragged
+        assert sampled == drawn.tolist()
+        assert stream == streamed
+
+
+class _Collecting:
+    def __init__(self):
+        self.got = []
+
+    def put(self, value):
+        self.got.append(value)
+
+    def end(self):
+        self.got.append("end")
+
+
+def streamed_by_one_rank():
+    rank = int(os.environ["RANK"])
+    streamer = _Collecting() if rank == 0 else None
+    with _engine("gpt2", 2) as engine:
+        ids = torch.from_numpy(random_ids(1, 5))
+        text = engine.generate(ids, streamer=streamer, **GREEDY).tolist()
+        return text, len(streamer.got) if streamer else 0
+
+
+def test_a_streamer_on_one_rank_alone_is_served(crew):
+    (text, count), (other, none) = crew.run(streamed_by_one_rank)
+    assert text == other
+    assert (count, none) == (8, 0)  # the prompt, six tokens, the end
+
+
+def made_with(tp, fields):
+    engine = _engine("llama-gqa", tp, **fields)
+    engine.close()
+
+
+def test_a_world_that_does_not_fit_is_refused_by_all(crew):
+    with pytest.raises(
+        RankError, match=r"tp_size=2, but 3 processes run in this job\. Start 2 \(or"
+    ):
+        crew.run(made_with, 2, {}, world=3)
+    with pytest.raises(RankError, match="tp_size=3, but 2 processes"):
+        crew.run(made_with, 3, {}, world=2)
+
+
+def test_one_process_alone_is_told_how_to_start_others(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(dualinfer.ConfigError, match=r"dualinfer launch --tp 2 SCRIPT.*torchrun"):
+        _engine("gpt2", 2)
+
+
+def degrees_that_differ():
+    made_with(2 if os.environ["RANK"] == "0" else 4, {})
+
+
+def test_degrees_that_differ_between_ranks_are_refused_by_all(crew):
+    with pytest.raises(RankError, match=r"tp_size differs .* rank 0: 2, rank 1: 4") as caught:
+        crew.run(degrees_that_differ, world=4)
+    assert set(caught.value.kinds) == {"ConfigError"}
+
+
+def configs_that_differ():
+    rank = int(os.environ["RANK"])
+    made_with(2, {"max_out_tokens": 50 + rank})
+
+
+def test_configs_that_differ_between_ranks_are_refused_by_all(crew):
+    with pytest.raises(RankError, match="The models and configs differ: rank 1") as caught:
+        crew.run(configs_that_differ)
+    assert set(caught.value.kinds) == {"DistributedError"}
+
+
+def models_of_which_one_is_missing():
+    model = _model("gpt2") if os.environ["RANK"] == "0" else "/nowhere"
+    dualinfer.init_inference(model, tensor_parallel={"tp_size": 2}, **INJECT)
+
+
+def test_a_model_that_one_rank_lacks_ends_all(crew):
+    with pytest.raises(
+        RankError, match=r"failed elsewhere\. rank 1: .*'/nowhere' does not"
+    ) as caught:
+        crew.run(models_of_which_one_is_missing)
+    assert caught.value.kinds == ["DistributedError", "CheckpointNotFoundError"]
+
+
+def dies_in_generate():
+    engine = _engine("llama-gqa", 2)
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    engine.generate(torch.tensor([[5, 6, 7]]), **GREEDY)
+
+
+def test_a_rank_that_dies_is_told_to_the_others(crew):
+    with pytest.raises(RankError, match="lost the others: a process ended") as caught:
+        crew.run(dies_in_generate)
+    assert caught.value.kinds == ["DistributedError", "Gone"]
+
+
+def waits_for_one_that_never_makes_an_engine():
+    if os.environ["RANK"] == "1":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        import time
+
+        time.sleep(4)
+        return
+    _engine("gpt2", 2, tensor_parallel={"timeout": 2})
+
+
+def test_a_rank_that_makes_no_engine_is_named_within_the_timeout(crew):
+    with pytest.raises(RankError, match=r"waited 2 seconds for rank 1 to make") as caught:
+        crew.run(waits_for_one_that_never_makes_an_engine)
+    assert caught.value.kinds == ["DistributedError", None]
+
+
+def test_a_rank_that_never_starts_is_told_within_the_timeout(crew):
+    fields = {"tensor_parallel": {"timeout": 2}}
+    with pytest.raises(RankError, match=r"did not come together within 2 seconds") as caught:
+        crew.run(made_with, 2, fields, alive=[0])
+    assert caught.value.kinds == ["DistributedError"]
