@@ -48,7 +48,7 @@ def engines(monkeypatch):
         options = {"dtype": "fp32", "replace_with_kernel_inject": True}
         plain = dualinfer.init_inference(model, use_triton=False, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "_make_ops", lambda config, spec, device: KernelOps(device))
+            patch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
             fast = dualinfer.init_inference(model, **options)
         assert "Triton" in fast.report().ops["matmul"]
         assert "Triton" not in plain.report().ops["matmul"]

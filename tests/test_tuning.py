@@ -373,4 +373,4 @@ def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch)
 def test_device_that_runs_no_kernels_refuses_what_asks_for_them(name):
     config = InferenceConfig(**{name: True, "replace_with_kernel_inject": True})
     with pytest.raises(ConfigError, match=f"{name}=True: the kernels run on CUDA devices from Am"):
-        backend._make_ops(config, None, torch.device("cpu"))
+        backend._make_ops(config, None, torch.device("cpu"), None)

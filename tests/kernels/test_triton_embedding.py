@@ -68,6 +68,15 @@ def test_ids_outside_of_a_table_take_its_nearest_row(dtype):
     np.testing.assert_array_equal(get(found), rows.astype(dtype))
 
 
+def test_a_share_of_a_table_gives_zeros_for_ids_of_the_others(dtype):
+    weight = normal(1, 97, 63, dtype=dtype)
+    ids = integers(1, 97, 3, 9)
+    parts = [embed(put(ids), put(weight[a:b]), first=a) for a, b in ((0, 40), (40, 97))]
+    here = (ids >= 40)[..., None]
+    np.testing.assert_array_equal(get(parts[0]), np.where(here, 0, weight[ids]))
+    np.testing.assert_array_equal(get(parts[1]), np.where(here, weight[ids], 0))
+
+
 def test_ids_of_any_strides(dtype):
     ids, weight = put(integers(1, 97, 6, 8)), put(normal(1, 97, 63, dtype=dtype))
     for view in (ids.T, ids[::2, 1::3], ids[:, -1:], ids[:, 0]):

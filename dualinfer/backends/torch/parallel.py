@@ -23,7 +23,7 @@ class Ranks:
     """This process among those that share a model: `rank` of `size`, and their groups.
 
     `members` are their global ranks. `host` is the group that carries messages, `group` the one
-    that carries tensors of `device`.
+    that carries tensors of `device`; `timeout` is in seconds.
     """
 
     def __init__(
@@ -33,15 +33,18 @@ class Ranks:
         host: Any,
         group: Any,
         device: torch.device,
+        timeout: float = 0.0,
         owned: Sequence[Any] = (),
     ) -> None:
         self.members, self.rank, self.size = tuple(members), rank, len(members)
-        self.host, self.group, self.device = host, group, device
+        self.host, self.group, self.device, self.timeout = host, group, device, timeout
         self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, in order; see `agreement.Peers`."""
+        if self.size == 1:
+            return [message]
         lengths = self._gather(len(message).to_bytes(_LENGTH, "little"), _LENGTH)
         sizes = [int.from_bytes(length, "little") for length in lengths]
         found = self._gather(message, max(sizes))
@@ -173,7 +176,7 @@ def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
     if given is None and settings.mpu is not None:
         given = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_group")
     if given is not None:
-        return _join_given(given, device)
+        return _join_given(given, device, timeout)
     return _join_world(degree, device, timeout)
 
 
@@ -220,7 +223,8 @@ def _join_world(degree: int, device: torch.device, timeout: timedelta) -> Ranks:
             group = dist.new_group(members, backend="nccl", timeout=timeout)
         if me in members:
             owned = [host] if group is host else [host, group]
-            mine = Ranks(members, me - first, host, group, device, owned)
+            seconds = timeout.total_seconds()
+            mine = Ranks(members, me - first, host, group, device, seconds, owned)
             mine.copy = me // degree
     assert mine is not None
     return mine
@@ -256,7 +260,7 @@ def _meet(degree: int, timeout: timedelta) -> None:
         )
 
 
-def _join_given(given: Any, device: torch.device) -> Ranks:
+def _join_given(given: Any, device: torch.device, timeout: timedelta) -> Ranks:
     """The caller's own group; messages go through it, too."""
     me, members = dist.get_rank(), dist.get_process_group_ranks(given)
     if me not in members:
@@ -270,7 +274,7 @@ def _join_given(given: Any, device: torch.device) -> Ranks:
             f"tensor_parallel.tp_group carries {carries}, and the model runs on {device}, whose "
             "sums go through NCCL. Make the group with backend='nccl' or 'cpu:gloo,cuda:nccl'."
         )
-    return Ranks(members, members.index(me), given, given, device)
+    return Ranks(members, members.index(me), given, given, device, timeout.total_seconds())
 
 
 def _first_line(error: BaseException) -> str:

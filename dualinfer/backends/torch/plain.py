@@ -5,7 +5,7 @@ product; bias, activation and residual after it) are its arguments. Shapes by le
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from .cache import LayerCache
 from .parallel import Split
 from .params import Params, Weights
 from .sampler import SlotState
+
+if TYPE_CHECKING:
+    from .exchange import Exchange  # needs Triton
 
 
 class NormOf(NamedTuple):
@@ -68,6 +71,7 @@ class PlainOps:
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
+        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
 
     def clear(self) -> None:
         """Let go of memory on the device."""

@@ -38,11 +38,12 @@ from .sampler import SlotState
 class PendingTokens:
     """Tokens on their way to the host; on CUDA the copy runs beside later steps."""
 
-    def __init__(self, tokens: torch.Tensor):
-        self._copied = None
+    def __init__(self, tokens: torch.Tensor, ops: PlainOps):
+        self._copied, self._exchange, self._given_up = None, ops.exchange, None
         if tokens.is_cuda:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
+            self._tokens = _to_host(tokens)
+            if self._exchange is not None:
+                self._given_up = _to_host(self._exchange.given_up)
             self._copied = torch.cuda.Event()
             self._copied.record()
         else:
@@ -52,7 +53,15 @@ class PendingTokens:
         """int32 [steps, columns]."""
         if self._copied is not None:
             self._copied.synchronize()
+        if self._exchange is not None and self._given_up is not None and self._given_up.any():
+            raise self._exchange.error()
         return self._tokens.numpy().astype(np.int32)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, there once the work queued so far has run."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class TorchRunner:
@@ -96,8 +105,12 @@ class TorchRunner:
         keep = inputs.output_hidden_states
         with own_precision(self.dtype, self.device), span("forward"):
             if self._calls is not None:
-                return self._calls.run(outputs, (*tensors, keep), {})
-            return outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+                found = self._calls.run(outputs, (*tensors, keep), {})
+            else:
+                found = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+        if self.ops.exchange is not None and self.ops.exchange.given_up.any():
+            raise self.ops.exchange.error()
+        return found
 
     def _outputs(
         self,
@@ -165,7 +178,7 @@ class TorchRunner:
             getattr(state, name)[rows] = getattr(part, name)
         if state.seen is not None:
             state.seen[rows, token] = True
-        return PendingTokens(token[None])
+        return PendingTokens(token[None], self.ops)
 
     @in_order
     @torch.inference_mode()
@@ -194,7 +207,7 @@ class TorchRunner:
                 run()
                 if self._graphs is not None:
                     self._graphs.capture(key, run)
-        return PendingTokens(out[:steps])
+        return PendingTokens(out[:steps], self.ops)
 
     def _step(
         self,

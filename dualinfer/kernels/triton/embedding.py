@@ -1,5 +1,6 @@
 """The embedding lookup: rows of tokens, positions and token types, summed."""
 
+# pyright: reportArgumentType=false
 from typing import Any
 
 import triton
@@ -10,11 +11,17 @@ from .rows import check_last_axis, leading_axes, row_offset
 
 
 @triton.jit
-def _load_row(ids_ptr, at, shift, table_ptr, size, stride, column, width):
-    """Part of the row of an id, in float32; an id outside of the table takes its nearest row."""
+def _load_row(ids_ptr, at, shift, table_ptr, size, stride, column, width, SHARE: tl.constexpr):
+    """Part of the row of an id, in float32; one outside of the table takes its nearest row.
+
+    Where the table is a SHARE of a larger one, it takes zeros.
+    """
     row = tl.load(ids_ptr + at).to(tl.int64) + shift
-    row = tl.minimum(tl.maximum(row, 0), size - 1)
-    return tl.load(table_ptr + row * stride + column, mask=column < width).to(tl.float32)
+    near = tl.minimum(tl.maximum(row, 0), size - 1)
+    x = tl.load(table_ptr + near * stride + column, mask=column < width).to(tl.float32)
+    if SHARE:
+        x = tl.where(row == near, x, 0.0)
+    return x
 
 
 @triton.jit
@@ -29,6 +36,7 @@ def _embed_kernel(
     width,
     scale,
     position_offset,
+    first,
     size,
     type_size,
     position_size,
@@ -48,6 +56,7 @@ def _embed_kernel(
     positions_stride2,
     SCALED: tl.constexpr,
     AXES: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -58,12 +67,14 @@ def _embed_kernel(
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     at = row_offset(token, size1, size2, ids_stride0, ids_stride1, ids_stride2, AXES)
-    x = _load_row(ids_ptr, at, 0, weight_ptr, size, stride, column, width)
+    x = _load_row(ids_ptr, at, -first, weight_ptr, size, stride, column, width, SHARE)
     if SCALED:
         x = (x * scale).to(dtype).to(tl.float32)
     if types_ptr is not None:
         at = row_offset(token, size1, size2, types_stride0, types_stride1, types_stride2, AXES)
-        x += _load_row(types_ptr, at, 0, type_weight_ptr, type_size, type_stride, column, width)
+        x += _load_row(
+            types_ptr, at, 0, type_weight_ptr, type_size, type_stride, column, width, False
+        )
         x = x.to(dtype).to(tl.float32)
     if positions_ptr is not None:
         at = row_offset(
@@ -78,6 +89,7 @@ def _embed_kernel(
             position_stride,
             column,
             width,
+            False,
         )
     y_ptr += token.to(tl.int64) * width
     tl.store(y_ptr + column, x.to(dtype), mask=column < width)
@@ -93,6 +105,7 @@ def embed(
     token_types: Any = None,
     type_weight: Any = None,
     scale: float = 1.0,
+    first: int | None = None,
     pdl: bool = False,
 ) -> Any:
     """Row ids[...] of weight [V, E], times `scale`: [..., E].
@@ -100,7 +113,8 @@ def embed(
     Then the row of the token type, then that of the position plus `position_offset` are added, each
     from a table [rows, E]. Each step rounds to the tables' one dtype; `scale` itself is not
     rounded. Ids, positions and types are int32 or int64 of one shape (expanded views will do); one
-    outside of its table takes the nearest row.
+    outside of its table takes the nearest row. With `first`, `weight` is a share of a table, whose
+    rows begin with that id's: other ids take zeros.
     """
     check_last_axis("weight", weight)
     _check_lookup("ids", ids, ids, "weight", weight, weight)
@@ -129,6 +143,7 @@ def embed(
         width,
         scale,
         position_offset,
+        first or 0,
         weight.shape[0],
         type_table.shape[0],
         position_table.shape[0],
@@ -141,6 +156,7 @@ def embed(
         *strides[2],
         SCALED=scale != 1.0,
         AXES=axes,
+        SHARE=first is not None,
         BLOCK=block,
         num_warps=4 if block >= 1024 else 1,
         pdl=pdl,

@@ -1,0 +1,97 @@
+"""Exchanges between the GPUs of a host that need no NCCL: memory that every rank can write to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import DistributedError
+from ...kernels.triton.exchange import Mailbox, gather_ranks, sum_ranks
+from .parallel import Split
+
+CAPACITY = 1 << 17  # float32 values of one rank in one exchange
+_POLLS = 1_000_000  # a second, at least: each reads memory
+
+
+class Exchange:
+    """Small sums and gathers over the ranks of one runner, each one launch, ready for capture.
+
+    `serves` tells which; larger ones are NCCL's.
+    """
+
+    def __init__(self, mailbox: Mailbox, split: Split) -> None:
+        self._mailbox, self._split = mailbox, split
+        firsts = [0]
+        for width in split.vocab:
+            firsts.append(firsts[-1] + width)
+        self._firsts = torch.tensor(firsts, dtype=torch.int32, device=mailbox.words.device)
+
+    def serves(self, values: int) -> bool:
+        """Whether an exchange of so many values of each rank fits."""
+        return 0 < values <= self._mailbox.capacity
+
+    def sum(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        dtype: torch.dtype,
+        pdl: bool,
+    ) -> torch.Tensor:
+        """residual + the sum of every rank's x + bias, in `dtype`; see `sum_ranks`."""
+        return sum_ranks(x.contiguous(), self._mailbox, bias, residual, dtype, pdl=pdl)
+
+    def gather_vocab(self, x: torch.Tensor, pdl: bool) -> torch.Tensor:
+        """Logits [..., V] of every rank's share [..., width]."""
+        widths: Sequence[int] = self._split.vocab
+        return gather_ranks(x.contiguous(), self._mailbox, self._firsts, widths, pdl=pdl)
+
+    @property
+    def given_up(self) -> torch.Tensor:
+        """int32 [1] on the device: not 0 once another rank did not come to an exchange."""
+        return self._mailbox.state[2:]
+
+    def error(self) -> DistributedError:
+        """What is raised then."""
+        ranks = self._split.ranks
+        return DistributedError(
+            f"Rank {ranks.rank} of {ranks.size} gave up an exchange on the GPU: another rank did "
+            f"not come to it within about {ranks.timeout:.0f} seconds. What was computed since is "
+            "wrong. The other's own output says why; make the engines anew."
+        )
+
+
+def open_exchange(split: Split) -> Exchange:
+    """An exchange over the ranks' GPUs; all ranks must call it.
+
+    Raises RuntimeError, on all ranks, where they cannot write into each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    ranks = split.ranks
+    error, words, addresses = None, None, []
+    try:
+        words = symmetric_memory.empty(
+            2 * ranks.size * CAPACITY, dtype=torch.int64, device=ranks.device
+        )
+        words.zero_()
+        torch.cuda.synchronize(ranks.device)
+        handle: Any = symmetric_memory.rendezvous(words, ranks.group)
+        shape = (words.numel(),)
+        buffers = [handle.get_buffer(r, shape, torch.int64) for r in range(ranks.size)]
+        addresses = [buffer.data_ptr() for buffer in buffers]
+    except Exception as raised:  # of the driver: no peer-to-peer, no handles to share
+        error = raised
+    said = [m.decode() for m in ranks.exchange(b"" if error is None else str(error).encode())]
+    if any(said):
+        raise RuntimeError(next(text for text in said if text))
+    assert words is not None
+    mailbox = Mailbox(
+        rank=ranks.rank,
+        size=ranks.size,
+        words=words.view(2, ranks.size, CAPACITY),
+        peers=torch.tensor(addresses, dtype=torch.int64, device=ranks.device),
+        state=torch.zeros(3, dtype=torch.int32, device=ranks.device),
+        patience=min(int(ranks.timeout * _POLLS), 2**31 - 1),
+    )
+    return Exchange(mailbox, split)

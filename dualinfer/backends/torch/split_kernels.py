@@ -1,0 +1,113 @@
+"""The kernels' ops of one rank of several: what it sums with the others, and what it gathers."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ...kernels.triton import embedding, linear
+from ...kernels.triton.tuning import Configurations
+from ...spec import ModelSpec
+from ...weights import Weight
+from .exchange import CAPACITY, Exchange
+from .kernels import KernelOps
+from .parallel import Split
+from .params import Weights
+from .profiling import named
+
+
+class SplitKernelOps(KernelOps):
+    """KernelOps where each rank has a share of the model. Sums of few values are one launch.
+
+    Without an `exchange` all of them are NCCL's.
+    """
+
+    split: Split
+
+    def __init__(
+        self,
+        device: torch.device,
+        configurations: Configurations,
+        split: Split,
+        exchange: Exchange | None,
+    ):
+        super().__init__(device, configurations, split)
+        self.exchange = exchange
+
+    @property
+    def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What serves each op, sums over ranks included."""
+        ours = f"Triton, peer to peer, up to {CAPACITY:,} values; NCCL above"
+        sums = "NCCL" if self.exchange is None else ours
+        return {**super().implementations, "sum over ranks": sums}
+
+    @named("embed")
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `PlainOps.embed`; what is not split is added once, after the sum."""
+        if spec.embed_width:  # a product comes between
+            return super().embed(spec, w, ids, positions, token_types)
+        table = w["embed.weight"].data
+        scale = float(torch.tensor(spec.embed_scale, dtype=table.dtype))  # as HF rounds it
+        x = embedding.embed(ids, table, scale=scale, first=self.split.first)
+        added = None
+        if spec.learned_positions:
+            at = positions.clamp(max=spec.learned_positions - 1) + spec.position_offset
+            added = embedding.embed(at, w["positions.weight"].data)
+        if token_types is not None and spec.token_types_from_vocab:
+            x += embedding.embed(token_types, table, first=self.split.first)
+        elif token_types is not None:
+            types = embedding.embed(token_types, w["token_types.weight"].data)
+            added = types if added is None else added + types
+        return self._sum(x, None, added, x.dtype)
+
+    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        x = embedding.embed(ids, weight.data, first=self.split.first)
+        return self._sum(x, None, None, x.dtype)
+
+    @named("matmul")
+    def row_product(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        residual: torch.Tensor | None,
+        spend: bool = False,
+    ) -> torch.Tensor:
+        """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
+        count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+        narrow = linear.serves(count, features, width, x.element_size(), False)
+        partial = self.linear(x, weight, wide=narrow and self._exchanges(count * features))
+        return self._sum(partial, None if bias is None else bias.data, residual, x.dtype)
+
+    @named("gather")
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `PlainOps.gather_logits`."""
+        rows = logits.numel() // logits.shape[-1]
+        if self.exchange is None or not self._exchanges(rows * max(self.split.vocab)):
+            return super().gather_logits(logits)
+        return self.exchange.gather_vocab(logits, self.starts_early(rows))
+
+    def _sum(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """residual + the sum over ranks of x, which may be overwritten, + bias, in `dtype`."""
+        if self.exchange is not None and self._exchanges(x.numel()):
+            early = self.starts_early(x.numel() // x.shape[-1])
+            return self.exchange.sum(x, bias, residual, dtype, early)
+        y = self.split.ranks.sum(x).to(dtype)
+        if bias is not None:
+            y = y + bias
+        return y if residual is None else residual + y
+
+    def _exchanges(self, values: int) -> bool:
+        return self.exchange is not None and self.exchange.serves(values)
