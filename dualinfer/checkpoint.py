@@ -1,77 +1,45 @@
 """Sources of named tensors: a HF folder (safetensors or .bin) or a live module."""
 
-import json
 import os
 import zipfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from .checkpoint_files import TensorFile, check_inside
+from .checkpoint_files import read_json as read_json
 from .errors import BackendNotAvailableError, CheckpointError, CheckpointNotFoundError
+from .sharded_checkpoint import INDEX, ShardedSource
 from .weights import TensorSource
 
-_SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "C64": "complex64",
-    "BOOL": "bool",
-}
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _WRAPPERS = ("module", "model", "state_dict")
 
 
 class SafetensorsSource:
-    """Tensors of one or several safetensors files, memory-mapped; a read copies one tensor."""
+    """Tensors of one or several safetensors files; a read copies what is asked for, and no more."""
 
     def __init__(self, folder: Path, files: Iterable[str], description: str = ""):
-        from safetensors import SafetensorError, safe_open
-
         self.description = description or str(folder)
-        self._handles: dict[str, Any] = {}
-        for file in files:
-            path = folder / file
-            if not path.is_file():
-                raise CheckpointNotFoundError(
-                    f"{path} is named by the checkpoint, but is not there."
-                )
-            try:
-                handle = safe_open(path, framework="np")
-                for name in handle.keys():  # noqa: SIM118 (it has no __iter__)
-                    self._handles[name] = handle
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: "
-                    f"{error}. Was the download or copy cut short?"
-                ) from error
+        self._files: dict[str, TensorFile] = {}
+        for file in map(TensorFile, [folder / name for name in files]):
+            self._files |= dict.fromkeys(file.names(), file)
 
     def names(self) -> Iterable[str]:
         """Names as stored."""
-        return self._handles.keys()
+        return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the file's header."""
-        return tuple(self._handles[name].get_slice(name).get_shape())
+        return self._files[name].shape(name)
 
     def dtype(self, name: str) -> str:
-        """NumPy's name of the stored dtype; safetensors' own where NumPy has none (fp8)."""
-        stored = str(self._handles[name].get_slice(name).get_dtype())
-        return _SAFETENSORS_DTYPES.get(stored, stored)
+        """NumPy's name of the stored dtype; safetensors' own where NumPy has none."""
+        return self._files[name].dtype(name)
 
-    def read(self, name: str) -> Any:
-        """The tensor as a NumPy array, bfloat16 through ml_dtypes."""
-        return self._handles[name].get_tensor(name)
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor, or the part of it at `index`, as a NumPy array; bfloat16 by ml_dtypes."""
+        return self._files[name].read(name, index)
 
 
 class TorchSource:
@@ -93,9 +61,14 @@ class TorchSource:
         """NumPy's name of the tensor's dtype."""
         return str(self._tensors[name].dtype).removeprefix("torch.")
 
-    def read(self, name: str) -> Any:
-        """The tensor itself, detached from autograd."""
-        return self._tensors[name].detach()
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor itself, or a view of the part at `index`, detached from autograd."""
+        tensor = self._tensors[name].detach()
+        return tensor if index is None or _takes_all(index, tensor.shape) else tensor[index]
+
+
+def _takes_all(index: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+    return all(part.indices(size) == (0, size, 1) for part, size in zip(index, shape, strict=True))
 
 
 def open_module(module: Any) -> TorchSource:
@@ -112,19 +85,6 @@ def open_module(module: Any) -> TorchSource:
             "checkpoint's folder as the model."
         )
     return TorchSource(tensors, f"the live {type(module).__name__}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; CheckpointError says which file is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{path} does not exist.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
-    return value
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -144,8 +104,11 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 def open_checkpoint(folder: Path) -> TensorSource:
     """The weights of a HF folder: safetensors first, then `.bin`, single file or with an index.
 
-    `.bin` files need torch and are read with `weights_only=True`.
+    A folder that `save_mp_checkpoint_path` wrote is one as well. `.bin` files need torch and are
+    read with `weights_only=True`.
     """
+    if (folder / INDEX).is_file():
+        return ShardedSource(folder)
     if (folder / "model.safetensors.index.json").is_file():
         return SafetensorsSource(folder, _indexed_files(folder, "model.safetensors.index.json"))
     if (folder / "model.safetensors").is_file():
@@ -184,23 +147,13 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
     )
 
 
-def _indexed_files(folder: Path, index: str) -> list[str]:
-    """The files that an index names; each must lie in the checkpoint's own folder.
-
-    The check is on the written path: HF's cache links its files to another folder, which is fine.
-    """
-    weight_map = read_json(folder / index).get("weight_map")
+def _indexed_files(folder: Path, name: str) -> list[str]:
+    """The files that an index names."""
+    index = folder / name
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / index} has no weight_map.")
-    files = sorted(set(weight_map.values()), key=str)
-    for file in files:
-        path = PurePosixPath(file) if isinstance(file, str) and "\\" not in file else None
-        if path is None or path.is_absolute() or ".." in path.parts or ":" in file:
-            raise CheckpointError(
-                f"{folder / index} names the file {file!r}, which is outside the checkpoint's "
-                "folder."
-            )
-    return files
+        raise CheckpointError(f"{index} has no weight_map.")
+    return [check_inside(index, file) for file in sorted(set(weight_map.values()), key=str)]
 
 
 def _open_bin(folder: Path, files: Iterable[str], description: str = "") -> TorchSource:

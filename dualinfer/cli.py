@@ -1,4 +1,4 @@
-"""The command line: dualinfer generate | demo | parity | bench | env."""
+"""The command line: dualinfer generate | demo | parity | bench | plan | launch | env."""
 
 import os
 import secrets
@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from . import backends, embedded
 from .api import init_inference
 from .bench.cli import app as bench
+from .devices_cli import launch, plan
 from .environment import describe_backend, describe_system
 from .errors import ArgumentError, BackendNotAvailableError, DualinferError
 from .fused import FusedEngine
@@ -62,6 +63,8 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.command()(plan)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 DtypeOption = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16; unset: float16 on a GPU.")

@@ -39,8 +39,10 @@ def _check_parallelism(config: InferenceConfig) -> None:
     """How devices share the model; how many there are is checked by the backend, in `join`."""
     tp, moe = config.tensor_parallel, config.moe
     if config.backend == "jax":
-        for name in ("mpu", "tp_group"):
-            if getattr(tp, name) is not None:
+        sizes = {"mpu": "get_model_parallel_world_size", "tp_group": "size"}
+        for name, method in sizes.items():
+            size = getattr(getattr(tp, name), method, None)
+            if getattr(tp, name) is not None and not (callable(size) and size() == 1):
                 reason = "processes in groups are torch's. On JAX set tp_size, or pass a mesh."
                 _refuse(f"tensor_parallel.{name}", getattr(tp, name), reason)
     elif tp.mesh is not None:
@@ -118,7 +120,9 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "be matched by. Load the weights into the module first, with orbax for example."
         )
         _refuse("checkpoint", config.checkpoint, reason)
-    if config.backend == "jax" and config.injection_policy:
+    tp = config.tensor_parallel
+    shared = tp.degree > 1 or (tp.enabled and tp.mesh is not None)
+    if config.backend == "jax" and config.injection_policy and not shared:
         reason = "with one device a Flax module has nothing to split. Leave it unset."
         _refuse("injection_policy", config.injection_policy, reason)
 

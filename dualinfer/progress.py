@@ -1,6 +1,7 @@
-"""A progress bar on the terminal's stderr; nothing where stderr is no terminal."""
+"""Progress bars on the terminal's stderr; nothing where stderr is no terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,3 +22,27 @@ def track(items: Sequence[T], description: str) -> Iterator[T]:
             disable=not console.is_terminal,
         )
     )
+
+
+@contextmanager
+def track_bytes(
+    description: str, total: int, shown: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """A bar of `total` bytes with their rate; the function given counts bytes as done."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+    )
+    with bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)

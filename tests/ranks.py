@@ -81,8 +81,8 @@ class Crew:
         """End the processes."""
         for process, pipe in self._workers:
             pipe.close()
-            process.join(5)
             process.kill()
+            process.join()
         self._workers = []
 
 

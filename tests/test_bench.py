@@ -667,7 +667,7 @@ def test_a_process_that_dies_costs_the_row_it_was_at(monkeypatch, tmp_path):
         + textwrap.dedent(
             """
             import json, os, sys
-            tasks = json.load(sys.stdin)["tasks"]
+            tasks = json.load(open(sys.argv[-1]))["tasks"]
             say = lambda message: print("BENCH " + json.dumps(message), flush=True)
             print("chatter", flush=True)
             for i, task in enumerate(tasks):
@@ -692,6 +692,20 @@ def test_a_process_that_dies_costs_the_row_it_was_at(monkeypatch, tmp_path):
     assert "code 9" in rows[1]["error"]
     processes = [row.get("ok") for row in rows]
     assert processes[2] == processes[3] != processes[4] == processes[5]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_processes_share_a_model_and_one_speaks(tmp_path):
+    tasks = [Task("decode", "torch", "tiny", "float32", 1, 8, 4, 1, True, tp) for tp in (2, 1)]
+    one, two = runs.run_tasks(tasks, lambda row: None)
+    assert (one["tp"], two["tp"]) == (1, 2)
+    assert "error" not in one and "error" not in two
+    assert two["system_facts"]["parameter_bytes"] < 0.6 * one["system_facts"]["parameter_bytes"]
+    assert two["weight_bytes"] == one["weight_bytes"] and two["system_facts"]["load_seconds"] > 0
+    limits = [row["limit_ms"] * row["read_bandwidth"] for row in (one, two)]
+    assert limits[0] == pytest.approx(2 * limits[1])
+    labels = list(make_table("decode", [one, two]).columns[0].cells)
+    assert labels == ["dualinfer torch", "dualinfer torch on 2"]
 
 
 def test_json_is_replaced_as_a_whole(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers as hf
 
-from dualinfer.api import _read_config
 from dualinfer.errors import ModelError
 from dualinfer.families import describe_model
 from dualinfer.families.bloom import alibi_slopes
+from dualinfer.hf_config import read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -293,7 +293,7 @@ WRITTEN = {
 
 def read(tmp_path, written):
     (tmp_path / "config.json").write_text(json.dumps(written))
-    return _read_config(tmp_path).to_dict()
+    return read_config(tmp_path).to_dict()
 
 
 @pytest.mark.parametrize("name", WRITTEN)

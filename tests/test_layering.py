@@ -35,7 +35,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config.*": {"config.*", "errors"},
     "options": {"errors"},
     "weights": {"arrays", "errors", "spec"},
-    "checkpoint": {"errors", "weights"},
+    "checkpoint_files": {"errors"},
+    "sharded_checkpoint": {"checkpoint_files", "errors", "sharding", "weights"},
+    "checkpoint": {"checkpoint_files", "errors", "sharded_checkpoint", "weights"},
+    "hf_config": {"checkpoint_files", "errors", "families.*"},
+    "loading": {"checkpoint_files", "progress", "sharded_checkpoint", "sharding", "weights"},
+    "saving": {
+        *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
+        *("sharding", "spec", "weights"),
+    },
+    "plan_table": {"backends.base", "checkpoint_files", "sharding", "spec", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
     "agreement": {"arrays", "errors"},
     "sharding": {"errors", "spec", "weights"},
@@ -46,12 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
         *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*"),
-        *("private_folder", "sharding", "weights"),
+        *("agreement", "loading", "private_folder", "sharding", "weights"),
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
         *("backends.base", "backends.jax.*", "bench.case", "kernels.pallas.*", "outputs"),
-        *("agreement", "private_folder", "sharding", "weights"),
+        *("agreement", "loading", "private_folder", "sharding", "weights"),
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {
@@ -64,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "limits": {"config.*", "errors"},
     "api": {
         *("agreement", "backends", "checkpoint", "config.*", "engine", "errors", "families.*"),
-        *("fused", "limits", "modules", "spec", "weights"),
+        *("fused", "hf_config", "limits", "modules", "saving", "spec", "weights"),
     },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},
@@ -73,8 +82,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("api", "backends", "bench.*", "config.*", "embedded", "errors", "families.*"),
         *("spec", "weights"),
     },
+    "devices_cli": {
+        *("backends", "checkpoint", "config.*", "errors", "families.*", "hf_config"),
+        "plan_table",
+    },
     "cli": {
-        *("api", "backends", "bench.cli", "embedded", "environment", "errors", "fused"),
+        *("api", "backends", "bench.cli", "devices_cli", "embedded", "environment", "errors"),
+        "fused",
         *("parity", "text"),
     },
     "__main__": {"cli"},

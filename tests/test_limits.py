@@ -37,7 +37,7 @@ class Group:
 ANYWHERE = [
     ({"tensor_parallel": {"tp_group": "world"}}, r"tp_group.*(no size|processes in groups)"),
     ({"tensor_parallel": {"mpu": 3}}, r"mpu.*(no get_model_parallel|processes in groups)"),
-    ({"tensor_parallel": {"mesh": "here"}}, r"mesh='here'.*(JAX's|jax\.sharding\.Mesh)"),
+    ({"tensor_parallel": {"mesh": "here"}}, r"mesh.*(JAX's|jax\.sharding\.Mesh)"),
     ({"moe": {"ep_size": 2}}, r"ep_size=2.*one device"),
     ({"moe": {"moe_experts": 8}}, r"moe_experts=\[8\]"),
     ({"moe": {"type": "residual"}}, "moe.type='residual'"),
@@ -46,7 +46,6 @@ ANYWHERE = [
     ({"quant": {"weight": {"num_bits": 4}}}, "quant"),
     ({"use_triton": True}, "use_triton=True"),
     ({"triton_autotune": True}, "triton_autotune=True"),
-    ({"save_mp_checkpoint_path": "somewhere"}, "save_mp_checkpoint_path='somewhere'"),
     ({"base_dir": "/shards"}, "base_dir='/shards'"),
     ({"checkpoint": "shards.json"}, r"checkpoint='shards.json'.*folder of a HF"),
     ({"checkpoint": {"type": "ds_model", "checkpoints": []}}, "checkpoint=.*DeepSpeed"),
@@ -58,6 +57,7 @@ FUSED = [
 MODULE = [
     ({"min_out_tokens": 5}, "min_out_tokens=5.*module mode"),
     ({"return_tuple": False}, "return_tuple=False.*module mode"),
+    ({"save_mp_checkpoint_path": "x"}, "save_mp_checkpoint_path='x'.*module mode"),
     ({"replace_with_kernel_inject": True}, "no HF model|runs as it is"),
 ]
 

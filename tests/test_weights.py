@@ -27,8 +27,8 @@ class Tensors:
     def dtype(self, name):
         return str(self.tensors[name].dtype)
 
-    def read(self, name):
-        return self.tensors[name]
+    def read(self, name, index=None):
+        return self.tensors[name][... if index is None else index]
 
 
 def zeros(*shape):

@@ -59,6 +59,10 @@ PeerOption = Annotated[
 KernelsOption = Annotated[
     bool, typer.Option("--kernels/--no-kernels", help="Fused kernels, or plain operations.")
 ]
+TpOption = Annotated[
+    list[int] | None,
+    typer.Option(min=1, help="Devices that share the model; several times for several rows. [1]"),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write all figures to this file, row by row.")
 ]
@@ -77,13 +81,14 @@ def decode(
     repeats: RepeatsOption = 5,
     peer: PeerOption = None,
     kernels: KernelsOption = True,
+    tp: TpOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """Milliseconds per token of greedy generate, as a fraction of the read bandwidth."""
     tasks = _tasks(
         *("decode", model, shape, EMBEDDED, backend, dtype, batch, prompt or [128]),
-        *(new_tokens, repeats, peer, kernels),
+        *(new_tokens, repeats, peer, kernels, tp),
     )
     _bench("decode", tasks, json, plot)
 
@@ -99,13 +104,14 @@ def prefill(
     repeats: RepeatsOption = 5,
     peer: PeerOption = None,
     kernels: KernelsOption = True,
+    tp: TpOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """Time to the first token, as a fraction of the matrix units' rate."""
     tasks = _tasks(
         *("prefill", model, shape, EMBEDDED, backend, dtype, batch, prompt or [512]),
-        *(1, repeats, peer, kernels),
+        *(1, repeats, peer, kernels, tp),
     )
     _bench("prefill", tasks, json, plot)
 
@@ -121,13 +127,14 @@ def forward(
     repeats: RepeatsOption = 50,
     peer: PeerOption = None,
     kernels: KernelsOption = True,
+    tp: TpOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """One pass over whole sequences, replayed from a CUDA graph where there is a GPU."""
     tasks = _tasks(
         *("forward", model, shape, "bert-large", backend, dtype, batch, prompt or [128]),
-        *(0, repeats, peer, kernels),
+        *(0, repeats, peer, kernels, tp),
     )
     _bench("forward", tasks, json, plot)
 
@@ -177,8 +184,9 @@ def _tasks(
     repeats: int,
     peers: list[str] | None,
     kernels: bool,
+    degrees: list[int] | None,
 ) -> list[Task]:
-    """Every combination of model, system, batch and prompt."""
+    """Every combination of model, system, devices, batch and prompt; peers have one device."""
     models = [*([str(folder)] if folder else []), *(shapes or [])] or [default]
     for model in models:
         check_model(model)
@@ -193,10 +201,15 @@ def _tasks(
     systems: list[str] = list(dict.fromkeys([*_chosen(backend), *(peers or [])]))
     name = _dtype(dtype)
     return [
-        Task(kind, system, model, name, batch, tokens, new_tokens, repeats, kernels)
-        for model, system, batch, tokens in product(
-            dict.fromkeys(models), systems, dict.fromkeys(batches or [1]), dict.fromkeys(prompts)
+        Task(kind, system, model, name, batch, tokens, new_tokens, repeats, kernels, tp)
+        for model, system, tp, batch, tokens in product(
+            dict.fromkeys(models),
+            systems,
+            dict.fromkeys(degrees or [1]),
+            dict.fromkeys(batches or [1]),
+            dict.fromkeys(prompts),
         )
+        if tp == 1 or system in backends.BACKENDS
     ]
 
 

@@ -21,6 +21,7 @@ class Task:
     """One row to measure. `tokens` is the prompt's length; `dtype` None is resolved on the device.
 
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
+    `tp` devices share the model, and the limit is that of all of them.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Task:
     new_tokens: int
     repeats: int
     kernels: bool
+    tp: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""
@@ -84,7 +86,7 @@ def decode_row(
     ms = statistics.median(per_token)
     weights = counts.weight_bytes(limits.dtype)
     kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
-    limit_ms = (weights + kv) / limits.read_bandwidth * 1e3
+    limit_ms = (weights + kv) / (limits.read_bandwidth * task.tp) * 1e3
     return {
         "ms_per_token": ms,
         "tokens_per_s": task.batch * 1e3 / ms,
@@ -133,7 +135,7 @@ def _compute_row(
 ) -> dict[str, Any]:
     """Figures of one pass. The limit is the slower of multiplying and of reading `nbytes`."""
     seconds = statistics.median(times)
-    least = max(flops / limits.matrix_rate, nbytes / limits.read_bandwidth)
+    least = max(flops / limits.matrix_rate, nbytes / limits.read_bandwidth) / task.tp
     return {
         "ms": seconds * 1e3,
         "tokens_per_s": task.batch * task.tokens / seconds,

@@ -6,14 +6,19 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..config.dtypes import dtype_name
 from .measure import Task
+from .random_weights import checkpoint
+from .shapes import open_model
 from .systems import SIDES, side_of
 from .worker import MARK
 
@@ -33,34 +38,59 @@ def run_tasks(tasks: Sequence[Task], on_row: Callable[[Row], None]) -> list[Row]
     for side in SIDES:
         # A stable sort by model: its systems follow one another, in the order given.
         names = list(dict.fromkeys(task.model for task in tasks))
-        waiting = deque(
-            sorted(
-                (task for task in tasks if side_of(task.system) == side),
-                key=lambda task: (names.index(task.model), SIDES[side].index(task.system)),
-            )
+        sorted_tasks = sorted(
+            (task for task in tasks if side_of(task.system) == side),
+            key=lambda task: (task.tp, names.index(task.model), SIDES[side].index(task.system)),
         )
-        while waiting:
-            for row in _run_process(waiting):
-                rows.append(row)
-                on_row(row)
+        for _, group in groupby(sorted_tasks, _process_key):
+            waiting = deque(group)
+            while waiting:
+                for row in _run_process(waiting):
+                    rows.append(row)
+                    on_row(row)
     return rows
 
 
+def _process_key(task: Task) -> tuple[Any, ...]:
+    """What one process can measure: several of torch's share the weights of one model on disk."""
+    if task.tp == 1 or side_of(task.system) != "torch":
+        return (1,)
+    return task.tp, task.model, task.dtype
+
+
 def _run_process(waiting: deque[Task]) -> Iterator[Row]:
-    """Rows of one process; takes from `waiting` what it has done, at least one task."""
+    """Rows of one process, or of one job of several that share a model on torch.
+
+    Takes from `waiting` what it has done, at least one task.
+    """
+    task = waiting[0]
+    command, folders = [sys.executable], {}
+    with ExitStack() as stack:
+        if task.tp > 1 and side_of(task.system) == "torch":
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(task.tp)]
+            model = open_model(task.model)
+            dtype = dtype_name(task.dtype or model.dtype or "float32")
+            folders[task.model] = str(stack.enter_context(checkpoint(model, dtype)))
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            stack.callback(Path(file.name).unlink)
+            json.dump({"tasks": [t.to_dict() for t in waiting], "folders": folders}, file)
+        yield from _rows_of([*command, "-m", f"{__package__}.worker", file.name], waiting)
+
+
+def _rows_of(command: Sequence[str], waiting: deque[Task]) -> Iterator[Row]:
+    """What the command says; see `_run_process`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.worker"],
-        stdin=subprocess.PIPE,
+        command,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         env=worker_environment(),
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout is not None
     done = 0
     ended = False
     try:
-        with suppress(BrokenPipeError), process.stdin as pipe:  # it may have died at once
-            json.dump({"tasks": [task.to_dict() for task in waiting]}, pipe)
         for line in process.stdout:
             if not line.startswith(MARK):
                 print(line, end="", file=sys.stderr)

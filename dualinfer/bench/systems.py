@@ -1,5 +1,7 @@
 """What a row measures: dualinfer's engine, or a peer, behind the same three calls."""
 
+import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -49,11 +51,16 @@ def side_of(system: str) -> str:
 
 
 @contextmanager
-def opened(system: str, model: Model, dtype: str, kernels: bool, kind: str) -> Iterator[System]:
-    """A system with the model loaded; `kind` is the workload: decode, prefill or forward."""
+def opened(
+    system: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+) -> Iterator[System]:
+    """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
+
+    With `tp` above 1 on torch this is one of so many processes that do the same.
+    """
     made: System
     if system in backends.BACKENDS:
-        made = Engine(system, model, dtype, kernels, kind)
+        made = Engine(system, model, dtype, kernels, kind, tp)
     else:
         made = peers.make_peer(system, model, dtype, kind)
     try:
@@ -65,12 +72,17 @@ def opened(system: str, model: Model, dtype: str, kernels: bool, kind: str) -> I
 class Engine:
     """Dualinfer itself, made as a user makes it."""
 
-    def __init__(self, backend: str, model: Model, dtype: str, kernels: bool, kind: str) -> None:
+    def __init__(
+        self, backend: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+    ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
+        if tp > 1:
+            options["tensor_parallel"] = {"tp_size": tp}
         device = backends.device_kind(backend)
         if kind == "forward" and device != "cpu":
             options["enable_cuda_graph"] = True
         self._backend = backend
+        self._load_seconds = None
         if backend == "torch" and kernels and model.folder is None:
             # The module dies here, and with it those of its weights that are not shared.
             module = make_module(model, dtype, device)
@@ -78,7 +90,9 @@ class Engine:
             del module
         else:
             with checkpoint(model, dtype) as folder:
+                start = time.perf_counter()
                 self._engine = init_inference(folder, backend=backend, **options)
+                self._load_seconds = time.perf_counter() - start
 
     def generate(self, ids: np.ndarray, new_tokens: int) -> int:
         """NumPy in, NumPy out."""
@@ -124,6 +138,8 @@ class Engine:
             "parameter_bytes": report.parameter_bytes,
             "cache_bytes": report.cache_bytes,
             "notes": list(report.notes),
+            "load_seconds": self._load_seconds,
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
     def close(self) -> None:

@@ -76,7 +76,8 @@ def label(row: Row) -> str:
     """The system of a row, in words."""
     if row["system"] not in ("torch", "jax"):
         return row["system"]
-    return f"dualinfer {row['system']}" + ("" if row["kernels"] else ", no kernels")
+    over = f" on {row['tp']}" if row.get("tp", 1) > 1 else ""
+    return f"dualinfer {row['system']}{over}" + ("" if row["kernels"] else ", no kernels")
 
 
 def side_by_side(rows: Sequence[Row]) -> list[Row]:

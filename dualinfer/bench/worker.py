@@ -1,15 +1,18 @@
-"""A process that measures one framework's rows: tasks come as JSON on stdin, rows go to stdout.
+"""A process that measures one framework's rows: tasks come as a JSON file, rows go to stdout.
 
-It ends early where the device no longer answers, which a failed kernel can cause; whoever started
-it goes on with a new one.
+Where several processes share a model, each does all of it, and the first one speaks. It ends early
+where the device no longer answers, which a failed kernel can cause; whoever started it goes on with
+a new one.
 """
 
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from .. import backends
@@ -28,11 +31,17 @@ MARK = "BENCH "  # begins a line of ours; others are a library's chatter
 
 
 def main() -> None:
-    """Measure what stdin asks for."""
-    given = json.load(sys.stdin)
+    """Measure what the file named by the first argument asks for."""
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tasks = [Task(**fields) for fields in given["tasks"]]
-    device = open_device(side_of(tasks[0].system))
-    for task_index, row in run(tasks, device):
+    side = side_of(tasks[0].system)
+    if side == "torch" and tasks[0].tp > 1:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = open_device(side)
+    for task_index, row in run(tasks, device, given["folders"]):
         if row is not None:
             _say(row)
             continue
@@ -43,8 +52,12 @@ def main() -> None:
             os._exit(1)  # a dead device can make an orderly end hang
 
 
-def run(tasks: Sequence[Task], device: Device) -> Iterator[tuple[int, Row | None]]:
+def run(
+    tasks: Sequence[Task], device: Device, folders: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, Row | None]]:
     """Rows with their task's index, in order, and None after a task's last one.
+
+    `folders` hold the weights of models that have none of their own, by their names.
 
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
@@ -57,25 +70,29 @@ def run(tasks: Sequence[Task], device: Device) -> Iterator[tuple[int, Row | None
                     yield index, row
                 yield index, None
             continue
-        for index, row in _measure_group(group, device):
+        for index, row in _measure_group(group, device, folders or {}):
             yield index, row
             yield index, None
 
 
 def _load_key(task: Task) -> tuple[Any, ...]:
-    return task.kind, task.model, task.system, task.dtype, task.kernels
+    return task.kind, task.model, task.system, task.dtype, task.kernels, task.tp
 
 
-def _measure_group(group: list[tuple[int, Task]], device: Device) -> Iterator[tuple[int, Row]]:
+def _measure_group(
+    group: list[tuple[int, Task]], device: Device, folders: Mapping[str, str]
+) -> Iterator[tuple[int, Row]]:
     waiting = dict(group)
     error = ""
     try:
         task = group[0][1]
         model = open_model(task.model)
+        if task.model in folders:
+            model = replace(model, folder=Path(folders[task.model]))
         dtype = _resolved_dtype(task, model, device)
         counts = Counts.of(*model.describe())
         limits = device.limits(dtype)  # before anything is loaded
-        with opened(task.system, model, dtype, task.kernels, task.kind) as system:
+        with opened(task.system, model, dtype, task.kernels, task.kind, task.tp) as system:
             device.settle()
             for index, task in group:
                 try:
@@ -144,6 +161,8 @@ def _answers(device: Device) -> bool:
 
 
 def _say(message: dict[str, Any]) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
     print(MARK + json.dumps(message), flush=True)
 
 

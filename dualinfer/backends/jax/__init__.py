@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...agreement import Peers
 from ...config import InferenceConfig
 from ...errors import UnsupportedError
+from ...sharding import make_plan
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
@@ -14,9 +16,13 @@ from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
 from .graphs import compiler_options
 from .kernels import KernelOps, runs_kernels, unserved
+from .mesh import ManyDevices, Place, find_place
 from .modules import JaxModuleRunner
+from .parallel import Split
 from .params import load_model
+from .parts import Target
 from .plain import PlainOps
+from .processes import join as join_processes
 from .runner import JaxRunner
 
 
@@ -40,42 +46,61 @@ def check_dtype(dtype: str) -> None:
     """Nothing to refuse: XLA computes in all three dtypes on every device."""
 
 
+def join(config: InferenceConfig) -> Peers:
+    """This process among those that share the model, once its devices are known to suffice."""
+    return join_processes(_place(config), config.tensor_parallel.timeout)
+
+
+def _place(config: InferenceConfig) -> Place:
+    """Where the config wants the model."""
+    on_host = config.keep_module_on_host and device_kind() != "cpu"
+    return find_place(config.tensor_parallel, host_device() if on_host else default_device())
+
+
 def create_runner(
-    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource
+    config: InferenceConfig, spec: ModelSpec, plan: LoadPlan, source: TensorSource, peers: Peers
 ) -> JaxRunner:
-    """A runner on the default device with the plan's weights in the config's dtype."""
-    device, dtype = default_device(), jnp.dtype(config.dtype or default_dtype())
+    """A runner on the config's devices with the plan's weights in its dtype."""
+    place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
     register_outputs()
-    use_compilation_cache(device)
-    model = load_model(spec, plan, source, dtype, device)
-    options = compiler_options(config.enable_cuda_graph, device)
-    return JaxRunner(spec, model, dtype, device, _make_ops(config, spec, device), options)
+    use_compilation_cache(place.device)
+    grain = config.tensor_parallel.tp_grain_size
+    shards = make_plan(spec, plan.table, place.size, grain, equal=True)
+    model, note = load_model(place, shards, plan, source, dtype)
+    ops = _make_ops(config, spec, place.device, Split.of(place, shards))
+    options = compiler_options(config.enable_cuda_graph, place.device)
+    runner = JaxRunner(spec, shards, model, dtype, place, ops, peers, options)
+    runner.notes += () if note is None else (note,)
+    return runner
 
 
-def _make_ops(config: InferenceConfig, spec: ModelSpec, device: jax.Device) -> PlainOps:
+def _make_ops(
+    config: InferenceConfig, spec: ModelSpec, device: jax.Device, split: Split | None = None
+) -> PlainOps:
     """Pallas kernels where they are wanted and can run, else plain XLA."""
     if not config.replace_with_kernel_inject or config.use_triton is False:
-        return PlainOps()
+        return PlainOps(split)
     if not runs_kernels(device) or unserved(spec):
-        return PlainOps()
-    return KernelOps(getattr(device, "core_count", 132))
+        return PlainOps(split)
+    return KernelOps(getattr(device, "core_count", 132), split=split)
 
 
 def create_module_runner(
-    config: InferenceConfig, module: Any, source: TensorSource | None = None
+    config: InferenceConfig, module: Any, source: TensorSource | None, peers: Peers
 ) -> JaxModuleRunner:
-    """A runner of the caller's Flax module on the default device, or the host's if so configured.
+    """A runner of the caller's Flax module on the config's devices, or the host's if so configured.
 
     `source` is None: limits.py refuses checkpoint= here, since there are no agreed names to fill a
     Flax module by.
     """
     assert source is None
-    device = host_device() if config.keep_module_on_host else default_device()
-    dtype = jnp.dtype(config.dtype or default_dtype())
-    use_compilation_cache(device)
-    return JaxModuleRunner(
-        module, dtype, device, compiler_options(config.enable_cuda_graph, device)
-    )
+    place = _place(config)
+    if isinstance(place, ManyDevices):
+        place = place.automatic()
+    use_compilation_cache(place.device)
+    target = Target(jnp.dtype(config.dtype or default_dtype()), place, config.injection_policy)
+    options = compiler_options(config.enable_cuda_graph, place.device)
+    return JaxModuleRunner(module, target, peers, options)
 
 
 def host_device() -> jax.Device:

@@ -13,7 +13,7 @@ from ...errors import UnsupportedError
 from ...outputs import FIELDS
 from .functional import batch_by_rows, traced_inputs
 from .graphs import TRACED, check_concrete
-from .params import Model, Params, make_tree, read_tree
+from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
 
@@ -136,7 +136,9 @@ class _FusedEngine(_Engine):
     def params(self: Any) -> dict[str, Any]:
         """The weights as a pytree of arrays by name: params["layers"][0]["qkv"]["weight"].
 
-        A fresh dict of the engine's own buffers, which must not be donated: copy them first.
+        A fresh dict of the engine's own buffers, which must not be donated: copy them first. Of
+        several devices each array is one over all of them, sharded: along the axis that is split,
+        each device's block, padded to equal size, follows that of the one before.
         """
         return make_tree(self.runner.params)
 
@@ -156,17 +158,16 @@ class _FusedEngine(_Engine):
         [B, T], or [T] for one row; the others as in forward, as arrays. All may be traced, so that
         values are not checked: ids and positions outside their tables are clipped, any mask value
         but 0 shows a token, and `position_ids` never separate packed sequences. It reads nothing of
-        the engine but facts of the model, keeps nothing, and has no derivatives. Raises
-        ArgumentError for what does not fit, and LengthError for too many tokens.
+        the engine but facts of the model, keeps nothing, and has no derivatives. Of several devices
+        it runs on all of them, and its results are whole on each; arrays that lie on other devices
+        are refused by JAX. Raises ArgumentError for what does not fit, and LengthError for too many
+        tokens.
         """
         runner = self.runner
         weights = read_tree(params, runner.params)
         inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
-
-        def forward(weights: Params, inputs: tuple[jax.Array | None, ...]) -> dict[str, Any]:
-            return runner.steps.forward(weights, *inputs, keep=output_hidden_states)
-
-        return _outputs(batch_by_rows(forward)(weights, inputs))
+        forward = batch_by_rows(runner.pure_forward(output_hidden_states))
+        return _outputs(forward(weights, inputs))
 
 
 @functools.cache

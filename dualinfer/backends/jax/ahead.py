@@ -95,7 +95,7 @@ def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
                 request = Request(np.zeros(length, np.int32), wanted.new_tokens, sampling=sampling)
                 for job in _of_request(runner, request, count, eos_width):
                     found.setdefault(job.key, job)
-    return [job._replace(args=_abstract(job.args, runner.device)) for job in found.values()]
+    return [job._replace(args=_abstract(job, runner.device)) for job in found.values()]
 
 
 def _of_request(runner: Steps, request: Request, count: int, eos_width: int) -> Iterator[Job]:
@@ -117,13 +117,16 @@ def _of_request(runner: Steps, request: Request, count: int, eos_width: int) -> 
         tokens *= 2
 
 
-def _abstract(args: Any, device: jax.Device) -> Any:
+def _abstract(job: Job, device: jax.Device) -> tuple[Any, ...]:
     """Arguments with shapes in place of all arrays but those that JAX holds: the parameters."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    shardings = job.shardings or (jax.sharding.SingleDeviceSharding(device),) * len(job.args)
 
-    def shape(x: Any) -> Any:
+    def shape(x: Any, sharding: jax.sharding.Sharding) -> Any:
         if isinstance(x, jax.Array):
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(shape, args)
+    return tuple(
+        jax.tree.map(partial(shape, sharding=sharding), arg)
+        for arg, sharding in zip(job.args, shardings, strict=True)
+    )

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...agreement import Peers, settle
 from ...memory import host_free_bytes
 from ..base import CacheSpec, no_room
+from .mesh import WHOLE, Place
 
 
 class LayerCache(NamedTuple):
@@ -23,20 +25,27 @@ Cache = list[LayerCache]
 
 
 def make_cache(
-    specs: Sequence[CacheSpec], slots: int, tokens: int, dtype: Any, device: jax.Device
+    specs: Sequence[CacheSpec], slots: int, tokens: int, dtype: Any, place: Place
 ) -> Cache:
-    """Zeroed buffers: a masked value still takes part in the product as 0 * value."""
+    """Zeroed buffers: a masked value still takes part in the product as 0 * value.
+
+    `specs` are those of one device.
+    """
     shapes = tuple(
         (slots, s.kv_heads, tokens, dim) for s in specs for dim in (s.key_dim, s.value_dim)
     )
-    buffers = _zeros(jax.device_put(np.zeros((), np.dtype(dtype)), device), shapes)
+    buffers = _zeros(place.put(np.zeros((), np.dtype(dtype))), shapes, place)
     return [LayerCache(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
 
 
-@partial(jax.jit, static_argnums=1)
-def _zeros(zero: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+@partial(jax.jit, static_argnums=(1, 2))
+def _zeros(zero: jax.Array, shapes: tuple[tuple[int, ...], ...], place: Place) -> list[jax.Array]:
     """Zeros beside `zero`, all by one call: one after another they take the host milliseconds."""
-    return [jnp.broadcast_to(zero, shape) for shape in shapes]
+
+    def make(zero: jax.Array) -> list[jax.Array]:
+        return [jnp.broadcast_to(zero, shape) for shape in shapes]
+
+    return place.spread(make, WHOLE, place.over_heads)(zero)
 
 
 def free_bytes(device: jax.Device) -> int | None:
@@ -52,21 +61,41 @@ def free_bytes(device: jax.Device) -> int | None:
     return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
-def check_room(needed: int, slots: int, tokens: int, device: jax.Device) -> None:
-    """Raise OutOfMemoryError if a cache of this size, of `needed` bytes, has no room."""
-    free = free_bytes(device)
+def least_free_bytes(place: Place) -> int | None:
+    """Bytes that JAX may still allocate on each of this process's devices."""
+    found = [free_bytes(device) for device in place.devices]
+    free = None if None in found else min(n for n in found if n is not None)
+    return free // len(found) if free and place.device.platform == "cpu" else free  # the host's
+
+
+def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers) -> None:
+    """Raise OutOfMemoryError if a cache of this size, of `needed` bytes a device, has no room.
+
+    All of `peers` must call it: where one has no room, it is raised in all.
+    """
+    said = settle(peers, {"free": least_free_bytes(place)})["free"]
+    free = min((n for n in said if n is not None), default=None)
     if free is not None and needed > free:
-        raise no_room(slots, tokens, needed, free, f"{device.platform}:{device.id}")
+        raise no_room(slots, tokens, needed, free, place.name)
 
 
-def grow(cache: Cache, slots: int, tokens: int) -> Cache:
+def grow(cache: Cache, slots: int, tokens: int, place: Place) -> Cache:
     """The same contents in buffers of at least `slots` by `tokens`."""
 
     def pad(x: jax.Array) -> jax.Array:
-        more = (max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0)
-        return jnp.pad(x, [(0, n) for n in more])
+        return _pad(x, (max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0), place)
 
     return [LayerCache(pad(c.k), pad(c.v)) for c in cache]
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _pad(x: jax.Array, more: tuple[int, ...], place: Place) -> jax.Array:
+    """`x` with so many zeros behind each axis."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, n) for n in more])
+
+    return place.spread(pad, place.over_heads, place.over_heads)(x)
 
 
 def write(cache: LayerCache, slots: jax.Array, k: jax.Array, v: jax.Array) -> LayerCache:

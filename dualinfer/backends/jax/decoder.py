@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from ...spec import Layer, ModelSpec
-from . import parallel
 from .params import Params, Weights
 from .plain import NormOf, PlainOps
 
@@ -76,7 +75,7 @@ def logits(
     if spec.head is not None and spec.head.softcap:
         capped = jnp.tanh(scores.astype(jnp.float32) / spec.head.softcap) * spec.head.softcap
         scores = capped.astype(scores.dtype)
-    return parallel.gather_logits(scores)
+    return ops.gather_logits(scores)
 
 
 def pooled(params: Params, ops: PlainOps, x: jax.Array) -> jax.Array:
@@ -100,7 +99,7 @@ def _block(
     def attention(norm: NormOf | None, residual: jax.Array | None) -> jax.Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
         y = attend(index, ops.linear(x, w["qkv.weight"], w.get("qkv.bias"), norm=norm))
-        return parallel.row_product(ops, y, w["out.weight"], w.get("out.bias"), residual)
+        return ops.row_product(y, w["out.weight"], w.get("out.bias"), residual)
 
     def mlp(x: jax.Array, norm: NormOf | None, residual: jax.Array | None) -> jax.Array:
         """Feed-forward of `x`, likewise."""
@@ -112,7 +111,7 @@ def _block(
             activation=layer.mlp.activation,
             gated=layer.mlp.gated,
         )
-        return parallel.row_product(ops, h, w["down.weight"], w.get("down.bias"), residual)
+        return ops.row_product(h, w["down.weight"], w.get("down.bias"), residual)
 
     if layer.parallel:
         total = attention(norm("attn_norm"), x)

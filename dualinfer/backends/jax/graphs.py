@@ -47,12 +47,18 @@ def compiler_options(
 
 
 class Job(NamedTuple):
-    """A function to compile ahead of time; arguments may be ShapeDtypeStructs with a sharding."""
+    """A function to compile ahead of time; arguments may be ShapeDtypeStructs with a sharding.
+
+    `shardings` are those of the arguments, for where these are abstract and have none; `results` is
+    that of all results, None for the compiler's own choice.
+    """
 
     key: Hashable
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    shardings: tuple[jax.sharding.Sharding, ...] | None = None
+    results: jax.sharding.Sharding | None = None
 
 
 class Executables:
@@ -82,14 +88,15 @@ class Executables:
         function: Callable[..., Any],
         *args: Any,
         donate: tuple[int, ...] = (),
+        results: jax.sharding.Sharding | None = None,
     ) -> Any:
         """What `function(*args)` gives, compiled at the key's first use; `donate` as in jax.jit.
 
-        `function` itself is taken from the first call only.
+        `function` itself is taken from the first call only. `results` as in Job.
         """
         made, is_new = self._find(key)
         if is_new:
-            job = Job(key, function, args, donate)
+            job = Job(key, function, args, donate, results=results)
             with self._book({key: made}):
                 self._compile(self._lower(job), made)
         if isinstance(made, Future):
@@ -155,7 +162,8 @@ class Executables:
         with _LOWERING, warnings.catch_warnings():
             # Known: launch.py of the Pallas kernels has the Triton lowering to itself.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            return jax.jit(job.function, donate_argnums=job.donate).lower(*job.args)
+            jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results)
+            return jitted.lower(*job.args)
 
     def _compile(self, lowered: jax.stages.Lowered, coming: "Future[Any]") -> None:
         with keep_all():

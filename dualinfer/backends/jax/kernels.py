@@ -19,6 +19,7 @@ from ...kernels.pallas.linear import NormArguments
 from ...spec import Activation, ModelSpec
 from ...weights import Weight
 from .cache import LayerCache
+from .parallel import Split
 from .plain import Attending, NormOf, PlainOps
 
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
@@ -57,7 +58,8 @@ class KernelOps(PlainOps):
         "decode_attention": "Pallas, split KV, fused with rotary and append",
     }
 
-    def __init__(self, sms: int, interpret: bool = False) -> None:
+    def __init__(self, sms: int, interpret: bool = False, split: Split | None = None) -> None:
+        super().__init__(split)
         self.sms, self.interpret = sms, interpret
         self._counters: jax.Array | None = None
 
@@ -127,6 +129,13 @@ class KernelOps(PlainOps):
                 **how,
             )
         return y
+
+    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """See `PlainOps.partial_product`."""
+        count, (features, width) = math.prod(x.shape[:-1]), weight.data.shape
+        if not linear.serves(count, features, width, x.dtype.itemsize, False):
+            return super().partial_product(x, weight)
+        return self.linear(x, weight, wide=True)
 
     def attend(
         self,

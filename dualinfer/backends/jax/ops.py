@@ -48,6 +48,17 @@ def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Arra
     return y.astype(x.dtype)
 
 
+@jax.named_scope("matmul")
+def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
+    """x [..., in] times weight [out, in] where others have the rest of `in`.
+
+    Few rows stay float32 until all is summed.
+    """
+    few = math.prod(x.shape[:-1]) <= _MANY
+    dtype = jnp.float32 if few else x.dtype
+    return einsum("...i,oi->...o", x, weight.data, preferred_element_type=dtype)
+
+
 @jax.named_scope("embed")
 def embed(ids: jax.Array, weight: Weight) -> jax.Array:
     """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""

@@ -1,30 +1,57 @@
-"""Tensor parallelism's seams; with one device, as now, each is the identity."""
+"""Tensor parallelism's seams: what one device's ops ask of the others. Traced, in shard_map."""
+
+from typing import NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from ...weights import Weight
-from .plain import PlainOps
+from ...sharding import Plan
+from .mesh import ManyDevices, Place
 
 
-def row_product(
-    ops: PlainOps,
-    x: jax.Array,
-    weight: Weight,
-    bias: Weight | None,
-    residual: jax.Array | None,
-) -> jax.Array:
-    """A row-parallel product: each device's share summed, then bias and residual added once.
+class Split(NamedTuple):
+    """How a device's ops are joined with those of the others along a mesh's `axis`, by `plan`.
 
-    With one device the product takes both itself, which saves roundings and launches.
+    All devices trace the same code: what differs between them follows from their place.
     """
-    return reduce(ops.linear(x, weight, bias, residual=residual))
 
+    axis: str
+    plan: Plan
 
-def reduce(x: jax.Array) -> jax.Array:
-    """The sum of `x` over devices."""
-    return x
+    @classmethod
+    def of(cls, place: Place, plan: Plan) -> Self | None:
+        """The seams of a plan; None where every device has the whole model."""
+        if not isinstance(place, ManyDevices) or plan.size == 1:
+            return None
+        return cls(place.axis, plan)
 
+    @property
+    def _rank(self) -> jax.Array:
+        return lax.axis_index(self.axis)
 
-def gather_logits(logits: jax.Array) -> jax.Array:
-    """Logits over the whole vocabulary from each device's share of it."""
-    return logits
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum of every device's `x`, on all of them."""
+        with jax.named_scope("reduce"):
+            return lax.psum(x, self.axis)
+
+    def gather_logits(self, x: jax.Array) -> jax.Array:
+        """Logits [..., V] from each device's share of the vocabulary, without its padding."""
+        with jax.named_scope("gather"):
+            joined = lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
+        return joined[..., : self.plan.table.sizes["vocab"]]  # only the last shares are padded
+
+    def is_here(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The row of each id in this device's share of the vocabulary, and whether it is there.
+
+        Ids outside of the vocabulary are clipped.
+        """
+        extent = self.plan.shards[0].shares["vocab"].extent
+        rows = jnp.clip(ids, 0, self.plan.table.sizes["vocab"] - 1) - self._rank * extent
+        return jnp.clip(rows, 0, extent - 1), (rows >= 0) & (rows < extent)
+
+    def slopes(self, layer: int) -> jax.Array | None:
+        """This device's ALiBi slopes, float32 [H], of a layer."""
+        found = [shard.spec.layers[layer].attention.alibi for shard in self.plan.shards]
+        return None if found[0] is None else jnp.asarray(np.array(found, np.float32))[self._rank]

@@ -1,7 +1,7 @@
 """Parameters on a JAX device: an nnx model for people, split once into a pytree for the step."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,11 @@ from flax import nnx
 
 from ...arrays import kind_of, to_jax
 from ...errors import ArgumentError
-from ...progress import track
+from ...loading import Found, RowReader
+from ...sharding import Plan, Shard
 from ...spec import ModelSpec
-from ...weights import LoadPlan, Row, TensorSource, Weight
+from ...weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from .mesh import Place
 
 Weights = dict[str, Weight]
 
@@ -129,16 +131,22 @@ class Part(nnx.Module):
 
 
 class Layer(Part):
-    """One decoder layer. `qkv` is fused; `q`, `k` and `v` are slices of it made on access."""
+    """One decoder layer. `qkv` is fused; `q`, `k` and `v` are slices of it made on access.
+
+    Of several devices, each one's blocks follow those of the one before: H and K are then what all
+    of them hold together, padding and copies included.
+    """
 
     qkv: Any
 
-    def __init__(self, sizes: tuple[int, int, int]):
-        self.sizes = sizes
+    def __init__(self, sizes: tuple[int, int, int], devices: int):
+        self.sizes, self.devices = sizes, devices
 
     def _rows(self, index: int) -> jax.Array:
         start = sum(self.sizes[:index])
-        return self.qkv.weight[start : start + self.sizes[index]]
+        weight = self.qkv.weight[...]
+        blocks = weight.reshape(self.devices, -1, weight.shape[-1])
+        return blocks[:, start : start + self.sizes[index]].reshape(-1, weight.shape[-1])
 
     @property
     def q(self) -> jax.Array:
@@ -159,8 +167,9 @@ class Layer(Part):
 class Model(Part):
     """A whole model to inspect, as `model.layers[0].qkv.weight`; shares the engine's buffers."""
 
-    def __init__(self, spec: ModelSpec):
-        self.layers = nnx.List([Layer(layer.attention.qkv_sizes) for layer in spec.layers])
+    def __init__(self, spec: ModelSpec, devices: int):
+        sizes = [layer.attention.qkv_sizes for layer in spec.layers]
+        self.layers = nnx.List([Layer(size, devices) for size in sizes])
 
     def __repr__(self) -> str:
         """Names, axes and dtypes, those of equal layers once; no values."""
@@ -180,18 +189,40 @@ class Model(Part):
 
 
 def load_model(
-    spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: Any, device: jax.Device
-) -> Model:
-    """The plan's rows on `device` in `dtype`, fused and transposed there."""
-    model = Model(spec)
-    for row, names in track(plan.rows, f"Loading {source.description}"):
-        param = nnx.Param(_assemble(plan, row, names, source, dtype, device), axes=row.axes)
-        path = row.name.split(".")
-        if path[0] == "layers":
-            model.layers[int(path[1])].put(path[2:], param)
-        else:
-            model.put(path, param)
-    return model
+    place: Place, shards: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
+) -> tuple[Model, str | None]:
+    """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
+
+    A weight is one array over all devices, with their blocks one after another. Beside the model,
+    how much was read, and how fast; None where nothing was.
+    """
+    model = Model(shards.shards[0].spec, shards.size)
+    own = [shards.shards[rank] for rank in place.ranks]
+    with RowReader(own, plan, source, shown=jax.process_index() == 0) as reader:
+        for row, found in reader:
+            by_rank = dict(zip(place.ranks, found, strict=True))
+
+            def make(rank: int, device: jax.Device, row: Row = row, of: Any = by_rank) -> jax.Array:
+                parts = of.get(rank) or next(iter(of.values()))  # of what all hold, any's
+                return _assemble(shards.shards[rank], plan.table, row, parts, dtype, device)
+
+            array = place.join(make, _split_dim(shards, row))
+            # Only then may the host's parts go, and torch write to what it has lent.
+            param = nnx.Param(array.block_until_ready(), axes=row.axes)
+            path = row.name.split(".")
+            if path[0] == "layers":
+                model.layers[int(path[1])].put(path[2:], param)
+            else:
+                model.put(path, param)
+    return model, reader.summary()
+
+
+def _split_dim(shards: Plan, row: Row) -> int | None:
+    """Number of the axis along which devices share a row; None where each has all of it."""
+    split = shards.shards[0].shares
+    return next(
+        (i for i, a in enumerate(row.axes) if not split.keys().isdisjoint(a.split("+"))), None
+    )
 
 
 def split_model(model: Model) -> Params:
@@ -210,21 +241,47 @@ def split_model(model: Model) -> Params:
 
 
 def _assemble(
-    plan: LoadPlan,
+    shard: Shard,
+    table: WeightTable,
     row: Row,
-    names: tuple[str, ...],
-    source: TensorSource,
+    found: Sequence[Found],
     dtype: Any,
     device: jax.Device,
 ) -> jax.Array:
     if not row.sources:
-        return jnp.full(plan.shape(row), row.constant, dtype, device=device)
-    blocks, lent = [], False
-    for part, name in zip(row.sources, names, strict=True):
-        tensor = source.read(name)
-        lent = lent or kind_of(tensor) == "torch"
-        array = to_jax(tensor, device).transpose(row.permutation(part)).astype(dtype)
-        blocks += plan.blocks(row, part, array)
-    weight = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
-    # torch may write to, or give away, what it has lent as soon as we let go of it.
-    return weight.block_until_ready() if lent else weight
+        return jnp.full(shard.shape(row.axes, table), row.constant, dtype, device=device)
+    blocks = []
+    for read, part in found:
+        array = to_jax(part, device).transpose(read.order).astype(dtype)
+        shapes = shard.block_shapes(read, table)
+        for block, shape in zip(shard.blocks(read, array, table), shapes, strict=True):
+            blocks.append(_padded(block, shape))
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
+
+
+def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`block` with zeros behind its elements, up to `shape`."""
+    if block.shape == shape:
+        return block
+    return jnp.pad(block, [(0, n - m) for n, m in zip(shape, block.shape, strict=True)])
+
+
+def describe_split(place: Place, shards: Plan, leaves: Sequence[jax.Array]) -> tuple[str, ...]:
+    """Notes for people on what each of several devices holds; `leaves` are the weights."""
+    if place.size == 1:
+        return ()
+    table, own = shards.table, shards.shards[0]
+    attention = own.spec.layers[0].attention
+    held = {
+        "query heads": (attention.heads, table.sizes["q"] // attention.head_dim),
+        "KV heads": (attention.kv_heads, table.sizes["k"] // attention.head_dim),
+        "vocabulary": (own.shares["vocab"].extent, table.sizes["vocab"]),
+    }
+    width = "up" if "up" in own.shares else "ffn"
+    held["MLP width"] = own.shares[width].extent, table.sizes[width]
+    listed = ", ".join(f"{what} {part} of {whole}" for what, (part, whole) in held.items())
+    copied = sum(x.nbytes for x in leaves if x.sharding.is_fully_replicated)
+    return (
+        f"tensor parallel over {place.size} devices; each holds, padding included, {listed}, and "
+        f"{copied:,} bytes of weights that all have",
+    )

@@ -15,6 +15,7 @@ from ...spec import Activation, Attention, ModelSpec, Norm, Rope
 from ...weights import Weight
 from . import ops
 from .cache import LayerCache, write
+from .parallel import Split
 from .params import Params, Weights
 
 
@@ -32,29 +33,37 @@ class NormOf(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What one layer's attention needs beside its projections."""
+    """What one layer's attention needs beside its projections.
+
+    `slopes` are ALiBi's where they are not those of the spec.
+    """
 
     spec: Attention
     q_norm: NormOf | None
     k_norm: NormOf | None
+    slopes: jax.Array | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, params: Params, layer: int) -> "Attending":
-        """Layer number `layer`."""
+    def of(
+        cls, spec: ModelSpec, params: Params, layer: int, split: Split | None = None
+    ) -> "Attending":
+        """Layer number `layer`, of which a device has its share by `split`."""
         a, w = spec.layers[layer].attention, params.layers[layer]
         q_norm, k_norm = (
             NormOf.named(a.qk_norm, w, name) if a.qk_norm else None for name in ("q_norm", "k_norm")
         )
-        return cls(a, q_norm, k_norm)
+        return cls(a, q_norm, k_norm, split.slopes(layer) if split else None)
 
     def scoring(self) -> dict[str, Any]:
         """How attention scores the layer's keys: arguments that are facts of the layer."""
-        slopes = self.spec.alibi
+        slopes = self.slopes
+        if slopes is None and self.spec.alibi is not None:
+            slopes = jnp.array(self.spec.alibi, jnp.float32)
         return {
             "scale": self.spec.scale,
             "window": self.spec.window,
             "softcap": self.spec.softcap,
-            "alibi": None if slopes is None else jnp.array(slopes, jnp.float32),
+            "alibi": slopes,
         }
 
 
@@ -62,6 +71,9 @@ class PlainOps:
     """Fused ops on any device, as primitives of XLA."""
 
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
+
+    def __init__(self, split: Split | None = None) -> None:
+        self.split = split  # None: a device has the whole model
 
     def make_scratch(self, pairs: int) -> Any:
         """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty."""
@@ -85,17 +97,26 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """Embedded tokens [B, T, E], with positions and token types where the model has them."""
-        x = ops.embed(ids, w["embed.weight"])
+        x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
         if spec.embed_width:
             x = ops.matmul(x, w["project_in.weight"])
         if token_types is not None:
-            table = w["embed.weight" if spec.token_types_from_vocab else "token_types.weight"]
-            x = x + ops.embed(token_types, table)
+            if spec.token_types_from_vocab:
+                x = x + self._tokens(token_types, w["embed.weight"])
+            else:
+                x = x + ops.embed(token_types, w["token_types.weight"])
         if spec.learned_positions:
             x = x + ops.embed(positions + spec.position_offset, w["positions.weight"])
         return x
+
+    def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
+        """Rows of the embedding, of which each device has some."""
+        if self.split is None:
+            return ops.embed(ids, weight)
+        rows, here = self.split.is_here(ids)
+        return self.split.sum(jnp.where(here[..., None], ops.embed(rows, weight), 0))
 
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """`x` [..., E], plus the residual if given, normed over the last axis."""
@@ -129,6 +150,29 @@ class PlainOps:
         if residual is not None:
             y = residual + y
         return y.astype(jnp.float32) if wide else y
+
+    def row_product(
+        self, x: jax.Array, weight: Weight, bias: Weight | None, residual: jax.Array | None
+    ) -> jax.Array:
+        """residual + x weight^T + bias, where each device has a share of the columns.
+
+        Bias and residual are added once, after the sum over devices.
+        """
+        if self.split is None:
+            return self.linear(x, weight, bias, residual=residual)
+        y = self.split.sum(self.partial_product(x, weight))
+        if bias is not None:
+            y = y + bias.data.astype(y.dtype)
+        y = y.astype(x.dtype)
+        return y if residual is None else residual + y
+
+    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """x weight^T of this device's columns, before the sum; float32 where rows are few."""
+        return ops.partial_product(x, weight)
+
+    def gather_logits(self, logits: jax.Array) -> jax.Array:
+        """Logits [..., V] from each device's share of the vocabulary."""
+        return logits if self.split is None else self.split.gather_logits(logits)
 
     def angles(self, spec: ModelSpec, positions: jax.Array) -> Any:
         """What `attend` and `attend_token` need of the tokens' positions [B, T], once a pass."""

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...agreement import Peers
 from ...errors import StepError, UnsupportedError
+from ...sharding import Plan
 from ...spec import ModelSpec
 from ..base import (
     MAX_STEPS,
@@ -26,10 +28,11 @@ from ..base import (
     sampling_rows,
 )
 from . import ahead
-from .cache import Cache, check_room, free_bytes, grow, make_cache
+from .cache import Cache, check_room, grow, least_free_bytes, make_cache
 from .graphs import Clock, Executables, Job, check_concrete
+from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
-from .params import Model, Params, split_model
+from .params import Model, Params, describe_split, split_model
 from .plain import PlainOps
 from .sampler import WORDS, SlotState, copy_rows
 from .steps import Steps
@@ -58,26 +61,35 @@ class PendingTokens:
 
 
 class JaxRunner:
-    """One model on one JAX device. `module` is the nnx container that shares its weights."""
+    """One model on the devices of one place. `module` is the nnx container that shares its weights.
+
+    `spec` is the whole model's, that of `steps` what each device computes.
+    """
 
     is_compiled = True
 
     def __init__(
         self,
         spec: ModelSpec,
+        shards: Plan,
         module: Model,
         dtype: Any,
-        device: jax.Device,
+        place: Place,
         ops: PlainOps,
+        peers: Peers,
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
-        self.spec, self.steps = spec, Steps(spec, ops)
+        own = shards.shards[0].spec
+        self.spec, self.steps, self.peers = spec, Steps(own, ops), peers
         self.module: Model | None = module
         self.params = split_model(module)
         self._leaves, self._tree = jax.tree.flatten(self.params)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self._place = dtype, place.device, place
+        self._specs = [place.spec_of(x) for x in self._leaves]
+        self._shardings = place.sharding(), place.sharding(place.over_heads)
+        self.notes = describe_split(place, shards, self._leaves)
         self._executables = Executables(options)
-        self._cache_specs = cache_specs(spec) if spec.causal else ()
+        self._cache_specs = cache_specs(own) if spec.causal else ()
         self._cache: Cache = []
         self._state: SlotState | None = None
         self._live = LiveSlots()
@@ -87,6 +99,7 @@ class JaxRunner:
         """Executables compiled so far: one for each bucket and set of features."""
         return self._executables.compilations
 
+    @in_place
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after."""
         batch, tokens = inputs.ids.shape
@@ -108,7 +121,7 @@ class JaxRunner:
             padded[:batch, :tokens] = array
             return padded
 
-        padded = jax.device_put([None if x is None else pad(x) for x in arrays], self.device)
+        padded = self._place.put([None if x is None else pad(x) for x in arrays])
         check_concrete(padded)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
@@ -119,19 +132,42 @@ class JaxRunner:
                 *padded,
             )
         if size == (batch, tokens):
-            return outputs
+            return self._place.local(outputs)
 
         def cut(x: jax.Array) -> jax.Array:
             index = (slice(batch), slice(tokens))[: x.ndim - 1]
             return x if x.shape[: len(index)] == (batch, tokens)[: len(index)] else x[index]
 
-        return jax.tree.map(cut, outputs)
+        return self._place.local(jax.tree.map(cut, outputs))
 
-    def _of_leaves(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step` with the parameters as a flat tuple: a call then costs half as much."""
+    def _of_leaves(self, step: Callable[..., Any], cached: bool = False) -> Callable[..., Any]:
+        """`step` on every device, with the parameters as a flat tuple: a call costs half as much.
+
+        With `cached` it takes the cache and the state first, gives them back first, then tokens.
+        """
         tree = self._tree
-        return lambda leaves, *args: step(jax.tree.unflatten(tree, leaves), *args)
 
+        def on_device(leaves: list[jax.Array], *args: Any) -> Any:
+            return step(jax.tree.unflatten(tree, leaves), *args)
+
+        def run(leaves: list[jax.Array], *args: Any) -> Any:
+            cache = self._place.over_heads if cached else WHOLE
+            arguments = self._specs, cache, *(WHOLE,) * (len(args) - 1)
+            results = (cache, WHOLE, WHOLE) if cached else WHOLE
+            return self._place.spread(on_device, arguments, results)(leaves, *args)
+
+        return run
+
+    def pure_forward(self, keep: bool) -> Callable[[Params, Any], dict[str, Any]]:
+        """Forward of parameters and the arrays that `Steps.forward` takes; to be traced."""
+
+        def forward(params: Params, inputs: Any) -> dict[str, Any]:
+            return self.steps.forward(params, *inputs, keep=keep)
+
+        arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
+        return self._place.spread(forward, arguments, WHOLE)
+
+    @in_place
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
@@ -186,14 +222,17 @@ class JaxRunner:
         slots, _, tokens, _ = cache[0].k.shape
         key = (*key, slots, tokens, *state.eos.shape, state.seen is not None)
         args = (self._leaves, cache, state, *args)
-        return Job(key, self._of_leaves(step), args, donate=(1, 2))
+        whole, over_heads = self._shardings
+        shardings = whole, over_heads, *(whole,) * (len(args) - 2)
+        function = self._of_leaves(step, cached=True)
+        return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
     def _advance(self, job: Job) -> jax.Array:
         """Run a step that takes over cache and state, and keep what it gives back.
 
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
         """
-        args = *job.args[:3], *jax.device_put(job.args[3:], self.device)
+        args = *job.args[:3], *self._place.put(job.args[3:])
         try:
             self._cache, self._state, tokens = self._executables.run(
                 job.key, job.function, *args, donate=job.donate
@@ -202,8 +241,9 @@ class JaxRunner:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache, self._state = [], None
             raise
-        return tokens
+        return self._place.local(tokens)
 
+    @in_place
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
         assert self._live and steps <= MAX_STEPS
@@ -222,7 +262,7 @@ class JaxRunner:
         self, slots: int, tokens: int, eos_width: int, penalty: bool
     ) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
-        cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self.device)
+        cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self._place)
         return cache, SlotState.make(slots, eos_width, self.spec.vocab, penalty)
 
     def _reserve(self, idle: bool) -> None:
@@ -246,8 +286,8 @@ class JaxRunner:
         if self._cache:
             self._grow(count, tokens)
         else:
-            check_room(self.cache_bytes_for(count, tokens), count, tokens, self.device)
-            self._cache = make_cache(self._cache_specs, count, tokens, self.dtype, self.device)
+            self._check_room(count, tokens)
+            self._cache = make_cache(self._cache_specs, count, tokens, self.dtype, self._place)
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
@@ -257,7 +297,11 @@ class JaxRunner:
         state = SlotState.make(count, eos_width, self.spec.vocab, penalty)
         if old is not None:
             state = copy_rows(old, state)
-        self._state = jax.device_put(state, self.device)
+        self._state = self._place.put(state)
+
+    def _check_room(self, slots: int, tokens: int) -> None:
+        needed = self.cache_bytes_for(slots, tokens)
+        check_room(needed, slots, tokens, self._place, self.peers)
 
     def _grow(self, slots: int, tokens: int) -> None:
         """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.
@@ -267,9 +311,10 @@ class JaxRunner:
         held = self._cache[0].k.shape
         slots, tokens = max(slots, held[0]), max(tokens, held[2])
         if (slots, tokens) != (held[0], held[2]):
-            check_room(self.cache_bytes_for(slots, tokens), slots, tokens, self.device)
-            self._cache = grow(self._cache, slots, tokens)
+            self._check_room(slots, tokens)
+            self._cache = grow(self._cache, slots, tokens, self._place)
 
+    @in_place
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
         self._live.remove(slots)
@@ -284,11 +329,11 @@ class JaxRunner:
         return [secrets.randbits(63) for _ in range(count)]
 
     def free_bytes(self) -> int | None:
-        """Bytes that the device can still allocate; None if it does not say."""
-        return free_bytes(self.device)
+        """Bytes that each device here can still allocate; None if one does not say."""
+        return least_free_bytes(self._place)
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
-        """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
+        """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
         slots, tokens = bucket(slots), bucket(tokens, SMALLEST_CACHE)
         return cache_bytes(self._cache_specs, slots, tokens, jnp.dtype(self.dtype).itemsize)
 
@@ -296,6 +341,7 @@ class JaxRunner:
         """A running clock; JAX has no events, so that both forms time to completion."""
         return Clock(self._executables)
 
+    @in_place
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the steps that `compile_kwargs` names before they are needed (`ahead.Wanted`)."""
         wanted = ahead.Wanted.of(backend, compile_kwargs)
@@ -309,16 +355,17 @@ class JaxRunner:
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:
-        """Facts for `engine.report()`."""
-        data = [w.data for w in self.params.weights()]
+        """Facts for `engine.report()`; counts and bytes are those of one device."""
+        data = self._place.parts([w.data for w in self.params.weights()])
+        cache = self._place.parts(self._cache)
         return {
-            "device": f"{self.device.platform}:{self.device.id}",
+            "device": self._place.name,
             "device_name": self.device.device_kind,
             "ops": dict(self.steps.ops.implementations),
             "parameters": sum(x.size for x in data),
             "parameter_bytes": sum(x.nbytes for x in data),
             "compilations": self.compilations,
-            "cache_bytes": sum(x.nbytes for layer in self._cache for x in layer),
+            "cache_bytes": sum(x.nbytes for layer in cache for x in layer),
         }
 
     def close(self) -> None:
@@ -327,3 +374,4 @@ class JaxRunner:
         self._live = LiveSlots()
         self.params, self._leaves = Params({}, ()), []
         self._executables.clear()
+        self.peers.close()

@@ -46,7 +46,7 @@ class Steps:
         angles = ops.angles(self.spec, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i)
+            layer = Attending.of(self.spec, params, i, ops.split)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
@@ -86,7 +86,7 @@ class Steps:
         angles = ops.angles(self.spec, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i)
+            layer = Attending.of(self.spec, params, i, ops.split)
             y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
             return y
 
@@ -144,7 +144,7 @@ class Steps:
         angles = ops.angles(self.spec, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i)
+            layer = Attending.of(self.spec, params, i, ops.split)
             y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
             return y
 

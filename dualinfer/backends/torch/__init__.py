@@ -74,10 +74,10 @@ def _make_ops(
         from .tuned import load_configurations
 
         beyond = unserved(spec)
-        if beyond is None and split is None:
-            return KernelOps(device, load_configurations(device))
         if beyond is None:
-            return _make_split_ops(device, split)
+            if split is not None:
+                return _make_split_ops(device, split)
+            return KernelOps(device, load_configurations(device))
         obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
     if config.use_triton or config.triton_autotune:
         name = "use_triton" if config.use_triton else "triton_autotune"

@@ -1,59 +1,128 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ...agreement import agree
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, UnsupportedError
 from ...profiling import Profiler, Stopwatch
 from ...weights import TensorSource
+from .autotp.changes import Plan, is_altered
+from .autotp.layers import RanksSeam
+from .autotp.plan import check_whole, kept_sizes, make_plan
+from .autotp.policy import check_policy
+from .autotp.surgery import split_module
 from .compiling import compile_options, is_optimized
-from .device import default_device, default_dtype, device_name
+from .device import default_dtype, device_name
 from .fill import check_values, fill, listing, slots
 from .graphs import CallGraphs
+from .parallel import Ranks, one
 from .placing import check_room, convert_module
-from .policy import check_policy
 from .precision import own_precision
 from .profiling import make_stopwatch, module_spans
 from .watch import ModuleWatch, compiled_call
+
+_MARKED = 8  # values of a row
 
 
 @torch.inference_mode(False)  # else a caller's inference mode would mark the weights as its own
 @torch.no_grad()
 def create_module_runner(
-    config: InferenceConfig, module: Any, source: TensorSource | None = None
+    config: InferenceConfig, module: Any, source: TensorSource | None, peers: Ranks
 ) -> "TorchModuleRunner":
-    """A runner of `module` itself, in eval mode, in the config's dtype, on the default device.
+    """A runner of `module` itself, in eval mode, in the config's dtype, on the rank's device.
 
     Floating parameters and buffers are cast, integer and complex ones stay, as with half(); in HF
     models also what from_pretrained(dtype=...) leaves in float32. With `keep_module_on_host` it
-    stays where it is. `source` fills it, on the meta device or not. All is
-    checked first: what fails leaves the module as it was. Raises ConfigError, ModelError,
-    CheckpointError, UnsupportedError or OutOfMemoryError.
+    stays where it is. `source` fills it, on the meta device or not. With several ranks it is split
+    in place, and stays so when the engine is closed: each rank's part is of no use alone. All is
+    checked first: what fails leaves the module as it was. The random state of torch becomes rank
+    0's, so that all sample alike. Raises ConfigError, ModelError, CheckpointError,
+    UnsupportedError, DistributedError or OutOfMemoryError.
     """
-    _check_module(module)
     dtype = getattr(torch, config.dtype or default_dtype())
-    notes = check_policy(module, config.injection_policy or {})
-    own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
-    device = default_device()
-    if config.keep_module_on_host:
-        device = own or torch.device("cpu")
-    if config.enable_cuda_graph:
-        _check_graph_device(module, device)
-    if source is None:
-        check_values(module)
-    check_room(module, device, dtype)
-    if source is not None:
-        notes += fill(module, source, dtype)
-        check_values(module)
-    convert_module(module, device, dtype)
-    return TorchModuleRunner(module.eval(), device, dtype, config.enable_cuda_graph is True, notes)
+    policy, grain = config.injection_policy or {}, config.tensor_parallel.tp_grain_size
+
+    def prepare() -> tuple[torch.device, list[str]]:
+        _check_module(module)
+        check_whole(module)
+        notes = check_policy(module, policy, peers.size)
+        own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
+        device = peers.device
+        if config.keep_module_on_host:
+            device = own or torch.device("cpu")
+        if config.enable_cuda_graph:
+            _check_graph_device(module, device)
+        if source is None:
+            check_values(module)
+        if peers.size == 1:
+            check_room(module, device, dtype)
+        if source is not None:
+            notes += fill(module, source, dtype)
+            check_values(module)
+        return device, notes
+
+    inner = module._orig_mod if is_optimized(module) else module
+    device, notes = agree(peers, "The modules", prepare, lambda made: _marks(module))
+    seam = plan = None
+    if peers.size > 1:
+        plan, said = _shared_plan(peers, lambda: make_plan(inner, peers.size, grain, policy))
+        notes += said
+        kept = kept_sizes(inner, plan, peers.rank)
+        agree(peers, "Room for the parts", lambda: check_room(module, device, dtype, kept))
+        seam = RanksSeam(peers)
+
+    def convert() -> None:
+        if seam is not None and plan is not None:
+            split_module(inner, plan.changes, peers.rank, seam)
+        convert_module(module, device, dtype)
+
+    agree(peers, "Splitting the module", convert)
+    _share_random_state(peers, device)
+    graphs = config.enable_cuda_graph is True
+    return TorchModuleRunner(module.eval(), device, dtype, graphs, notes, peers, seam)
+
+
+def _marks(module: torch.nn.Module) -> list[Any]:
+    """What tells modules apart: parts, tensors and a few of their values. All ranks have one."""
+    named = [(slot.name, slot.tensor.detach()) for slot in slots(module)]
+    values = [
+        t[(end,) * (t.ndim - 1)][: _MARKED if end == 0 else None][-_MARKED:]
+        for _, t in named
+        for end in (0, -1)
+        if t.ndim and t.numel() and not t.is_complex()
+    ]
+    marks = [value.to("cpu", torch.float64) for value in values]
+    parts = [(n, type(part).__name__, is_altered(part)) for n, part in module.named_modules()]
+    shapes = [(name, tuple(t.shape)) for name, t in named]
+    return [parts, shapes, torch.cat(marks) if marks else None]
+
+
+def _shared_plan(
+    peers: Ranks, make: Callable[[], tuple[Plan, list[str]]]
+) -> tuple[Plan, list[str]]:
+    """Rank 0's plan, which it alone tries out: that takes time and memory of the host."""
+    made = agree(peers, "The plan of the split", make if peers.rank == 0 else lambda: None)
+    return pickle.loads(peers.exchange(pickle.dumps(made))[0])
+
+
+def _share_random_state(peers: Ranks, device: torch.device) -> None:
+    """Set torch's random state, of the host and of `device`, to rank 0's."""
+    if peers.size == 1:
+        return
+    found = peers.exchange(torch.get_rng_state().numpy().tobytes())[0]
+    torch.set_rng_state(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+    if device.type == "cuda":
+        found = peers.exchange(torch.cuda.get_rng_state(device).numpy().tobytes())[0]
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(found), dtype=torch.uint8), device)
 
 
 class TorchModuleRunner:
-    """A module on one torch device. `notes` are for the report.
+    """A module on one torch device, or the rank's part of it. `notes` are for the report.
 
     The module stays the caller's: each call puts it back in eval mode and follows it to the device
     where it is now. In another dtype than the engine's it is refused.
@@ -66,8 +135,12 @@ class TorchModuleRunner:
         dtype: torch.dtype,
         forward_graphs: bool = False,
         notes: Sequence[str] = (),
+        peers: Ranks | None = None,
+        seam: RanksSeam | None = None,
     ) -> None:
         self.module: Any = module
+        self.peers = one(device) if peers is None else peers
+        self._seam = seam
         self.dtype = dtype
         self.notes = tuple(notes)
         self._device = device
@@ -185,9 +258,10 @@ class TorchModuleRunner:
         """What the module's own generate returns, its `reset_cache()` called first if it has one.
 
         In eval mode and the engine's dtype, as `forward`. Its forward passes are not replayed from
-        graphs.
+        graphs. Ranks draw from rank 0's random state: other tokens in one would be other lengths.
         """
         self._look()
+        _share_random_state(self.peers, self.device)
         reset = getattr(self.module, "reset_cache", None)
         if callable(reset):
             reset()
@@ -258,9 +332,15 @@ class TorchModuleRunner:
         }
 
     def close(self) -> None:
-        """Let go of the module, which stays the caller's, of hooks and graphs."""
+        """Let go of the module, which stays the caller's, of hooks, graphs and groups.
+
+        A module that was split stays so, and runs no more: its ranks are not joined any longer.
+        """
         self._stop_watching()
         self.forget_graphs()
+        if self._seam is not None:
+            self._seam.close()
+        self.peers.close()
         device = self.device
         self.module = None
         self._parts, self._children, self._tensors = [], [], []

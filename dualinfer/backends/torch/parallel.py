@@ -1,5 +1,6 @@
 """The processes that share a model: joining them, what they say to each other, what they sum."""
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -198,6 +199,13 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"The processes of the job did not come together within {timeout.total_seconds():.0f} "
             f"seconds. Did all {os.environ['WORLD_SIZE']} start? ({_first_line(error)})"
         ) from error
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    """Give up torch.distributed: with gloo's threads alive, two of three exits abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_world(degree: int, world: int) -> None:

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 
 from ...arrays import to_kind
-from ...progress import track
-from ...spec import ModelSpec, Rope
-from ...weights import LoadPlan, Row, TensorSource, Weight
+from ...loading import Found, RowReader
+from ...sharding import Shard
+from ...spec import Rope
+from ...weights import LoadPlan, Row, TensorSource, Weight, WeightTable
 
 Weights = dict[str, Weight]
 
@@ -15,13 +16,15 @@ Weights = dict[str, Weight]
 class Params(NamedTuple):
     """The weights outside the layers, those of each layer, and constants of the spec, float32.
 
-    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi.
+    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `note` says how much
+    was read, and how fast; None where nothing was.
     """
 
     outer: Weights
     layers: list[Weights]
     frequencies: dict[Rope, torch.Tensor]
     slopes: dict[tuple[float, ...], torch.Tensor]
+    note: str | None = None
 
     def weights(self) -> list[Weight]:
         """Every leaf."""
@@ -29,9 +32,9 @@ class Params(NamedTuple):
 
 
 def load_params(
-    spec: ModelSpec, plan: LoadPlan, source: TensorSource, dtype: torch.dtype, device: torch.device
+    shard: Shard, plan: LoadPlan, source: TensorSource, dtype: torch.dtype, device: torch.device
 ) -> Params:
-    """The plan's rows on `device` in `dtype`.
+    """The shard's part of the plan's rows, on `device` in `dtype`; the rest is not read.
 
     A tensor of a live module is shared where layout, dtype and device agree, and copied where they
     do not or where several are fused; the module itself is never changed.
@@ -40,33 +43,46 @@ def load_params(
     def constant(values: tuple[float, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    attention = {layer.attention for layer in spec.layers}
+    attention = {layer.attention for layer in shard.spec.layers}
     frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
-    params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
-    for row, names in track(plan.rows, f"Loading {source.description}"):
-        weight = Weight(_assemble(plan, row, names, source, dtype, device), row.axes)
-        group, name = params.outer, row.name
-        if name.startswith("layers."):
-            _, index, name = name.split(".", 2)
-            group = params.layers[int(index)]
-        group[name] = weight
-    return params
+    params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
+    with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
+        for row, (found,) in reader:
+            data = _assemble(shard, plan.table, row, found, dtype, device)
+            group, name = params.outer, row.name
+            if name.startswith("layers."):
+                _, index, name = name.split(".", 2)
+                group = params.layers[int(index)]
+            group[name] = Weight(data, row.axes)
+    return params._replace(note=reader.summary())
 
 
 def _assemble(
-    plan: LoadPlan,
+    shard: Shard,
+    table: WeightTable,
     row: Row,
-    names: tuple[str, ...],
-    source: TensorSource,
+    found: list[Found],
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     if not row.sources:
-        return torch.full(plan.shape(row), row.constant, dtype=dtype, device=device)
+        shape = shard.shape(row.axes, table)
+        return torch.full(shape, row.constant, dtype=dtype, device=device)
     blocks = []
-    for part, name in zip(row.sources, names, strict=True):
-        tensor = to_kind(source.read(name), "torch").permute(row.permutation(part))
-        blocks += plan.blocks(row, part, tensor.to(device=device, dtype=dtype))
-    whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=row.join_axis)
-    return whole.contiguous()
+    while found:
+        read, array = found.pop(0)  # a tensor on the device needs no twin on the host
+        tensor = to_kind(array, "torch").permute(read.order).to(device=device, dtype=dtype)
+        shapes = shard.block_shapes(read, table)
+        for block, shape in zip(shard.blocks(read, tensor, table), shapes, strict=True):
+            blocks.append(_padded(block, shape))
+    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=row.join_axis)
+    return joined.contiguous()
+
+
+def _padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`block` with zeros behind its elements, up to `shape`."""
+    missing = [n - m for n, m in zip(shape, block.shape, strict=True)]
+    if not any(missing):
+        return block
+    return torch.nn.functional.pad(block, [n for m in reversed(missing) for n in (0, m)])

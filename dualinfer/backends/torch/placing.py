@@ -1,6 +1,7 @@
 """Casting and moving a module in place, after a look at the memory it needs."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,16 @@ from .device import free_bytes
 from .fill import is_hf, slots
 
 
-def check_room(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise OutOfMemoryError, before anything is moved, if the module does not fit."""
+def check_room(
+    module: torch.nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    kept: Mapping[int, int] | None = None,
+) -> None:
+    """Raise OutOfMemoryError, before anything is moved, if the module does not fit.
+
+    `kept` are the elements that stay, by id, of tensors that are about to be split.
+    """
     needed, seen = 0, set()
     for slot in slots(module):
         tensor = slot.tensor
@@ -20,7 +29,8 @@ def check_room(module: torch.nn.Module, device: torch.device, dtype: torch.dtype
         seen.add(id(tensor))
         size = dtype.itemsize if tensor.is_floating_point() else tensor.itemsize
         here = tensor.nbytes if tensor.device == device else 0
-        needed += max(0, tensor.numel() * size - here)
+        count = (kept or {}).get(id(tensor), tensor.numel())
+        needed += max(0, count * size - here)
     free = free_bytes(device)
     if free is not None and needed > free:
         raise OutOfMemoryError(

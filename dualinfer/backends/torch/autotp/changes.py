@@ -1,0 +1,107 @@
+"""What a plan of tensor parallelism is made of: changes of layers, and units of changes."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .layers import is_conv1d
+from .layouts import Heads, Runs
+
+Numbers = tuple[Mapping[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one module or parameter becomes.
+
+    `becomes` is column, row, gathered (linear layers), vocab (an embedding), table (an embedding
+    with a column a head), by head (a parameter), heads (norms, one a head), experts, or numbers:
+    `numbers` by rank that the module's forward reads. `by_rank` are the parts of the axis that is
+    split.
+    """
+
+    path: str
+    becomes: str
+    by_rank: tuple[Runs, ...]
+    unit: str
+    reason: str
+    numbers: Numbers = ()
+    config_numbers: Numbers = ()
+    heads: tuple[Heads, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """The path of the module that is changed or replaced."""
+        return self.path.rpartition(".")[0] if self.becomes == "by head" else self.path
+
+
+@dataclass
+class Unit:
+    """Changes that are made together or not at all; `problem` says why they are not known.
+
+    `guess` says what of them must be seen to be right.
+    """
+
+    path: str
+    kind: str
+    layers: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    problem: str = ""
+    guess: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module is split over `size` ranks; `kept` are layers that are not, and why."""
+
+    size: int
+    changes: tuple[Change, ...]
+    kept: Mapping[str, str]
+
+
+class NotUnderstoodError(Exception):
+    """Why a unit is not understood; raised and caught while units are looked for."""
+
+
+def is_altered(module: nn.Module) -> bool:
+    """True for a module with forward hooks, or a forward that was set on it."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for linear layers whose forward is that of nn.Linear."""
+    kind = type(module)
+    is_falcon = f"{kind.__module__}.{kind.__name__}".endswith("modeling_falcon.FalconLinear")
+    if kind.forward is not nn.Linear.forward and not is_falcon and not is_conv1d(module):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.is_floating_point() and not is_altered(module)
+
+
+def sizes(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    shape = tuple(linear.weight.shape)
+    return shape if is_conv1d(linear) else (shape[1], shape[0])
+
+
+def join_path(path: str, name: str) -> str:
+    """The path of a part of a module; `path` "" is the outermost."""
+    return ".".join(part for part in (path, name) if part)
+
+
+_NOT_FORWARD = re.compile(r"init|reset|tie|resize|embeddings$|load|save")
+
+
+def method_sources(kind: type) -> Iterator[str]:
+    """The source of each method that a forward pass may run; OSError where there is none."""
+    for cls in kind.__mro__:
+        if cls.__name__ in ("Module", "PreTrainedModel", "object"):
+            continue
+        for name, value in vars(cls).items():
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if inspect.isfunction(function) and not _NOT_FORWARD.search(name):
+                yield inspect.getsource(function)

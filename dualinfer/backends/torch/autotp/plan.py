@@ -1,0 +1,269 @@
+"""Tensor parallelism of a caller's own module: what each layer becomes, tried before it is made.
+
+Units that are understood (`units`) are split in the column-row form; any other linear layer
+of a stack can be split by itself, its outputs gathered. A unit is trusted if a rehearsal has shown
+that it gives the same, or an injection policy vouches for it. What is left is replicated, and said.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import ConfigError, ModelError
+from ....sharding import split_evenly
+from ..fill import is_hf, on_meta
+from .changes import Change, Plan, Unit, is_altered, is_linear, method_sources, sizes
+from .layers import Part, Seam
+from .layouts import Run, Runs, extent
+from .miniature import pattern, stacks
+from .policy import check_policy, policy_units
+from .rehearsal import Rehearsal
+from .surgery import split_axis, split_module
+from .table import Line, notes_on, table, weight_of
+from .units import find_units
+
+_LEAST_ROWS = 8  # of an embedding, a rank
+_ATTEMPTS = (  # kinds of units, until one gives what the whole module does
+    ("attention", "mlp", "experts"),
+    ("attention", "mlp"),
+    ("attention", "experts"),
+    ("mlp", "experts"),
+    (),
+)
+
+
+def describe(
+    module: nn.Module, size: int, grain: int = 64, policy: Mapping[Any, Any] | None = None
+) -> list[Line]:
+    """What each layer of `module` becomes over `size` ranks; nothing is changed.
+
+    A module on the meta device will do; it cannot be tried out, and loading may tell otherwise.
+    Raises what `make_plan` does.
+    """
+    check_policy(module, policy or {}, size)
+    plan, _ = make_plan(module, size, grain, policy or {})
+    return table(module, plan)
+
+
+def make_plan(
+    module: nn.Module, size: int, grain: int, policy: Mapping[Any, Any]
+) -> tuple[Plan, list[str]]:
+    """A plan that was seen to give the same as the whole module, and notes for the report.
+
+    Raises ModelError for a module that is split already, ConfigError for a policy by which it would
+    give other values.
+    """
+    check_whole(module)
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        told = "TorchScript has no layers that could be exchanged"
+        return Plan(size, (), {}), [f"tensor parallelism: the {kind} is replicated: {told}"]
+    units = find_units(module, size, grain)
+    vouched = policy_units(module, policy, units, size, grain)
+    if on_meta(module):
+        everything = {pattern(path) for path, _ in module.named_modules()}
+        for unit in units:
+            unit.problem = unit.problem or unit.guess
+        plan = _choose(module, units, vouched, everything, everything, size, grain)
+        return plan, [f"tensor parallelism: the {kind} holds no values and was not tried out"]
+    rehearsal = Rehearsal(module)
+    notes = []
+    if rehearsal.obstacle:
+        told = f"could not be tried out before it was split ({rehearsal.obstacle})"
+        notes.append(f"tensor parallelism: the {kind} {told}")
+    problem = ""
+    for kinds in _ATTEMPTS:
+        trusted = [unit for unit in units if unit.kind in kinds]
+        plan = _choose(module, trusted, vouched, rehearsal.ran, rehearsal.ran, size, grain)
+        problem = rehearsal.check(size, partial(_split_copy, plan))
+        if not problem:
+            return plan, [*notes, *notes_on(module, plan)]
+        told = f"{', '.join(kinds)} split as units gave" if kinds else "layers split alone gave"
+        notes.append(f"tensor parallelism: {told} other values ({problem})")
+    if vouched:
+        raise ConfigError(
+            f"injection_policy: split as it says, the {kind} gives other values ({problem}). "
+            "Name every linear layer whose outputs are summed, and no other."
+        )
+    layers = [path for path, part in module.named_modules() if is_linear(part)]
+    plan = Plan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
+    return plan, [*notes, *notes_on(module, plan)]
+
+
+def _split_copy(plan: Plan, copy: nn.Module, rank: int, seam: Seam) -> None:
+    """Split a miniature, which lacks some layers of each stack."""
+    present = {path for path, _ in copy.named_modules()}
+    assert {pattern(c.owner) for c in plan.changes} <= {pattern(path) for path in present}
+    split_module(copy, [c for c in plan.changes if c.owner in present], rank, seam)
+
+
+def check_whole(module: nn.Module) -> None:
+    """Raise ModelError for a module that is split already."""
+    parts = [path for path, part in module.named_modules() if isinstance(part, Part)]
+    if parts:
+        raise ModelError(
+            f"This {type(module).__name__} is split over ranks already, by another engine "
+            f"({parts[0]} and {len(parts) - 1} more layers). It stays split when that engine is "
+            "closed: load the module again for a new one."
+        )
+
+
+def kept_sizes(module: nn.Module, plan: Plan, rank: int) -> dict[int, int]:
+    """Elements that a rank keeps of each weight that is split, by the weight's id."""
+    kept: dict[int, int] = {}
+    for change in plan.changes:
+        if not change.by_rank or change.becomes == "heads":
+            continue
+        owner, weight = weight_of(module, change)
+        part = extent(change.by_rank[rank]) / weight.shape[split_axis(change, owner)]
+        own = [weight, owner.gate_up_proj] if change.becomes == "experts" else [weight]
+        kept |= {id(tensor): int(tensor.numel() * part) for tensor in own}
+    return kept
+
+
+def _choose(
+    module: nn.Module,
+    units: Sequence[Unit],
+    vouched: Sequence[Unit],
+    shown: set[str],
+    ran: set[str],
+    size: int,
+    grain: int,
+) -> Plan:
+    """The plan with units whose layers are among the patterns `shown`, or that are vouched for.
+
+    Other layers are split by themselves, freely if they are among those that `ran`.
+    """
+    changes: list[Change] = []
+    why: dict[str, str] = {}
+    taken: set[str] = set()
+    for unit in [*vouched, *units]:
+        layers = unit.layers or [unit.path]
+        if taken & set(layers):
+            continue
+        problem = unit.problem
+        is_shown = {pattern(path) for path in layers} <= shown
+        if unit.guess and not is_shown:
+            problem = problem or unit.guess
+        if not any(unit is own for own in vouched) and not is_shown:
+            problem = problem or "it did not run when the module was tried out"
+        if problem:
+            why |= dict.fromkeys(layers, f"{unit.kind}: {problem}")
+        else:
+            changes += unit.changes
+            taken.update(layers)
+    changes += _alone(module, taken, why, ran, size, grain)
+    return _without_torn_ties(module, Plan(size, tuple(changes), why))
+
+
+def _alone(
+    module: nn.Module,
+    taken: set[str],
+    why: dict[str, str],
+    ran: set[str],
+    size: int,
+    grain: int,
+) -> Iterator[Change]:
+    """Layers split by themselves: embeddings by rows, linear layers with their outputs gathered.
+
+    Of what is left whole, `why` is told.
+    """
+    vocab = _vocab_sizes(module, size)
+    read = _read_weights(module)
+    inside = [f"{path}." if path else "" for path, _ in stacks(module)]
+    for path, part in module.named_modules():
+        name = path.rpartition(".")[2]
+        is_read = pattern(path) not in ran and (read is None or name in read)
+        reading = "its weight is read elsewhere, or that is not known"
+        if isinstance(part, nn.Embedding):
+            if part.num_embeddings not in vocab:
+                continue
+            scaled = hasattr(part, "embed_scale")
+            if type(part).forward is not nn.Embedding.forward and not scaled:
+                why[path] = f"a {type(part).__name__} has a forward of its own"
+            elif part.max_norm is not None or is_altered(part):
+                why[path] = "it has max_norm, hooks or a forward of its own"
+            elif is_read:
+                why[path] = reading
+            else:
+                runs = _even(part.num_embeddings, size, grain)
+                yield Change(path, "vocab", runs, path, f"vocabulary of {part.num_embeddings}")
+        elif is_linear(part) and path not in taken:
+            inputs, outputs = sizes(part)
+            is_head = outputs in vocab
+            in_stack = any(path.startswith(prefix) for prefix in inside)
+            reason = f"vocabulary of {outputs}" if is_head else why.get(path, "by itself")
+            if not is_head and (not in_stack or outputs * 8 < inputs or outputs < 2 * size):
+                why.setdefault(path, "small, or in no stack of layers")
+            elif is_read:
+                why[path] = reading
+            else:
+                why.pop(path, None)
+                yield Change(path, "gathered", _even(outputs, size, grain), path, reason)
+
+
+def _even(count: int, size: int, grain: int) -> tuple[Runs, ...]:
+    return tuple((Run(s.start, s.real),) for s in split_evenly(count, size, grain))
+
+
+def _vocab_sizes(module: nn.Module, size: int) -> set[int]:
+    """Rows of the embeddings of tokens."""
+    found: set[int] = set()
+    for part in module.modules():
+        if is_hf(part):
+            hf: Any = part
+            with suppress(AttributeError, NotImplementedError):
+                found.add(hf.get_input_embeddings().num_embeddings)
+            found.add(getattr(hf.config, "vocab_size", None) or 0)
+    if not found:
+        tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+        found = {max(tables, default=0)}
+    return {count for count in found if count >= _LEAST_ROWS * size}
+
+
+def _read_weights(module: nn.Module) -> set[str] | None:
+    """Names of children whose weight some method reads past their forward; None if unknown."""
+    read: set[str] = set()
+    for kind in {type(part) for part in module.modules()}:
+        if kind.__module__.startswith("torch.nn.modules") and not issubclass(
+            kind, nn.MultiheadAttention | nn.TransformerEncoderLayer
+        ):
+            continue
+        try:
+            for source in method_sources(kind):
+                found = re.findall(r"(\w+)\.weight\b(?!\.(?:dtype|device|shape))", source)
+                read |= set(found) - {"self"}
+        except (OSError, TypeError):
+            return None
+    return read
+
+
+def _without_torn_ties(module: nn.Module, plan: Plan) -> Plan:
+    """The plan less what would split one of two tied weights, or each in another way."""
+    users: dict[int, list[tuple[str, str]]] = {}
+    for path, part in module.named_modules():
+        for key, tensor in part._parameters.items():
+            if tensor is not None:
+                users.setdefault(id(tensor), []).append((path, key))
+    tied = [names for names in users.values() if len(names) > 1]
+    kept = dict(plan.kept)
+    changes = list(plan.changes)
+    while True:
+        ways = {c.path: (c.becomes == "row", c.by_rank) for c in changes if c.by_rank}
+        torn = set()
+        for names in tied:
+            found = {ways.get(path) if key == "weight" else None for path, key in names}
+            if len(found) > 1:
+                torn |= {path for path, _ in names}
+        units = {c.unit for c in changes if c.path in torn}
+        if not units:
+            return replace(plan, changes=tuple(changes), kept=kept)
+        dropped = [c.path for c in changes if c.unit in units]
+        kept |= dict.fromkeys(dropped, "tied to a weight that is not split alike")
+        changes = [c for c in changes if c.unit not in units]

@@ -1,0 +1,123 @@
+"""A plan of tensor parallelism as people read it: a table, notes, and where HF's own differs."""
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .changes import Change, Plan
+from .layouts import extent
+from .miniature import pattern
+from .surgery import split_axis
+
+_STYLES = {
+    "colwise": ("column",),
+    "packed_colwise": ("column",),
+    "rowwise": ("row",),
+    "packed_rowwise": ("row",),
+    "colwise_gather_output": ("gathered",),
+    "colwise_rep": ("gathered",),
+    "embedding_rowwise": ("vocab",),
+    "moe_tp_experts": ("experts",),
+    "replicated_with_grad_allreduce": ("replicated", "by head"),
+    "replicate": ("replicated",),
+}
+
+
+class Line(NamedTuple):
+    """A line of the table: layers alike, `layers` of them, what they are and become.
+
+    `shapes` are those of the weight by rank.
+    """
+
+    path: str
+    layers: int
+    kind: str
+    becomes: str
+    whole: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    reason: str
+
+
+def table(module: nn.Module, plan: Plan) -> list[Line]:
+    """The plan as lines, layers alike in one."""
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for change in plan.changes:
+        if change.becomes in ("numbers", "heads"):
+            continue
+        owner, weight = weight_of(module, change)
+        axis = split_axis(change, owner)
+        shapes = tuple(
+            (*weight.shape[:axis], extent(runs), *weight.shape[axis + 1 :])
+            for runs in change.by_rank
+        )
+        kind = type(owner).__name__
+        key = (pattern(change.path), kind, change.becomes, tuple(weight.shape), shapes)
+        lines.setdefault((*key, change.reason), []).append(change.path)
+    changed = {change.path for change in plan.changes if change.becomes != "numbers"}
+    owned = {change.owner for change in plan.changes if change.becomes == "by head"}
+    for path, part in module.named_modules():
+        held = (p for p in part._parameters.values() if p is not None and p.ndim > 1)
+        weight = max(held, key=lambda tensor: tensor.numel(), default=None)
+        if path in changed | owned or weight is None:
+            continue
+        shape = tuple(weight.shape)
+        reason = plan.kept.get(path, "")
+        key = (
+            pattern(path),
+            type(part).__name__,
+            "replicated",
+            shape,
+            (shape,) * plan.size,
+            reason,
+        )
+        lines.setdefault(key, []).append(path)
+    found = [
+        Line(path, len(paths), kind, becomes, whole, shapes, reason)
+        for (path, kind, becomes, whole, shapes, reason), paths in lines.items()
+    ]
+    order = {pattern(path): i for i, (path, _) in enumerate(module.named_modules())}
+    return sorted(found, key=lambda line: order.get(line.path, len(order)))
+
+
+def weight_of(module: nn.Module, change: Change) -> tuple[nn.Module, Any]:
+    """The module that a change concerns, and the weight that tells its shape."""
+    owner = module.get_submodule(change.owner)
+    key = "down_proj" if change.becomes == "experts" else "weight"
+    if change.becomes == "by head":
+        key = change.path.rpartition(".")[2]
+    return owner, owner._parameters[key]
+
+
+def notes_on(module: nn.Module, plan: Plan) -> list[str]:
+    """The table in short form for the report."""
+    lines = table(module, plan)
+    split = [f"{x.path} ({x.becomes})" for x in lines if x.becomes != "replicated"]
+    kept = [
+        (x.path or x.kind) + (f" ({x.reason})" if x.reason else "")
+        for x in lines
+        if x.becomes == "replicated"
+    ]
+    notes = [f"tensor parallelism over {plan.size} ranks: {', '.join(split) or 'nothing is split'}"]
+    if kept:
+        notes.append(f"replicated: {', '.join(kept)}")
+    others = hf_differences(module, plan)
+    if others:
+        told = ", ".join(f"{path} ({style})" for path, (style, _) in others.items())
+        notes.append(f"otherwise than in HF's tp_plan: {told}")
+    gathered = [x for x in lines if x.becomes == "gathered" and not x.reason.startswith("vocab")]
+    if gathered:
+        told = ", ".join(f"{x.path} ({x.reason})" for x in gathered)
+        notes.append(f"split by themselves, with outputs gathered: {told}")
+    return notes
+
+
+def hf_differences(module: nn.Module, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Where HF's own tp_plan says something else: its style and ours, by pattern of the path."""
+    theirs: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    ours = {pattern(change.path): change.becomes for change in plan.changes}
+    present = {pattern(path) for path, _ in module.named_modules()}
+    return {
+        path: (style, ours.get(path, "replicated"))
+        for path, style in theirs.items()
+        if path in present and ours.get(path, "replicated") not in _STYLES.get(style, ())
+    }

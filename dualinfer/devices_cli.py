@@ -1,0 +1,173 @@
+"""The commands about many devices: dualinfer plan | launch."""
+
+import os
+import signal
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .backends import check_backend
+from .checkpoint import check_folder, read_json
+from .config import make_config
+from .errors import ConfigError, ModelError
+from .families import check_model_type, describe_model
+from .hf_config import read_config
+from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plan(
+    model: Annotated[Path, typer.Argument(help="A folder with a config.json; no weights needed.")],
+    tp: Annotated[int, typer.Option(min=1, help="Devices that share the model.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; unset: the checkpoint's own.")
+    ] = None,
+    backend: Annotated[
+        Literal["torch", "jax"], typer.Option(help="torch splits unevenly, jax pads with zeros.")
+    ] = "torch",
+) -> None:
+    """Show which device would hold what of a model, and what they say to each other."""
+    folder = check_folder(model)
+    written = read_json(folder / "config.json")
+    try:
+        check_model_type(written.get("model_type"))
+        config = read_config(folder)
+        spec, table = describe_model(config.to_dict(), config.architectures)
+    except ModelError as error:
+        raise ModelError(
+            f"{error} The plan shows fused mode. In module mode (backend='torch', the live module) "
+            "its own layers are split when the engine is made, and engine.report() says how."
+        ) from error
+    own = written.get("dtype") or written.get("torch_dtype") or "float16"
+    name = make_config({"dtype": dtype or own}, {}).dtype
+    assert name is not None
+    found = make_plan_table(spec, table, tp, name, equal=backend == "jax")
+    console = Console()
+    many = f"{tp} devices" if tp > 1 else "one device"
+    title = f"{found.architecture} in {name} on {many}, {backend}"
+    console.print(_weights_table(found, title))
+    console.print(_devices_table(found))
+    for line in (*_collectives(found), *(f"note: {note}" for note in found.notes)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _weights_table(found: PlanTable, title: str) -> Table:
+    table = Table(title=title)
+    for name in ("weight", "axes", "whole", "on each device", "split by"):
+        table.add_column(name, overflow="fold")
+    table.add_column("bytes", justify="right")
+    for row in found.rows:
+        split = row.split or ("" if len(row.shapes) == 1 else "replicated")
+        times = f"{row.count} x " if row.count > 1 else ""
+        size = times + _bytes(row.size // row.count)
+        cells = row.name, " ".join(row.axes), _shape(row.shape), _on_each(row), split, size
+        table.add_row(*map(_literal, cells))
+    return table
+
+
+def _devices_table(found: PlanTable) -> Table:
+    """A line for each run of devices that hold as much."""
+    names = [name for name, _, _ in found.devices[0].shares]
+    table = Table("device", "weights", "cache per token", *names)
+    first = 0
+    for part, run in groupby(found.devices):
+        last = first + len(list(run)) - 1
+        numbers = str(first) if first == last else f"{first}-{last}"
+        table.add_row(numbers, _bytes(part.weights), _bytes(part.cache), *_shares(part))
+        first = last + 1
+    if len(found.devices) > 1:
+        held = sum(part.weights for part in found.devices)
+        table.add_row("all", f"{_bytes(held)} of {_bytes(found.whole)}")
+    return table
+
+
+def _shares(part: DevicePart) -> list[str]:
+    return [
+        f"{real:,}" if real == extent else f"{real:,} of {extent:,}"
+        for _, real, extent in part.shares
+    ]
+
+
+def _collectives(found: PlanTable) -> list[str]:
+    if not found.sums:
+        return []
+    gather = " and one gather of the logits" if found.gathers else ""
+    return [f"per token: {found.sums} sums of {_bytes(found.sum_size)} over the devices{gather}"]
+
+
+def _on_each(row: PlanRow) -> str:
+    """The shape on a device; along an axis of several extents, each device's."""
+    parts = []
+    for extents in zip(*row.shapes, strict=True):
+        alike = len(set(extents)) == 1
+        parts.append(str(extents[0]) if alike else "|".join(map(str, extents)))
+    return f"[{', '.join(parts)}]"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _literal(text: str) -> str:
+    """Text that rich shows as it is."""
+    return text.replace("[", r"\[")
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.{1 if unit else 0}f} {_UNITS[unit]}"
+
+
+def launch(
+    tp: Annotated[int, typer.Option(min=1, help="Processes to start, one for each device.")],
+    script: Annotated[Path, typer.Argument(help="The Python script that each of them runs.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script gets, options too.")
+    ] = None,
+) -> None:
+    """Run a script in processes on this machine that share a model, by torchrun."""
+    check_backend("torch")
+    if not script.is_file():
+        raise ConfigError(f"{str(script)!r} is no file. Pass the Python script to run.")
+    _check_devices(tp)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
+    raise typer.Exit(_run([str(script), *(arguments or [])], tp))
+
+
+def _run(command: list[str], count: int) -> int:
+    """The exit code of torchrun, or of the process that failed first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(["--standalone", f"--nproc-per-node={count}", *command])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        text = f"rank {rank} of {count} ended with {how}, and the others were stopped."
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {text}", highlight=False)
+        return code if code >= 0 else 128 - code
+    except SignalException as error:  # Ctrl-C: torchrun has stopped them all
+        return 128 + error.sigval
+    return 0
+
+
+def _check_devices(count: int) -> None:
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there and count > there:
+        raise ConfigError(
+            f"--tp {count}, but this machine has {there} GPU{'s' if there > 1 else ''}, and each "
+            f"process needs one of its own. Use --tp {there}, or set CUDA_VISIBLE_DEVICES= to run "
+            "on the CPU."
+        )

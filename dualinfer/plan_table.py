@@ -1,0 +1,157 @@
+"""Which device holds what under tensor parallelism, for people, from a model's config alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+
+from .backends.base import cache_bytes, cache_specs
+from .checkpoint_files import numpy_dtype
+from .sharding import Plan, Shard, make_plan
+from .spec import ModelSpec
+from .weights import Row, WeightTable
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One weight, or that of `count` equal layers, whose numbers `name` has, as `layers.0-31.`.
+
+    `shape` is the whole, `shapes` what each device holds, padding included, and `split` the axis
+    that they share; None where each has all of it. `size` are the bytes of the whole, all layers.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    split: str | None
+    count: int
+    size: int
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """What one device holds: bytes of weights and, for each token, of the cache; its shares.
+
+    Each share is (name for people, real extent, extent with padding).
+    """
+
+    weights: int
+    cache: int
+    shares: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """A model over devices. `sums` and `gathers` are the collectives of one token's pass.
+
+    A sum is of `sum_size` bytes, in the weights' dtype; a gather joins the logits.
+    """
+
+    architecture: str
+    dtype: str
+    rows: tuple[PlanRow, ...]
+    devices: tuple[DevicePart, ...]
+    whole: int
+    sums: int
+    sum_size: int
+    gathers: int
+    notes: tuple[str, ...]
+
+
+def make_plan_table(
+    spec: ModelSpec, table: WeightTable, size: int, dtype: str, grain: int = 64, equal: bool = False
+) -> PlanTable:
+    """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
+    plan = make_plan(spec, table, size, grain, equal)
+    itemsize = numpy_dtype(dtype).itemsize
+    rows = [_plan_row(row, plan, itemsize) for row in table.rows]
+    from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
+    return PlanTable(
+        architecture=spec.architecture,
+        dtype=dtype,
+        rows=tuple(_joined_layers(rows)),
+        devices=tuple(_part(shard, table, itemsize) for shard in plan.shards),
+        whole=sum(row.size for row in rows),
+        sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
+        sum_size=spec.embed * itemsize,
+        gathers=int(size > 1 and spec.head is not None),
+        notes=tuple(_notes(plan)),
+    )
+
+
+def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
+    table = plan.table
+    shape = tuple(table.size(axis) for axis in row.axes)
+    first = plan.shards[0]
+    return PlanRow(
+        name=row.name,
+        axes=row.axes,
+        shape=shape,
+        shapes=tuple(shard.shape(row.axes, table) for shard in plan.shards),
+        split=next((a for a in row.axes if not first.shares.keys().isdisjoint(a.split("+"))), None),
+        count=1,
+        size=prod(shape) * itemsize,
+    )
+
+
+def _joined_layers(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
+    """Rows outside the layers, then those of each run of equal layers once."""
+    layers: dict[int, list[PlanRow]] = {}
+    for row in rows:
+        prefix, _, rest = row.name.partition(".")
+        if prefix != "layers":
+            yield row
+            continue
+        number, _, name = rest.partition(".")
+        layers.setdefault(int(number), []).append(replace(row, name=name))
+    for own, run in groupby(sorted(layers), key=lambda number: layers[number]):
+        numbers = list(run)
+        many = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        for row in own:
+            count = len(numbers)
+            name = f"layers.{many}.{row.name}"
+            yield replace(row, name=name, count=count, size=row.size * count)
+
+
+def _part(shard: Shard, table: WeightTable, itemsize: int) -> DevicePart:
+    weights = sum(prod(shard.shape(row.axes, table)) for row in table.rows) * itemsize
+    cache = cache_bytes(cache_specs(shard.spec), 1, 1, itemsize) if shard.spec.causal else 0
+    return DevicePart(weights, cache, tuple(_shares(shard)) if shard.size > 1 else ())
+
+
+def _shares(shard: Shard) -> Iterator[tuple[str, int, int]]:
+    head_dim = shard.spec.layers[0].attention.head_dim
+    width = "up" if "up" in shard.shares else "ffn"
+    for name, axis, unit in (
+        ("query heads", "q", head_dim),
+        ("KV heads", "k", head_dim),
+        ("MLP width", width, 1),
+        ("vocabulary", "vocab", 1),
+    ):
+        share = shard.shares[axis]
+        yield name, share.real // unit, share.extent // unit
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """What a reader of the shapes would wonder about."""
+    table = plan.table
+    present = {row.name for row in table.rows}
+    for row, twin in table.tied:
+        if row.name not in present:
+            yield f"{row.name} is {twin} (tied), which is held once"
+    if table.optional:
+        yield f"{table.optional}* may be missing in the checkpoint as a whole"
+    if plan.size == 1:
+        return
+    idle = [str(s.rank) for s in plan.shards if not s.shares["q"].real]
+    if idle:
+        yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
+    if sum(shard.shares["k"].real for shard in plan.shards) > table.sizes["k"]:
+        yield "KV heads are fewer than devices, so that several hold the same one"
+    padding = {}
+    for name, real, extent in (share for shard in plan.shards for share in _shares(shard)):
+        padding[name] = padding.get(name, 0) + extent - real
+    padded = ", ".join(f"{name} {count}" for name, count in padding.items() if count)
+    if padded:
+        yield f"padding with zeros, over all devices: {padded}"

@@ -1,0 +1,199 @@
+"""save_mp_checkpoint_path: a model's weights as a folder that loads at any degree.
+
+The weights are read again from where they came from, part by part, so that neither the host nor
+the device holds more than it did; the folder appears when it is whole.
+"""
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .agreement import Peers, agree
+from .arrays import to_numpy
+from .checkpoint_files import numpy_dtype, write_tensors
+from .config.nested import TensorParallelConfig
+from .errors import CheckpointError, ConfigError
+from .sharded_checkpoint import INDEX, Cut, cut_pieces, make_index
+from .sharding import make_plan
+from .spec import ModelSpec
+from .weights import LoadPlan, TensorSource
+
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint is made of.
+
+    `config` and `generation_config` are HF's objects; `dtype` is the engine's, by NumPy's name.
+    Tokenizer files are taken from `folder` if it is one.
+    """
+
+    spec: ModelSpec
+    plan: LoadPlan
+    source: TensorSource
+    dtype: str
+    config: Any
+    generation_config: Any
+    folder: Any
+
+
+def check_free(path: str) -> None:
+    """Raise ConfigError if something lies at `path` that a checkpoint would be written over."""
+    target = _resolved(path)
+    if target.is_dir():
+        found = sorted(entry.name for entry in target.iterdir())
+        if found:
+            raise ConfigError(
+                f"save_mp_checkpoint_path={path!r} holds {', '.join(found[:4])}"
+                f"{' and more' if len(found) > 4 else ''}; nothing is written over. Pass a folder "
+                "that is empty or not there, or empty this one."
+            )
+    elif target.exists():
+        raise ConfigError(f"save_mp_checkpoint_path={path!r} is no folder. Pass another path.")
+
+
+def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Peers) -> str:
+    """Write a folder with a file of weights for each device; what was done, for people.
+
+    Each process of `peers`, which must share the file system, writes its part of the files. That of
+    one device is a checkpoint that transformers reads; those of several dualinfer reads, at any
+    degree. Raises CheckpointError or DistributedError, and then leaves nothing at `path`.
+    """
+    target = _resolved(path)
+    split = make_plan(saved.spec, saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
+    cuts = cut_pieces(split.shards, saved.plan)
+    private = _make_private(path, target, peers)
+    folder = private / "checkpoint"
+
+    def write() -> None:
+        with _told(path):
+            for own in cuts[peers.rank :: peers.size]:
+                _write_shard(folder, own, saved)
+
+    def finish() -> None:
+        if peers.rank == 0:
+            with _told(path):
+                _check_complete(folder, cuts)
+                _write_descriptions(folder, saved)
+                if split.size > 1:
+                    _write_json(folder / INDEX, make_index(cuts, saved.plan, saved.dtype))
+                os.rename(folder, target)
+
+    try:
+        agree(peers, "Saving", write)
+        agree(peers, "Saving", finish)
+    finally:
+        if peers.rank == 0:
+            shutil.rmtree(private, ignore_errors=True)
+    count = sum(map(bool, cuts))
+    return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
+
+
+def _degree(tp: TensorParallelConfig, peers: Peers) -> int:
+    """Number of devices: on torch one a process, on JAX those of all processes."""
+    if tp.mesh is not None:
+        return int(tp.mesh.shape[tp.axis])
+    return max(tp.degree, peers.size)
+
+
+def _resolved(path: str) -> Path:
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
+def _make_private(path: str, target: Path, peers: Peers) -> Path:
+    """A folder beside the target, open to nobody else, that all processes see."""
+
+    def make() -> str:
+        if peers.rank:
+            return ""
+        with _told(path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            private = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
+            (Path(private) / "checkpoint").mkdir()
+        return private
+
+    private = Path(os.fsdecode(peers.exchange(os.fsencode(agree(peers, "Saving", make)))[0]))
+
+    def see() -> None:
+        if not (private / "checkpoint").is_dir():
+            raise CheckpointError(
+                f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
+                "wrote there. Pass a folder of a file system that all processes share."
+            )
+
+    try:
+        agree(peers, "Saving", see)
+    except BaseException:
+        if peers.rank == 0:
+            shutil.rmtree(private, ignore_errors=True)
+        raise
+    return private
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What the system refuses, as an error that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"save_mp_checkpoint_path={path!r}: the checkpoint was not written, and nothing of it "
+            f"is left ({error}). Is there room, and may you write there?"
+        ) from error
+
+
+def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
+    if not cuts:
+        return
+    shapes = {cut.piece.key: cut.piece.box.shape for cut in cuts}
+    kind = numpy_dtype(saved.dtype)
+
+    def arrays() -> Iterator[np.ndarray]:
+        for cut in cuts:
+            array = to_numpy(saved.source.read(cut.stored, cut.part))
+            with np.errstate(over="ignore"):  # infinite in the engine as well
+                array = array.astype(kind, copy=False)
+            yield array
+
+    write_tensors(folder / cuts[0].piece.file, saved.dtype, shapes, arrays())
+
+
+def _check_complete(folder: Path, cuts: Sequence[Sequence[Cut]]) -> None:
+    for own in cuts:
+        if own and not (folder / own[0].piece.file).is_file():
+            raise FileNotFoundError(f"{own[0].piece.file} of another process is not there")
+
+
+def _write_descriptions(folder: Path, saved: Saved) -> None:
+    """config.json, generation_config.json and the tokenizer: what makes weights a model."""
+    config = copy.deepcopy(saved.config)
+    config.architectures, config.dtype = [saved.spec.architecture], saved.dtype
+    _write_json(folder / "config.json", json.loads(config.to_json_string()))
+    if saved.spec.can_generate and saved.generation_config is not None:
+        text = saved.generation_config.to_json_string()
+        _write_json(folder / "generation_config.json", json.loads(text))
+    given = Path(saved.folder).expanduser() if saved.folder else None
+    for name in _TOKENIZER:
+        if given is not None and (given / name).is_file():
+            shutil.copyfile(given / name, folder / name)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,232 @@
+"""dualinfer plan: the table and its figures; dualinfer launch: real processes by torchrun."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dualinfer import cli
+from dualinfer.families import describe_model
+from dualinfer.plan_table import make_plan_table
+
+from .checkpoints import write_llama
+from .models import make_model
+from .ranks import ROOT
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def invoke(*arguments):
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+    return invoke
+
+
+def table_of(name, size, dtype="float32", **options):
+    config = make_model(name).config
+    spec, table = describe_model(config.to_dict(), [type(make_model(name)).__name__])
+    return make_plan_table(spec, table, size, dtype, **options)
+
+
+def row_of(table, name):
+    return next(row for row in table.rows if row.name == name)
+
+
+def test_equal_layers_are_one_row_each_and_shapes_are_those_of_devices():
+    """Of a Llama of 6 heads and 3 KV heads of 80 over 4 devices: two share a KV head."""
+    table = table_of("llama-gqa", 4)
+    row = row_of(table, "layers.0-2.qkv.weight")
+    assert (row.axes, row.split, row.count) == (("q+k+v", "embed"), "q+k+v", 3)
+    assert (row.shape, row.size) == ((12 * 80, 96), 3 * 4 * 12 * 80 * 96)
+    assert row.shapes == ((3 * 80, 96), (3 * 80, 96), (4 * 80, 96), (4 * 80, 96))
+    norm = row_of(table, "layers.0-2.attn_norm.weight")
+    assert norm.split is None and norm.shapes == ((96,),) * 4
+    assert table.notes == ("KV heads are fewer than devices, so that several hold the same one",)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "bloom", "gemma2", "bert", "gptj", "opt"])
+@pytest.mark.parametrize("equal", [False, True])
+def test_bytes_are_those_of_the_shapes(name, equal):
+    one = table_of(name, 1)
+    parameters = sum(p.numel() for p in make_model(name).parameters())
+    assert one.whole == one.devices[0].weights == 4 * parameters
+    assert (one.sums, one.gathers) == (0, 0)
+    many = table_of(name, 3, "bfloat16", equal=equal)
+    assert many.whole == 2 * parameters
+    for rank, part in enumerate(many.devices):
+        assert part.weights == 2 * sum(
+            row.count * torch.Size(row.shapes[rank]).numel() for row in many.rows
+        )
+    assert len({part.weights for part in many.devices}) == 1 or not equal
+    assert sum(part.weights for part in many.devices) >= many.whole
+
+
+def test_cache_is_the_engines():
+    import dualinfer
+
+    one = table_of("llama-gqa", 1)
+    with dualinfer.init_inference(
+        make_model("llama-gqa"), dtype="fp32", replace_with_kernel_inject=True
+    ) as engine:
+        assert engine.runner.cache_bytes_for(1, 1024) == 1024 * one.devices[0].cache
+    assert [part.cache for part in table_of("llama-gqa", 3).devices] == [
+        one.devices[0].cache // 3
+    ] * 3
+    assert table_of("bert", 2).devices[0].cache == 0
+
+
+@pytest.mark.parametrize(("name", "sums", "gathers"), [("llama-gqa", 7, 1), ("bert", 5, 0)])
+def test_collectives_are_two_a_layer_and_the_embeddings(name, sums, gathers):
+    table = table_of(name, 2, "float16")
+    assert (table.sums, table.gathers) == (sums, gathers)
+    assert table.sum_size == 2 * make_model(name).config.hidden_size
+
+
+def test_plan_prints_what_goes_where(run, tmp_path):
+    folder = write_llama(tmp_path, 101)
+    (folder / "model.safetensors").unlink()  # a config is enough
+    result = run("plan", folder, "--tp", 4)
+    assert result.exit_code == 0, result.output
+    text = re.sub(r"\s+", " ", result.stdout)
+    assert "LlamaForCausalLM in float16 on 4 devices, torch" in text
+    assert "layers.0-1.qkv.weight │ q+k+v embed │ [96, 48] │ [24|24|32|32, 48] │ q+k+v │" in text
+    assert "│ embed.weight │ vocab embed │ [101, 48] │ [26|25|25|25, 48] │ vocab │" in text
+    assert "│ final_norm.weight │ embed │ [48] │ [48] │ replicated │ 96 B │" in text
+    assert "per token: 5 sums of 96 B over the devices and one gather of the logits" in text
+    assert "note: KV heads are fewer than devices" in text
+    on_jax = re.sub(r"\s+", " ", run("plan", folder, "--tp", 4, "--backend", "jax").stdout)
+    assert "note: padding with zeros, over all devices: " in on_jax
+    assert "[26, 48]" in on_jax
+    alone = run("plan", folder, "--tp", 1, "--dtype", "bf16").stdout
+    assert "in bfloat16 on one device" in alone and "sums" not in alone
+
+
+def test_plan_takes_the_checkpoints_dtype(run, tmp_path):
+    folder = write_llama(tmp_path, 101)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    assert "in bfloat16 on 2 devices" in run("plan", folder, "--tp", 2).stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
+        ({}, ("--tp", "2", "--dtype", "int8"), "dtype='int8'"),
+        ({"model_type": "t5"}, ("--tp", "2"), "In module mode"),
+        ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
+    ],
+)
+def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):
+    folder = write_llama(tmp_path, 101)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    result = run("plan", folder, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plan_needs_a_folder(run, tmp_path):
+    result = run("plan", tmp_path / "nowhere", "--tp", 2)
+    assert result.exit_code == 1 and "does not exist" in result.stderr
+
+
+GENERATE = """
+import os, sys
+import torch
+import dualinfer
+from dualinfer import embedded
+from dualinfer.text import load_tokenizer
+
+torch.set_num_threads(1)
+assert sys.argv[1:] == ["--seed", "3", "--", "--tp"], sys.argv
+tokenizer = load_tokenizer(embedded.path())
+prompt = [tokenizer("import os\\nimport ")["input_ids"]]
+parallel = {"tp_size": 2, "timeout": 60}
+with dualinfer.init_inference(embedded.path(), dtype="fp32", tensor_parallel=parallel) as engine:
+    ids = engine.generate(prompt, max_new_tokens=12, do_sample=False)
+    if os.environ["RANK"] == "0":
+        print(tokenizer.decode(ids[0]))
+"""
+
+DYING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(7)
+time.sleep(60)
+"""
+
+WAITING = """
+import os, time
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def launch(tmp_path, text, *arguments, tp=2):
+    """The command as a process of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = [sys.executable, "-m", "dualinfer", "launch", "--tp", str(tp), str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], env=environment, **pipes)
+
+
+def test_launch_runs_one_model_in_two_processes(run, tmp_path):
+    process = launch(tmp_path, GENERATE, "--seed", "3", "--", "--tp")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    alone = run("generate", "import os\nimport ", "--max-new-tokens", 12, "--dtype", "fp32")
+    assert out == alone.stdout
+
+
+def test_a_process_that_dies_ends_the_job_with_its_rank_and_code(tmp_path):
+    start = time.monotonic()
+    process = launch(tmp_path, DYING)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert "error: rank 1 of 2 ended with exit code 7, and the others were stopped." in err
+    assert time.monotonic() - start < 30
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_all(tmp_path):
+    process = launch(tmp_path, WAITING)
+    assert process.stdout.readline() == process.stdout.readline() == "up\n"
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert not any(os.path.exists(f"/proc/{child}") for child in children)
+
+
+def test_launch_refuses_what_cannot_run(run, tmp_path, monkeypatch):
+    missing = run("launch", "--tp", 2, tmp_path / "no.py")
+    assert missing.exit_code == 1 and "is no file" in missing.stderr
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    many = run("launch", "--tp", 3, tmp_path / "script.py")
+    assert many.exit_code == 1
+    assert "--tp 3, but this machine has 2 GPUs" in many.stderr
+
+
+def test_launch_needs_torch(run, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr("dualinfer.backends._is_installed", lambda module: False)
+    result = run("launch", "--tp", 2, tmp_path / "script.py")
+    assert result.exit_code == 1 and "Install `dualinfer[torch]`" in result.stderr
