@@ -2,15 +2,16 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .backends import check_backend
+from .backends import check_backend, describe_split
 from .checkpoint import check_folder, read_json
 from .config import make_config
 from .errors import ConfigError, ModelError
@@ -18,6 +19,7 @@ from .families import check_model_type, describe_model
 from .hf_config import read_config
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
+_FILE_WIDTH = 150
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -39,21 +41,57 @@ def plan(
         config = read_config(folder)
         spec, table = describe_model(config.to_dict(), config.architectures)
     except ModelError as error:
-        raise ModelError(
-            f"{error} The plan shows fused mode. In module mode (backend='torch', the live module) "
-            "its own layers are split when the engine is made, and engine.report() says how."
-        ) from error
+        _plan_module(folder, written, tp, backend, error)
+        return
     own = written.get("dtype") or written.get("torch_dtype") or "float16"
     name = make_config({"dtype": dtype or own}, {}).dtype
     assert name is not None
     found = make_plan_table(spec, table, tp, name, equal=backend == "jax")
-    console = Console()
+    console = _wide_console()
     many = f"{tp} devices" if tp > 1 else "one device"
     title = f"{found.architecture} in {name} on {many}, {backend}"
     console.print(_weights_table(found, title))
     console.print(_devices_table(found))
     for line in (*_collectives(found), *(f"note: {note}" for note in found.notes)):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _plan_module(
+    folder: Path, written: Mapping[str, Any], tp: int, backend: str, error: ModelError
+) -> None:
+    """What module mode makes of a model that fused mode does not serve."""
+    names = written.get("architectures") or []
+    if backend != "torch" or not names:
+        raise ModelError(
+            f"{error} The plan shows fused mode here; with backend='torch', and architectures in "
+            "config.json, it shows what module mode makes of the layers."
+        ) from error
+    check_backend("torch")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        lines = describe_split(names[0], config, tp)
+    except Exception as reason:  # transformers' validation raises many kinds
+        raise ModelError(f"{error} Module mode does not know it either: {reason}") from reason
+    table = Table(title=f"{names[0]} on {tp} devices in module mode, torch")
+    for name in ("layer", "count", "class", "becomes", "whole", "on each device", "why"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        shapes = dict.fromkeys(map(_shape, line.shapes))
+        cells = (
+            *(line.path, str(line.layers), line.kind, line.becomes, _shape(line.whole)),
+            *(" ".join(shapes), line.reason),
+        )
+        table.add_row(*map(_literal, cells))
+    console = _wide_console()
+    console.print(table)
+    console.print(f"note: {error}", highlight=False, soft_wrap=True)
+    console.print(
+        "note: a split is tried out when the engine is made, which may leave more whole; "
+        "engine.report() says what it came to",
+        highlight=False,
+    )
 
 
 def _weights_table(found: PlanTable, title: str) -> Table:
@@ -111,6 +149,14 @@ def _on_each(row: PlanRow) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
+
+
+def _wide_console() -> Console:
+    """Wide where what is shown goes to a file or a pipe."""
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=_FILE_WIDTH)
 
 
 def _literal(text: str) -> str:

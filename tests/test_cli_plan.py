@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import transformers as hf
 from typer.testing import CliRunner
 
 from dualinfer import cli
@@ -122,7 +123,8 @@ def test_plan_takes_the_checkpoints_dtype(run, tmp_path):
     [
         ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
         ({}, ("--tp", "2", "--dtype", "int8"), "dtype='int8'"),
-        ({"model_type": "t5"}, ("--tp", "2"), "In module mode"),
+        ({"model_type": "t5"}, ("--tp", "2"), "Module mode does not know it either"),
+        ({"model_type": "t5"}, ("--tp", "2", "--backend", "jax"), "shows what module mode makes"),
         ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
     ],
 )
@@ -134,6 +136,20 @@ def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
+    config = hf.PhiConfig(
+        vocab_size=1000, hidden_size=96, intermediate_size=200, num_hidden_layers=2
+    )
+    config.architectures = ["PhiForCausalLM"]
+    config.save_pretrained(tmp_path)
+    shown = run("plan", tmp_path, "--tp", 3).stdout
+    assert "PhiForCausalLM on 3 devices in module mode" in shown
+    rows = [line.split("│") for line in shown.splitlines() if "│" in line]
+    becomes = {row[1].strip(): row[4].strip() for row in rows}
+    assert becomes["model.layers.*.self_attn.q_proj"] == "column"
+    assert becomes["model.layers.*.mlp.fc2"] == "row"
 
 
 def test_plan_needs_a_folder(run, tmp_path):

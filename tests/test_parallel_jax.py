@@ -392,7 +392,7 @@ def test_devices_that_cannot_be_are_refused(llama):
         ({"tp_size": 5}, r"tp_size=5, but JAX has 4 cpu devices.*device_count=5 before"),
         ({"mesh": mesh}, r"axis='tp', but the mesh has the axes 'data', 'model'"),
         ({"mesh": mesh, "axis": "model", "tp_size": 4}, "tp_size=4, but the mesh has 2"),
-        ({"mesh": "2x2"}, "mesh is a str; expected a jax.sharding.Mesh"),
+        ({"mesh": "2x2"}, r"mesh='2x2': expected a jax\.sharding\.Mesh"),
         ({"tp_size": 4, "enabled": False}, None),
     ]:
         if message is None:

@@ -64,6 +64,14 @@ def _import(name: str) -> Any:
     return importlib.import_module(f".{name}", __name__)
 
 
+def describe_split(class_name: str, config: Any, size: int) -> list[Any]:
+    """What each layer of a HF class of transformers becomes over `size` ranks in module mode.
+
+    By its config alone, on torch; a line for layers alike. See `torch.autotp.plan.Line`.
+    """
+    return _import("torch").describe_split(class_name, config, size)
+
+
 def join(config: InferenceConfig) -> Peers:
     """This process among those that share the model, as `tensor_parallel` says; all must call it.
 

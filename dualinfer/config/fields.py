@@ -155,10 +155,11 @@ class InferenceConfig(Model):
     injection_policy: Annotated[dict[Any, Any] | None, BeforeValidator(empty_is_none)] = Field(
         default=None, validation_alias="injection_dict"
     )
-    """Which outputs of which layer class are summed over devices: {class: name or names}.
+    """How a module is split over devices, in module mode: on torch {layer class: name or names} of
+    the outputs that are summed, on JAX {path pattern: axes}.
 
-    Module mode on torch: the names are checked, and with one device nothing is split. Refused in
-    fused mode, as in DeepSpeed, and on JAX.
+    With one device the names are checked and nothing is split. Refused in fused mode, as in
+    DeepSpeed.
     """
 
     injection_policy_tuple: Annotated[

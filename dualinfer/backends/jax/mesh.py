@@ -245,8 +245,8 @@ def _of_mesh(settings: TensorParallelConfig) -> Place:
     mesh, axis = settings.mesh, settings.axis
     if not isinstance(mesh, Mesh):
         raise ConfigError(
-            f"tensor_parallel.mesh is a {type(mesh).__name__}; expected a jax.sharding.Mesh, such "
-            "as jax.make_mesh gives."
+            f"tensor_parallel.mesh={mesh!r}: expected a jax.sharding.Mesh, such as jax.make_mesh "
+            "gives."
         )
     if axis not in mesh.axis_names:
         raise ConfigError(

@@ -33,9 +33,9 @@ def read_policy(
         return dict.fromkeys(shapes, WHOLE)
     if not policy:
         raise ConfigError(
-            f"tensor_parallel: {place.mesh.size} devices are to share a Flax module, and nothing says "
-            f"how its parameters are split. Pass patterns of their paths, as {_EXAMPLE}. It has, "
-            f"for instance, {_listing(list(shapes))}."
+            f"tensor_parallel: {place.mesh.size} devices are to share a Flax module, and nothing "
+            f"says how its parameters are split. Pass patterns of their paths, as {_EXAMPLE}. It "
+            f"has, for instance, {_listing(list(shapes))}."
         )
     odd = next((pattern for pattern in policy if not isinstance(pattern, str)), None)
     if odd is not None:

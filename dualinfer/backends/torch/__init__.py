@@ -1,13 +1,16 @@
 """The torch backend: `create_runner` loads a model onto a torch device."""
 
+from typing import Any
+
 import torch
 
 from ...config import InferenceConfig
-from ...errors import ConfigError, warn_caller
+from ...errors import ConfigError, ModelError, warn_caller
 from ...sharding import make_plan
 from ...spec import ModelSpec
 from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
+from .autotp.plan import Line, describe
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
@@ -38,6 +41,21 @@ def join(config: InferenceConfig) -> Ranks:
     degree = degree_of(config.tensor_parallel)
     device = default_device() if degree == 1 else rank_device()
     return join_ranks(config.tensor_parallel, device)
+
+
+def describe_split(class_name: str, config: Any, size: int) -> list[Line]:
+    """What each layer of a class of transformers becomes over `size` ranks; no weights are made.
+
+    Raises ModelError where transformers has no such class.
+    """
+    import transformers
+
+    model_type = getattr(transformers, class_name, None)
+    if model_type is None:
+        raise ModelError(f"transformers {transformers.__version__} has no {class_name}.")
+    with torch.device("meta"):
+        module = model_type(config)
+    return describe(module, size)
 
 
 def create_runner(
