@@ -32,7 +32,9 @@ def engine_of(monkeypatch):
         options = {"dtype": "fp32", "replace_with_kernel_inject": True, "enable_cuda_graph": False}
         with monkeypatch.context() as patch:
             if kernels:
-                patch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+                patch.setattr(
+                    backend, "_make_ops", lambda config, spec, device, _: KernelOps(device)
+                )
             else:
                 options["use_triton"] = False
             return dualinfer.init_inference(
