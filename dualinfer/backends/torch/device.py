@@ -49,10 +49,13 @@ def default_device() -> torch.device:
 
 
 def rank_device() -> torch.device:
-    """The device of this process of a torchrun job: the one of its number on its host."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    """The device of this process of a torchrun job: the one of its number on its host.
+
+    Where nothing gives it a number, its current one.
+    """
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        return default_device()
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise ConfigError(
             f"Process {local} of this host has no GPU of its own: there are {count}. Start at most "

@@ -1,10 +1,10 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from ...agreement import agree
 from ...config import InferenceConfig
@@ -27,6 +27,7 @@ from .profiling import make_stopwatch, module_spans
 from .watch import ModuleWatch, compiled_call
 
 _MARKED = 8  # values of a row
+_SHARED_PLAN = TypeAdapter(tuple[Plan, list[str]])  # as JSON: nothing is unpickled
 
 
 @torch.inference_mode(False)  # else a caller's inference mode would mark the weights as its own
@@ -107,7 +108,8 @@ def _shared_plan(
 ) -> tuple[Plan, list[str]]:
     """Rank 0's plan, which it alone tries out: that takes time and memory of the host."""
     made = agree(peers, "The plan of the split", make if peers.rank == 0 else lambda: None)
-    return pickle.loads(peers.exchange(pickle.dumps(made))[0])
+    message = b"" if made is None else _SHARED_PLAN.dump_json(made)
+    return _SHARED_PLAN.validate_json(peers.exchange(message)[0])
 
 
 def _share_random_state(peers: Ranks, device: torch.device) -> None:
