@@ -345,12 +345,12 @@ def test_a_rank_that_dies_is_told_to_the_others(crew):
 
 
 def waits_for_one_that_never_makes_an_engine():
+    import time
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
     if os.environ["RANK"] == "1":
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        import time
-
         time.sleep(4)
         return
     _engine("gpt2", 2, tensor_parallel={"timeout": 2})

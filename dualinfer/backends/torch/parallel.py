@@ -14,7 +14,7 @@ from ...errors import ConfigError, DistributedError
 from ...sharding import Plan
 
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LENGTH = 8  # bytes
+_LENGTH, _SHORT = 8, 248  # bytes
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 T = TypeVar("T")
@@ -46,14 +46,17 @@ class Ranks:
         """Every rank's message, in order; see `agreement.Peers`."""
         if self.size == 1:
             return [message]
-        lengths = self._gather(len(message).to_bytes(_LENGTH, "little"), _LENGTH)
-        sizes = [int.from_bytes(length, "little") for length in lengths]
-        found = self._gather(message, max(sizes))
+        # Most are short: their length and they themselves go together.
+        head = len(message).to_bytes(_LENGTH, "little") + message[:_SHORT]
+        heads = self._gather(head, _LENGTH + _SHORT)
+        sizes = [int.from_bytes(found[:_LENGTH], "little") for found in heads]
+        found = [short[_LENGTH:] for short in heads]
+        if max(sizes) > _SHORT:
+            rests = self._gather(message[_SHORT:], max(sizes) - _SHORT)
+            found = [short + rest for short, rest in zip(found, rests, strict=True)]
         return [padded[:size] for padded, size in zip(found, sizes, strict=True)]
 
     def _gather(self, message: bytes, width: int) -> list[bytes]:
-        if not width:
-            return [b""] * self.size
         padded = bytearray(message.ljust(width, b"\0"))
         own = torch.frombuffer(padded, dtype=torch.uint8)
         if "cpu:" not in dist.get_backend_config(self.host):  # a caller's NCCL group
