@@ -4,15 +4,17 @@ Each process of a group makes the same calls. What fails in one of them is raise
 inputs that differ are refused in all, so that no process waits for one that does not come.
 """
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
+import ml_dtypes
 import numpy as np
 
-from .arrays import kind_of, to_numpy
+from .arrays import from_numpy, kind_of, to_numpy
 from .errors import ArgumentError, DistributedError
 
 T = TypeVar("T")
@@ -82,10 +84,11 @@ def agree(
     return result
 
 
-def share_inputs(peers: Peers, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def share_inputs(peers: Peers, inputs: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
     """`inputs`, by name, or rank 0's where this process has none but None.
 
-    They come as nested lists then. Those of a process that has its own are its own.
+    They come as what they are there: lists, or arrays of the same framework and dtype. Torch's that
+    lie on an accelerator go to `device`. Those of a process that has its own are its own.
     """
     if peers.size == 1:
         return dict(inputs)
@@ -104,7 +107,9 @@ def share_inputs(peers: Peers, inputs: Mapping[str, Any]) -> dict[str, Any]:
         raise error
     if not found:
         raise DistributedError("Rank 0 could not hand over its inputs; its own error says why.")
-    return {**inputs, **json.loads(found)} if asks else dict(inputs)
+    if not asks:
+        return dict(inputs)
+    return {**inputs, **{n: _unpacked(v, device) for n, v in json.loads(found).items()}}
 
 
 def settle(peers: Peers, values: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -144,19 +149,38 @@ def _said(content: Mapping[str, Any]) -> bytes:
 
 
 def _packed(inputs: Mapping[str, Any]) -> bytes:
-    return _said({name: _to_list(v) for name, v in inputs.items() if v is not None})
+    """As JSON: nothing is pickled."""
+    return _said({name: _plain(value) for name, value in inputs.items() if value is not None})
 
 
-def _to_list(value: Any) -> Any:
-    """Nested lists of numbers, from arrays and sequences of any kind; rows of any lengths."""
-    if kind_of(value) == "list":
-        return [_to_list(item) for item in value]
+def _plain(value: Any) -> Any:
+    """Nested lists of numbers as they are, in rows of any lengths; an array with what it is."""
+    kind = kind_of(value)
+    if kind == "list":
+        return [_plain(item) for item in value]
     if isinstance(value, bool | int | float):
         return value
-    if kind_of(value) is None:
+    if kind is None:
         raise ArgumentError(
             f"Other ranks take rank 0's inputs, and a {type(value).__name__} cannot be sent to "
             "them. Pass arrays or lists of numbers."
         )
     array = to_numpy(value)
-    return (array.astype(np.float32) if array.dtype.kind not in "iub" else array).tolist()
+    return {
+        "kind": kind,
+        "dtype": array.dtype.name,
+        "shape": array.shape,
+        "bytes": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+        "placed": kind == "torch" and value.device.type != "cpu",
+    }
+
+
+def _unpacked(value: Any, device: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    dtype = np.dtype(getattr(ml_dtypes, value["dtype"], value["dtype"]))
+    array = np.frombuffer(bytearray(base64.b64decode(value["bytes"])), dtype)
+    found = from_numpy(array.reshape(value["shape"]), value["kind"])
+    return found.to(device) if value["placed"] and device is not None else found

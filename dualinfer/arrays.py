@@ -38,6 +38,17 @@ def to_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
+def from_numpy(array: np.ndarray, kind: Kind) -> Any:
+    """`array` in a framework, in host memory (JAX: on its default device), in its own dtype."""
+    if kind == "torch":
+        return _numpy_to_torch(array)
+    if kind == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(array)
+    return array
+
+
 def same_tensor(one: Any, other: Any) -> bool:
     """True if two tensors hold the same values; tells shared memory apart without reading it."""
     if kind_of(one) == kind_of(other) == "torch":

@@ -73,6 +73,7 @@ class FusedEngine(InferenceEngine):
                     "position_ids": position_ids,
                     "token_type_ids": token_type_ids,
                 },
+                self.device,
             )
 
             def prepare() -> ForwardInputs:
@@ -136,13 +137,9 @@ class FusedEngine(InferenceEngine):
         `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
         each. Raises before anything runs; an argument that is not supported is refused by name.
         """
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise ArgumentError(
-                f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's have."
-            )
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
         prompts, requests, options, stop, chunk = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk, streamer
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
@@ -196,6 +193,7 @@ class FusedEngine(InferenceEngine):
         seed: Any,
         kwargs: dict[str, Any],
         chunk: int,
+        streamer: Any = None,
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
         """Everything that generate and stream check and derive before anything runs.
 
@@ -208,16 +206,23 @@ class FusedEngine(InferenceEngine):
                 "attention_mask": mask,
                 "inputs": kwargs.pop("inputs", None),
             }
-            given = share_inputs(peers, inputs)
+            given = share_inputs(peers, inputs, self.device)
 
             def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+                if streamer is not None and not (
+                    hasattr(streamer, "put") and hasattr(streamer, "end")
+                ):
+                    raise ArgumentError(
+                        f"streamer is a {type(streamer).__name__}; expected put() and end(), as "
+                        "HF's have."
+                    )
                 return self._make_requests(given, config, tokenizer, seed, kwargs)
 
             def alike(made: tuple[Any, list[Request], GenerationOptions, Any]) -> Any:
                 _, requests, options, stop = made
                 seeds = [] if seed is None else [r.sampling.seed for r in requests]
                 same = [replace(r, sampling=replace(r.sampling, seed=0)) for r in requests]
-                return same, seeds, options, stop is None
+                return same, seeds, options, stop is None, self._profiler.enabled
 
             prompts, requests, options, stop = agree(
                 peers, "The arguments of generate()", prepare, alike

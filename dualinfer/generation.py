@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .agreement import agree
 from .backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
-from .errors import StepError
+from .errors import StepError, UnsupportedError
 from .profiling import Profiler
 
 
@@ -62,6 +63,9 @@ class Loop:
     """The slots of one runner. Several generations may be open at once, each with its own slots.
 
     They may belong to several threads, as with HF's TextIteratorStreamer; one at a time drives.
+    Where several processes share the model, each must begin the same generations in the same
+    order, and those that are open at once belong to one thread: how threads take turns differs
+    from process to process.
     """
 
     def __init__(self, runner: Runner, profiler: Profiler, lock: threading.RLock):
@@ -70,6 +74,7 @@ class Loop:
         self._lock = lock
         self._closed: Exception | None = None
         self._live: dict[int, Live] = {}
+        self._thread = 0  # that drives what is live, where several processes share the model
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
@@ -77,7 +82,15 @@ class Loop:
         with self._lock:
             if self._closed is not None:
                 raise self._closed
+            self._check_thread()
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
+            agree(
+                self._runner.peers,
+                "What is begun and what is open",
+                lambda: None,
+                lambda _: (requests, sorted(self._live)),
+            )
+            self._thread = threading.get_ident()
             lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
             slots = slots[: len(lives)]
             try:
@@ -89,12 +102,23 @@ class Loop:
             self._chunks.append((pending, dict(enumerate(lives))))
             return lives
 
+    def _check_thread(self) -> None:
+        """Raise where another thread drives what is open, and other processes could not follow."""
+        other = self._live and self._thread != threading.get_ident()
+        if other and self._runner.peers.size > 1:
+            raise UnsupportedError(
+                "Several processes share this model, and another thread has a generation open: "
+                "how threads take turns differs from process to process. Finish or close it "
+                "first, or run both from one thread."
+            )
+
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
         while True:
             with self._lock:
                 if all(live.ended or len(live.tokens) >= count for live in lives):
                     return
+                self._check_thread()
                 self._pump(steps)
 
     def _pump(self, steps: int) -> None:

@@ -4,10 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .agreement import agree, share_inputs
-from .arrays import kind_of, to_kind
+from .arrays import kind_of
 from .backends.base import ModuleRunner
 from .engine import About, InferenceEngine
 from .errors import LengthError
@@ -75,11 +73,7 @@ class ModuleEngine(InferenceEngine):
             return args, kwargs
         named = {str(i): value for i, value in enumerate(args)} | kwargs
         arrays = {n: v for n, v in named.items() if kind_of(v) in ("torch", "jax", "numpy")}
-        kind = self.inference_config.backend
-        shared = share_inputs(peers, arrays)
-        if not arrays:
-            shared = {n: to_kind(np.asarray(v), kind) for n, v in shared.items()}
-        named |= shared
+        named |= share_inputs(peers, arrays, self.device)
         count = sum(name.isdecimal() for name in named)
         args = tuple(named.pop(str(i)) for i in range(count))
 
@@ -88,9 +82,11 @@ class ModuleEngine(InferenceEngine):
                 check(args, named)
             return args, named
 
-        return agree(
-            peers, f"The inputs of {call}", prepare, lambda made: (made[0], sorted(made[1].items()))
-        )
+        def alike(made: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            args, kwargs = made
+            return args, sorted((n, v) for n, v in kwargs.items() if n != "streamer")
+
+        return agree(peers, f"The inputs of {call}", prepare, alike)
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Raise for what the contract's guard refuses, before anything runs.

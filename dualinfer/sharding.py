@@ -66,6 +66,18 @@ class Shard:
             part in self.shares for axis in row.axes for part in axis.split("+")
         )
 
+    def describe(self, table: WeightTable) -> str:
+        """What this device holds, for people, padding included."""
+        attention = self.spec.layers[0].attention
+        width = "up" if "up" in self.shares else "ffn"
+        held = {
+            "query heads": (attention.heads, table.sizes["q"] // attention.head_dim),
+            "KV heads": (attention.kv_heads, table.sizes["k"] // attention.head_dim),
+            "MLP width": (self.shares[width].extent, table.sizes[width]),
+            "vocabulary": (self.shares["vocab"].extent, table.sizes["vocab"]),
+        }
+        return ", ".join(f"{what} {part} of {whole}" for what, (part, whole) in held.items())
+
     def reads(self, row: Row, part: Source, table: WeightTable) -> list["Read"]:
         """What to read of one stored tensor, in the order of the row's fused axis.
 

@@ -106,6 +106,7 @@ def _work(pipe):
     import torch
     import torch.distributed as dist
 
+    importlib.import_module("tests.models")  # before a task's own timeout counts
     torch.set_num_threads(1)
     while True:
         try:

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.base": {"agreement", "errors", "profiling", "spec"},  # the neutral contract
     "backends": {"agreement", "backends.base", "config.*", "errors", "spec", "weights"},
     "inputs": {"arrays", "backends.base", "errors", "spec"},
-    "generation": {"backends.base", "errors", "profiling", "spec"},
+    "generation": {"agreement", "backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
         *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*"),

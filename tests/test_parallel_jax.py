@@ -29,10 +29,13 @@ from dualinfer.kernels.pallas import linear  # noqa: E402
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
 from .models import CASES, VOCAB, make_model, random_ids, relative_rms  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or jax.device_count() < 4,
-    reason="needs four virtual devices: XLA_FLAGS=--xla_force_host_platform_device_count=4",
-)
+pytestmark = [
+    pytest.mark.xdist_group("mesh"),  # engines serve several tests
+    pytest.mark.skipif(
+        jax.default_backend() != "cpu" or jax.device_count() < 4,
+        reason="needs four virtual devices: XLA_FLAGS=--xla_force_host_platform_device_count=4",
+    ),
+]
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 # One layer, where layers are alike.

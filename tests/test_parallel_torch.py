@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ _model = functools.cache(make_model)
 
 
 def _engine(name, tp, **fields):
-    parallel = {"tp_size": tp, "timeout": 60, **fields.pop("tensor_parallel", {})}
+    parallel = {"tp_size": tp, "timeout": 150, **fields.pop("tensor_parallel", {})}
     return dualinfer.init_inference(_model(name), tensor_parallel=parallel, **INJECT, **fields)
 
 
@@ -249,6 +250,81 @@ def test_ranks_that_pass_none_take_rank_0s_inputs(crew, engine_of):
         assert ragged_text == ragged
         assert sampled == drawn.tolist()
         assert stream == streamed
+
+
+def inputs_of_rank_0_as_they_are(kind):
+    rank = int(os.environ["RANK"])
+    ids, mask = random_ids(2, 6).astype(np.int32), np.ones((2, 6), np.float32)
+    mask[0, :2] = 0
+    if kind == "torch":
+        ids, mask = torch.from_numpy(ids), torch.from_numpy(mask).bfloat16()
+    given = {"input_ids": ids, "attention_mask": mask} if rank == 0 else {}
+    with _engine("llama-gqa", 2) as engine:
+        text = engine.generate(**given, **GREEDY)
+        fused = type(text).__name__, np.asarray(text).tolist()
+    with dualinfer.init_inference(
+        make_model("llama-gqa"), dtype="fp32", tensor_parallel={"tp_size": 2}
+    ) as engine:
+        given = {"input_ids": torch.from_numpy(random_ids(2, 6)).int()} if rank == 0 else {}
+        return fused, engine(**given).logits.numpy(), _embedded(engine, rank)
+
+
+def _embedded(engine, rank):
+    x = torch.randn(1, 4, engine.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    return engine(**({"inputs_embeds": x} if rank == 0 else {})).logits.numpy()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_what_rank_0_hands_over_keeps_its_framework_and_dtype(crew, kind):
+    first, second = crew.run(inputs_of_rank_0_as_they_are, kind)
+    assert first[0] == second[0]
+    assert first[0][0] == ("ndarray" if kind == "numpy" else "Tensor")
+    for ours, theirs in zip(first[1:], second[1:], strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def generations_out_of_step(what):
+    rank = int(os.environ["RANK"])
+    ids = [torch.from_numpy(random_ids(1, 5, seed=seed)) for seed in (1, 2)]
+    with _engine("llama-gqa", 2, tensor_parallel={"timeout": 8}) as engine:
+        streams = [engine.stream(x, **GREEDY) for x in ids]
+        try:
+            if what == "order":
+                next(streams[rank])
+            elif what == "left":
+                next(streams[0])
+                if rank == 0:
+                    streams[0].close()
+                engine.generate(ids[0], **GREEDY)
+            else:
+                next(streams[0])
+                thread = threading.Thread(target=lambda: errors.append(_error_of(streams[1])))
+                errors = []
+                thread.start()
+                thread.join()
+                return errors[0]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _error_of(stream):
+    try:
+        next(stream)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("what", ["order", "left"])
+def test_generations_that_ranks_begin_or_end_differently_are_refused(crew, what):
+    for error in crew.run(generations_out_of_step, what):
+        assert error.startswith("DistributedError: What is begun and what is open differ")
+
+
+def test_two_threads_with_open_generations_are_refused(crew):
+    for error in crew.run(generations_out_of_step, "threads"):
+        assert error.startswith("UnsupportedError: Several processes share this model")
 
 
 class _Collecting:

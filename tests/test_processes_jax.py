@@ -20,6 +20,8 @@ from .checkpoints import write_llama
 jax = pytest.importorskip("jax")
 flax = pytest.importorskip("flax")
 
+pytestmark = pytest.mark.xdist_group("processes")  # which are started once
+
 ROOT = Path(__file__).parents[1]
 WORLD, VOCAB, PATIENCE = 2, 131, 180
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32", "kernel_inject": True}
@@ -31,7 +33,7 @@ IDS = np.random.default_rng(1).integers(3, VOCAB, (2, 7))
 def make(model: Any, **tp: Any) -> Any:
     import dualinfer
 
-    return dualinfer.init_inference(model, tensor_parallel={"timeout": 60, **tp}, **OPTIONS)
+    return dualinfer.init_inference(model, tensor_parallel={"timeout": 150, **tp}, **OPTIONS)
 
 
 def make_module() -> Any:

@@ -29,7 +29,9 @@ FAMILIES = ("llama-gqa", "gpt2", "bloom", "gemma2", "bert", "gptj")
 
 def engine(model, tp=1, **fields):
     fields = {"dtype": "fp32", "replace_with_kernel_inject": True, **fields}
-    return dualinfer.init_inference(model, tensor_parallel={"tp_size": tp, "timeout": 60}, **fields)
+    return dualinfer.init_inference(
+        model, tensor_parallel={"tp_size": tp, "timeout": 150}, **fields
+    )
 
 
 def save(model, path, tp=1, **fields):

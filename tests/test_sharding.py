@@ -199,3 +199,10 @@ def test_the_plan_agrees_with_hfs_own(name):
                     pytest.fail(f"{pattern}: an unknown style {kind}")
                 checked += 1
     assert checked >= 7
+
+
+def test_a_share_is_described_for_people():
+    shard = make_plan(*described("llama-gqa"), 2).shards[1]
+    assert shard.describe(described("llama-gqa")[1]) == (
+        "query heads 2 of 6, KV heads 1 of 3, MLP width 50 of 100, vocabulary 489 of 1001"
+    )

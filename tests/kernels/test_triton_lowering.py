@@ -27,6 +27,8 @@ from dualinfer.kernels.triton import (
 )
 from dualinfer.kernels.triton.launch import next_power_of_2
 
+pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all tests
+
 DTYPES = ("fp32", "bf16", "fp16")
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}

@@ -270,16 +270,7 @@ def describe_split(place: Place, shards: Plan, leaves: Sequence[jax.Array]) -> t
     """Notes for people on what each of several devices holds; `leaves` are the weights."""
     if place.size == 1:
         return ()
-    table, own = shards.table, shards.shards[0]
-    attention = own.spec.layers[0].attention
-    held = {
-        "query heads": (attention.heads, table.sizes["q"] // attention.head_dim),
-        "KV heads": (attention.kv_heads, table.sizes["k"] // attention.head_dim),
-        "vocabulary": (own.shares["vocab"].extent, table.sizes["vocab"]),
-    }
-    width = "up" if "up" in own.shares else "ffn"
-    held["MLP width"] = own.shares[width].extent, table.sizes[width]
-    listed = ", ".join(f"{what} {part} of {whole}" for what, (part, whole) in held.items())
+    listed = shards.shards[0].describe(shards.table)
     copied = sum(x.nbytes for x in leaves if x.sharding.is_fully_replicated)
     return (
         f"tensor parallel over {place.size} devices; each holds, padding included, {listed}, and "

@@ -73,7 +73,11 @@ def create_runner(
 
         autotune(shard.spec, params, ops)
     graphs = config.enable_cuda_graph
-    return TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
+    runner = TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
+    if shard.size > 1:
+        held = shard.describe(plan.table)
+        runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {held}",)
+    return runner
 
 
 def _make_ops(

@@ -41,6 +41,7 @@ class Ranks:
         self.host, self.group, self.device, self.timeout = host, group, device, timeout
         self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
+        self._lost = False  # a rank that missed a call would take the next one's values for its
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, in order; see `agreement.Peers`."""
@@ -67,9 +68,15 @@ class Ranks:
 
     def _talk(self, work: Callable[[], T]) -> T:
         """A collective; what breaks it off is told as what it is."""
+        if self._lost:
+            raise DistributedError(
+                f"Rank {self.rank} of {self.size} lost the others in a call before. Make the "
+                "engines anew, in every process."
+            )
         try:
             return work()
         except RuntimeError as error:  # gloo's, and torch.distributed's own
+            self._lost = True
             raise DistributedError(
                 f"Rank {self.rank} of {self.size} lost the others: a process ended, or did not "
                 f"come within the timeout. Its own output says why. ({_first_line(error)})"
@@ -228,14 +235,13 @@ def _join_world(degree: int, device: torch.device, timeout: timedelta) -> Ranks:
     mine = None
     for first in range(0, world, degree):
         members = range(first, first + degree)
+        # Two groups, so that a message never meets a sum of a rank that went another way.
         host: Any = dist.new_group(members, backend="gloo", timeout=timeout)
-        group = host
-        if device.type == "cuda":
-            group = dist.new_group(members, backend="nccl", timeout=timeout)
+        carrier = "nccl" if device.type == "cuda" else "gloo"
+        group: Any = dist.new_group(members, backend=carrier, timeout=timeout)
         if me in members:
-            owned = [host] if group is host else [host, group]
             seconds = timeout.total_seconds()
-            mine = Ranks(members, me - first, host, group, device, seconds, owned)
+            mine = Ranks(members, me - first, host, group, device, seconds, [host, group])
             mine.copy = me // degree
     assert mine is not None
     return mine
@@ -247,7 +253,20 @@ def _meet(degree: int, timeout: timedelta) -> None:
     Making a group would wait without end. Raises DistributedError that names who is missing, and
     ConfigError where their degrees differ.
     """
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    try:
+        _meet_by(dist.distributed_c10d._get_default_store(), degree, timeout)
+    except RuntimeError as error:
+        if isinstance(error, DistributedError):
+            raise
+        raise DistributedError(
+            "The processes of the job cannot find each other: the one of rank 0 is gone. Its own "
+            f"output says why. ({_first_line(error)})"
+        ) from error
+
+
+def _meet_by(store: Any, degree: int, timeout: timedelta) -> None:
+    """The same by the store that rank 0 holds for all."""
+    me = dist.get_rank()
     count = store.add(f"dualinfer/{me}", 1)
     keys = [f"dualinfer/{count}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[me], str(degree))
