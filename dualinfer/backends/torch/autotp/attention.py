@@ -48,7 +48,16 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_hea
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_head_kv", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
 _GROUPS = ("num_key_value_groups",)
-_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "split_size", "dim", "d_model")
+_WIDTHS = (
+    "all_head_size",
+    "inner_dim",
+    "embed_dim",
+    "n_embd",
+    "hidden_size",
+    "split_size",
+    "dim",
+    "d_model",
+)
 _KV_WIDTHS = ("kv_dim",)
 
 
@@ -94,6 +103,8 @@ def find_attention(
         if codegen in layouts:
             ranks = [pad_for_codegen(h) for h in ranks]
         unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
+        if layouts == [interleaved] and unit.guess:
+            unit.others = attention_changes(unit, part, [blocks], heads, ranks, row)
     except NotUnderstoodError as problem:
         unit.problem = str(problem)
     yield unit
@@ -186,7 +197,8 @@ def attention_changes(
         Change(path, "column", tuple(layout(h) for h in ranks), unit.path, reason)
         for path, layout in zip(columns, layouts, strict=True)
     ]
-    found.append(Change(row, "row", tuple(query_rows(h) for h in ranks), unit.path, reason))
+    parts = tuple(query_rows(h) for h in ranks)
+    found.append(Change(row, "row", parts, unit.path, reason, heads=tuple(ranks)))
     found += _by_head(unit, part, heads, ranks, set(columns) | {row})
     numbers = tuple(_local_numbers(vars(part), heads, h) for h in ranks)
     config = getattr(part, "config", None)

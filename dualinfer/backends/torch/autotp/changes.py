@@ -21,7 +21,7 @@ class Change:
     `becomes` is column, row, gathered (linear layers), vocab (an embedding), table (an embedding
     with a column a head), by head (a parameter), heads (norms, one a head), experts, or numbers:
     `numbers` by rank that the module's forward reads. `by_rank` are the parts of the axis that is
-    split.
+    split, `heads` each rank's own: of an output projection, and of a module that takes biases.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Change:
 class Unit:
     """Changes that are made together or not at all; `problem` says why they are not known.
 
-    `guess` says what of them must be seen to be right.
+    `guess` says what of them must be seen to be right; if it is not, `others` may be.
     """
 
     path: str
@@ -52,6 +52,7 @@ class Unit:
     changes: list[Change] = field(default_factory=list)
     problem: str = ""
     guess: str = ""
+    others: list[Change] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,46 @@ class NotUnderstoodError(Exception):
 def is_altered(module: nn.Module) -> bool:
     """True for a module with forward hooks, or a forward that was set on it."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def altered_inside(root: nn.Module, unit: Unit) -> str:
+    """Why a unit's parts may not see a rank's columns: hooks or forwards set on them; else "".
+
+    Hooks on the block as a whole see all of what goes in and comes out.
+    """
+    layers = [path.split(".") for path in unit.layers or [unit.path]]
+    shared = 0
+    while len({tuple(path[: shared + 1]) for path in layers}) == 1 and shared < len(layers[0]):
+        shared += 1
+    scope = layers[0][:shared] if unit.layers[1:] else unit.path.split(".")
+    for depth in range(1, len(scope) + 1):
+        path = ".".join(scope[:depth])
+        if path and "forward" in vars(root.get_submodule(path)):
+            return f"{path} has a forward of its own"
+    block = ".".join(scope)
+    apart: list[str] = []  # other parts of the block with weights
+    for name, part in root.get_submodule(block).named_modules():
+        path = join_path(block, name)
+        if not name or path.startswith(tuple(apart)):
+            continue
+        inside = any(f"{layer}.".startswith(f"{path}.") for layer in unit.layers)
+        if unit.layers and not inside and any(p.ndim > 1 for p in part.parameters()):
+            apart.append(f"{path}.")
+        elif is_altered(part):
+            return f"{path} inside it has hooks or a forward of its own"
+    return ""
+
+
+_OPAQUE = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.MultiheadAttention
+
+
+def opaque_parts(module: nn.Module) -> dict[str, str]:
+    """Prefixes of paths in layers of torch's own that read their parts' weights, and why."""
+    return {
+        f"{path}." if path else "": f"{type(part).__name__} reads its weight in fused operations"
+        for path, part in module.named_modules()
+        if isinstance(part, _OPAQUE)
+    }
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -93,13 +134,15 @@ def join_path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part)
 
 
-_NOT_FORWARD = re.compile(r"init|reset|tie|resize|embeddings$|load|save")
+_NOT_FORWARD = re.compile(r"init|reset|tie|resize|embeddings$|load|save|optim|params|trained")
+# Modules of code that runs layers only by calling them: torch's, and what all HF models share.
+_CALLS_ONLY = re.compile(r"torch\.nn\.|transformers\.(?!models\.)")
 
 
 def method_sources(kind: type) -> Iterator[str]:
     """The source of each method that a forward pass may run; OSError where there is none."""
     for cls in kind.__mro__:
-        if cls.__name__ in ("Module", "PreTrainedModel", "object"):
+        if cls is object or _CALLS_ONLY.match(cls.__module__):
             continue
         for name, value in vars(cls).items():
             function = inspect.unwrap(getattr(value, "__func__", value))

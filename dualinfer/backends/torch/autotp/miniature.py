@@ -11,6 +11,7 @@ from torch import nn
 
 from ....memory import host_free_bytes
 from ..fill import is_hf, slots
+from .likeness import Likeness
 
 _TOKENS = 7
 _MOST_WHOLE = 2**30  # bytes
@@ -18,11 +19,15 @@ _MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs a
 
 
 class Call(NamedTuple):
-    """A call of one part of the module; its path is "" for all of it."""
+    """A call of one part of the module; its path is "" for all of it.
+
+    `doubt` says why the module may call the part in other ways.
+    """
 
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    doubt: str = ""
 
 
 def pattern(path: str) -> str:
@@ -86,24 +91,26 @@ def make_calls(module: nn.Module, rows: int) -> list[Call]:
     if is_hf(module):
         return [Call("", (), _hf_inputs(module, rows, generator))]
     calls = []
+    likeness = Likeness()
     for path, stack in stacks(module):
         seen: list[Any] = []
         for name, layer in stack.named_children():
-            signature = _signature(layer)
+            mark = likeness.mark(layer)
             widths = (m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
             width = next(widths, None)
-            if signature not in seen and width is not None:
-                seen.append(signature)
+            if mark not in seen and width is not None:
+                seen.append(mark)
                 x = _uniform((rows, _TOKENS, width), generator)
-                calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}))
+                calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}, _doubt(layer)))
     if not calls:
         raise ValueError("it is no HF model and has no stack of layers")
     return calls
 
 
-def _signature(layer: nn.Module) -> Any:
-    kinds = tuple((name, type(part)) for name, part in layer.named_modules())
-    return kinds, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+def _doubt(layer: nn.Module) -> str:
+    """What a layer takes beside the hidden states, if anything."""
+    more = [*inspect.signature(layer.forward).parameters][1:]
+    return f"{type(layer).__name__} takes {', '.join(more)}, too" if more else ""
 
 
 def _share_parts(stack: nn.Module) -> bool:
@@ -121,12 +128,13 @@ def _share_parts(stack: nn.Module) -> bool:
 def _shortened(module: nn.Module) -> Iterator[None]:
     """Each stack without its end, as far as layers of every kind are left."""
     whole = [(stack, dict(stack._modules)) for _, stack in stacks(module)]
+    likeness = Likeness()
     try:
         for stack, layers in whole:
             if _share_parts(stack):
                 continue
-            signatures = [_signature(layer) for layer in stack]
-            kept = max(signatures.index(s) for s in set(signatures)) + 1
+            marks = [likeness.mark(layer) for layer in stack]
+            kept = max(marks.index(mark) for mark in set(marks)) + 1
             for name in list(layers)[kept:]:
                 del stack._modules[name]
         yield

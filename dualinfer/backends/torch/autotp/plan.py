@@ -5,11 +5,10 @@ of a stack can be split by itself, its outputs gathered. A unit is trusted if a 
 that it gives the same, or an injection policy vouches for it. What is left is replicated, and said.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,18 +17,27 @@ from torch import nn
 from ....errors import ConfigError, ModelError
 from ....sharding import split_evenly
 from ..fill import is_hf, on_meta
-from .changes import Change, Plan, Unit, is_altered, is_linear, method_sources, sizes
+from .changes import (
+    Change,
+    Plan,
+    Unit,
+    is_altered,
+    is_linear,
+    opaque_parts,
+    sizes,
+)
 from .layers import Part, Seam
 from .layouts import Run, Runs, extent
 from .miniature import pattern, stacks
 from .policy import check_policy, policy_units
+from .reading import Readings
 from .rehearsal import Rehearsal
 from .surgery import split_axis, split_module
 from .table import Line, notes_on, table, weight_of
 from .units import find_units
 
 _LEAST_ROWS = 8  # of an embedding, a rank
-_ATTEMPTS = (  # kinds of units, until one gives what the whole module does
+_ATTEMPTS = (
     ("attention", "mlp", "experts"),
     ("attention", "mlp"),
     ("attention", "experts"),
@@ -62,8 +70,8 @@ def make_plan(
     check_whole(module)
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        told = "TorchScript has no layers that could be exchanged"
-        return Plan(size, (), {}), [f"tensor parallelism: the {kind} is replicated: {told}"]
+        problem = "TorchScript has no layers that could be exchanged"
+        return Plan(size, (), {}), [f"tensor parallelism: the {kind} is replicated: {problem}"]
     units = find_units(module, size, grain)
     vouched = policy_units(module, policy, units, size, grain)
     if on_meta(module):
@@ -75,17 +83,27 @@ def make_plan(
     rehearsal = Rehearsal(module)
     notes = []
     if rehearsal.obstacle:
-        told = f"could not be tried out before it was split ({rehearsal.obstacle})"
-        notes.append(f"tensor parallelism: the {kind} {told}")
+        problem = f"could not be tried out before it was split ({rehearsal.obstacle})"
+        notes.append(f"tensor parallelism: the {kind} {problem}")
+    sure = [pattern(path) for unit in vouched for path in unit.layers]
+    for path, doubt in rehearsal.doubts.items():
+        if any(own.startswith(f"{path}.") for own in sure):
+            continue
+        problem = f"{path} may be called in other ways than could be tried out ({doubt})"
+        notes.append(f"tensor parallelism: {problem}; an injection_policy can vouch for its layers")
     problem = ""
-    for kinds in _ATTEMPTS:
-        trusted = [unit for unit in units if unit.kind in kinds]
+    told: dict[str, str] = {}  # what was tried, by what was wrong with it
+    tried: list[Plan] = []
+    for kinds, trusted in _attempts(units):
         plan = _choose(module, trusted, vouched, rehearsal.ran, rehearsal.ran, size, grain)
+        if plan in tried:
+            continue
+        tried.append(plan)
         problem = rehearsal.check(size, partial(_split_copy, plan))
         if not problem:
-            return plan, [*notes, *notes_on(module, plan)]
-        told = f"{', '.join(kinds)} split as units gave" if kinds else "layers split alone gave"
-        notes.append(f"tensor parallelism: {told} other values ({problem})")
+            return plan, [*notes, *told.values(), *notes_on(module, plan)]
+        what = f"{', '.join(kinds)} split as units gave" if kinds else "layers split alone gave"
+        told.setdefault(problem, f"tensor parallelism: {what} other values ({problem})")
     if vouched:
         raise ConfigError(
             f"injection_policy: split as it says, the {kind} gives other values ({problem}). "
@@ -93,13 +111,30 @@ def make_plan(
         )
     layers = [path for path, part in module.named_modules() if is_linear(part)]
     plan = Plan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
-    return plan, [*notes, *notes_on(module, plan)]
+    return plan, [*notes, *told.values(), *notes_on(module, plan)]
+
+
+def _attempts(units: Sequence[Unit]) -> Iterator[tuple[Sequence[str], list[Unit]]]:
+    """Kinds of units with the units to try, first all, until one gives what the whole module does.
+
+    Where a layout was guessed, both guesses are tried.
+    """
+    others = [replace(u, changes=u.others) if u.others else u for u in units]
+    has_others = any(unit.others for unit in units)
+    for kinds in _ATTEMPTS:
+        for some in (units, others) if has_others and "attention" in kinds else (units,):
+            yield kinds, [unit for unit in some if unit.kind in kinds]
 
 
 def _split_copy(plan: Plan, copy: nn.Module, rank: int, seam: Seam) -> None:
-    """Split a miniature, which lacks some layers of each stack."""
+    """Split a miniature, which lacks some layers of each stack.
+
+    Raises ValueError if it lacks all of the layers that are alike.
+    """
     present = {path for path, _ in copy.named_modules()}
-    assert {pattern(c.owner) for c in plan.changes} <= {pattern(path) for path in present}
+    absent = {pattern(c.owner) for c in plan.changes} - {pattern(path) for path in present}
+    if absent:
+        raise ValueError(f"the copy that was tried out has no {', '.join(sorted(absent))}")
     split_module(copy, [c for c in plan.changes if c.owner in present], rank, seam)
 
 
@@ -152,7 +187,7 @@ def _choose(
         if unit.guess and not is_shown:
             problem = problem or unit.guess
         if not any(unit is own for own in vouched) and not is_shown:
-            problem = problem or "it did not run when the module was tried out"
+            problem = problem or "it did not run, or not in all ways, when it was tried out"
         if problem:
             why |= dict.fromkeys(layers, f"{unit.kind}: {problem}")
         else:
@@ -175,11 +210,10 @@ def _alone(
     Of what is left whole, `why` is told.
     """
     vocab = _vocab_sizes(module, size)
-    read = _read_weights(module)
+    readings = cache(lambda: Readings(module))
     inside = [f"{path}." if path else "" for path, _ in stacks(module)]
+    opaque = opaque_parts(module)
     for path, part in module.named_modules():
-        name = path.rpartition(".")[2]
-        is_read = pattern(path) not in ran and (read is None or name in read)
         reading = "its weight is read elsewhere, or that is not known"
         if isinstance(part, nn.Embedding):
             if part.num_embeddings not in vocab:
@@ -189,11 +223,13 @@ def _alone(
                 why[path] = f"a {type(part).__name__} has a forward of its own"
             elif part.max_norm is not None or is_altered(part):
                 why[path] = "it has max_norm, hooks or a forward of its own"
-            elif is_read:
+            elif pattern(path) not in ran and readings().may_read(path):
                 why[path] = reading
             else:
                 runs = _even(part.num_embeddings, size, grain)
                 yield Change(path, "vocab", runs, path, f"vocabulary of {part.num_embeddings}")
+        elif whole := next((opaque[start] for start in opaque if path.startswith(start)), ""):
+            why[path] = whole
         elif is_linear(part) and path not in taken:
             inputs, outputs = sizes(part)
             is_head = outputs in vocab
@@ -201,7 +237,7 @@ def _alone(
             reason = f"vocabulary of {outputs}" if is_head else why.get(path, "by itself")
             if not is_head and (not in_stack or outputs * 8 < inputs or outputs < 2 * size):
                 why.setdefault(path, "small, or in no stack of layers")
-            elif is_read:
+            elif pattern(path) not in ran and readings().may_read(path):
                 why[path] = reading
             else:
                 why.pop(path, None)
@@ -225,23 +261,6 @@ def _vocab_sizes(module: nn.Module, size: int) -> set[int]:
         tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
         found = {max(tables, default=0)}
     return {count for count in found if count >= _LEAST_ROWS * size}
-
-
-def _read_weights(module: nn.Module) -> set[str] | None:
-    """Names of children whose weight some method reads past their forward; None if unknown."""
-    read: set[str] = set()
-    for kind in {type(part) for part in module.modules()}:
-        if kind.__module__.startswith("torch.nn.modules") and not issubclass(
-            kind, nn.MultiheadAttention | nn.TransformerEncoderLayer
-        ):
-            continue
-        try:
-            for source in method_sources(kind):
-                found = re.findall(r"(\w+)\.weight\b(?!\.(?:dtype|device|shape))", source)
-                read |= set(found) - {"self"}
-        except (OSError, TypeError):
-            return None
-    return read
 
 
 def _without_torn_ties(module: nn.Module, plan: Plan) -> Plan:

@@ -6,7 +6,7 @@ show what real ones may hide: biases of zero, layers that hardly differ.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,21 @@ from ..fill import is_hf
 from ..precision import own_precision
 from .miniature import Call, make_calls, make_miniature, pattern, sharing_copy
 
-_PATIENCE = 600.0  # seconds that a thread waits for the others
+_PATIENCE = 60.0  # seconds that a thread waits for the others
 _TOLERANCE = 3e-5  # relative RMS in float32: rounding gives 1e-6, a wrong split about 1
 
 
 class Rehearsal:
     """A miniature of a module and what it gives; `ran` are the patterns of the parts that ran.
 
-    Where nothing could be called, `obstacle` says why.
+    Where nothing could be called, `obstacle` says why. `doubts` says it of parts, by pattern, that
+    the module may call in another way than was tried, which are not among `ran`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.ran: set[str] = set()
         self.obstacle = ""
+        self.doubts: dict[str, str] = {}
         self._calls: list[Call] = []
         self._expected: list[list[torch.Tensor]] = []
         for whole in (False, True) if is_hf(module) else (False,):
@@ -49,7 +51,10 @@ class Rehearsal:
                     self._try(call)
                 if self._calls:
                     self.obstacle = ""
+                    starts = tuple(f"{path}." for path in self.doubts)
+                    self.ran = {path for path in self.ran if not path.startswith(starts)}
                     return
+                self.doubts.clear()
 
     def _try(self, call: Call) -> None:
         """Note what a call gives and what runs in it; if it fails, why."""
@@ -64,10 +69,13 @@ class Rehearsal:
                 raise ValueError("it returns no finite numbers")
         except Exception as error:
             self.obstacle = self.obstacle or _told(error)
+            self.doubts[pattern(call.path)] = _told(error)
         else:
             self._calls.append(call)
             self._expected.append(found)
             self.ran |= ran
+            if call.doubt:
+                self.doubts[pattern(call.path)] = call.doubt
         finally:
             for hook in hooks:
                 hook.remove()
@@ -78,8 +86,11 @@ class Rehearsal:
             return ""
         ranks = _Threads(size)
         copies = [sharing_copy(self._reference) for _ in range(size)]
-        for rank, part in enumerate(copies):
-            split(part, rank, _ThreadSeam(ranks, rank))
+        try:
+            for rank, part in enumerate(copies):
+                split(part, rank, _ThreadSeam(ranks, rank))
+        except ValueError as error:
+            return _told(error)
         for call, expected in zip(self._calls, self._expected, strict=True):
             problem = ranks.run([partial(_run, part, call) for part in copies], expected)
             if problem:
@@ -114,7 +125,9 @@ class _Threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return next(iter(problems.values()), "")
+        if self.barrier.broken and not problems:
+            return f"a rank did not come to a sum or gather within {_PATIENCE:.0f} s"
+        return problems[min(problems)] if problems else ""
 
 
 class _ThreadSeam:
@@ -158,7 +171,9 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
 def _settings() -> Iterator[None]:
     """Those that a comparison needs, in the caller's thread or another one."""
     cpu = torch.device("cpu")
-    with torch.no_grad(), cpu, own_precision(torch.float32, cpu):
+    # A device as a context turns off fused operations, which the real calls would take.
+    place = nullcontext() if torch.get_default_device() == cpu else cpu
+    with torch.no_grad(), place, own_precision(torch.float32, cpu):
         yield
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .changes import Change
+from .guards import guard
 from .layers import LocalHeads, Seam, Shards, SumOutput, expert_axes, is_conv1d
 from .layouts import Run, Runs, extent
 
@@ -16,7 +17,10 @@ _LINEAR = ("column", "row", "gathered")
 
 
 def split_module(module: nn.Module, changes: Sequence[Change], rank: int, seam: Seam) -> None:
-    """Make `changes` for one rank; what it does not keep is freed."""
+    """Make `changes` for one rank; what it does not keep is freed.
+
+    The module then refuses what `guards` tells.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, child in part._modules.items():
@@ -35,6 +39,8 @@ def split_module(module: nn.Module, changes: Sequence[Change], rank: int, seam: 
             continue
         for owner, name in owners[id(old)]:
             owner._modules[name] = new
+    if changes:
+        guard(module, any(change.heads for change in changes))
 
 
 def split_axis(change: Change, owner: Any) -> int:

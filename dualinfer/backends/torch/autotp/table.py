@@ -1,5 +1,6 @@
 """A plan of tensor parallelism as people read it: a table, notes, and where HF's own differs."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -91,24 +92,30 @@ def weight_of(module: nn.Module, change: Change) -> tuple[nn.Module, Any]:
 def notes_on(module: nn.Module, plan: Plan) -> list[str]:
     """The table in short form for the report."""
     lines = table(module, plan)
-    split = [f"{x.path} ({x.becomes})" for x in lines if x.becomes != "replicated"]
-    kept = [
-        (x.path or x.kind) + (f" ({x.reason})" if x.reason else "")
-        for x in lines
-        if x.becomes == "replicated"
-    ]
+    split = {f"{x.path} ({x.becomes})": None for x in lines if x.becomes != "replicated"}
+    kept = [x for x in lines if x.becomes == "replicated"]
     notes = [f"tensor parallelism over {plan.size} ranks: {', '.join(split) or 'nothing is split'}"]
     if kept:
-        notes.append(f"replicated: {', '.join(kept)}")
+        notes.append(f"replicated: {_by_reason(kept)}")
     others = hf_differences(module, plan)
     if others:
         told = ", ".join(f"{path} ({style})" for path, (style, _) in others.items())
         notes.append(f"otherwise than in HF's tp_plan: {told}")
     gathered = [x for x in lines if x.becomes == "gathered" and not x.reason.startswith("vocab")]
     if gathered:
-        told = ", ".join(f"{x.path} ({x.reason})" for x in gathered)
-        notes.append(f"split by themselves, with outputs gathered: {told}")
+        notes.append(f"split by themselves, with outputs gathered: {_by_reason(gathered)}")
     return notes
+
+
+def _by_reason(lines: Sequence[Line]) -> str:
+    """The paths of lines, each reason told once for all that it holds for."""
+    paths: dict[str, dict[str, None]] = {}
+    for line in lines:
+        reason = " ".join(pattern(word) for word in line.reason.split(" "))
+        paths.setdefault(reason, {})[line.path or line.kind] = None
+    return "; ".join(
+        ", ".join(own) + (f" ({reason})" if reason else "") for reason, own in paths.items()
+    )
 
 
 def hf_differences(module: nn.Module, plan: Plan) -> dict[str, tuple[str, str]]:

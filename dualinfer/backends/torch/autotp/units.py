@@ -13,7 +13,17 @@ from torch import nn
 
 from ....sharding import split_evenly
 from .attention import attention_changes, find_attention, head_count
-from .changes import Change, NotUnderstoodError, Unit, is_altered, is_linear, join_path, sizes
+from .changes import (
+    Change,
+    NotUnderstoodError,
+    Unit,
+    altered_inside,
+    is_altered,
+    is_linear,
+    join_path,
+    opaque_parts,
+    sizes,
+)
 from .layers import EXPERT_WEIGHTS, expert_axes
 from .layouts import Heads, Run, extent, key_rows, local_heads, query_rows
 
@@ -42,8 +52,9 @@ def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
     units: list[Unit] = []
     taken: set[str] = set()
     owners = Counter(id(child) for part in module.modules() for child in part._modules.values())
+    opaque = opaque_parts(module)
     for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+        if isinstance(part, torch.jit.ScriptModule) or f"{path}.".startswith(tuple(opaque)):
             continue
         for find in (find_attention, _experts, _mlps):
             for unit in find(module, path, part, size, grain):
@@ -52,6 +63,7 @@ def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
                 shared = [p for p in unit.layers if owners[id(module.get_submodule(p))] > 1]
                 if shared and not unit.problem:
                     unit.problem = f"{shared[0]} is a layer of other parts, too"
+                unit.problem = unit.problem or altered_inside(module, unit)
                 units.append(unit)
                 taken.update(unit.layers)
     return units
@@ -180,4 +192,9 @@ def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, g
             unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
         except NotUnderstoodError as problem:
             unit.problem = str(problem)
+    unit.problem = unit.problem or altered_inside(root, unit)
+    opaque = opaque_parts(root)
+    inside = next((prefix for prefix in opaque if row.startswith(prefix)), None)
+    if inside is not None:
+        unit.problem = opaque[inside]
     return unit
