@@ -184,7 +184,7 @@ time.sleep(60)
 
 WAITING = """
 import os, time
-print("up", flush=True)
+os.write(1, b"up\\n")  # at once, whatever the other process writes
 time.sleep(60)
 """
 
