@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
-import ml_dtypes
 import numpy as np
 
-from .arrays import from_numpy, kind_of, to_numpy
+from .arrays import from_numpy, kind_of, numpy_dtype, to_numpy
 from .errors import ArgumentError, DistributedError
 
 T = TypeVar("T")
@@ -180,7 +179,7 @@ def _unpacked(value: Any, device: Any) -> Any:
         return [_unpacked(item, device) for item in value]
     if not isinstance(value, dict):
         return value
-    dtype = np.dtype(getattr(ml_dtypes, value["dtype"], value["dtype"]))
-    array = np.frombuffer(bytearray(base64.b64decode(value["bytes"])), dtype)
+    buffer = bytearray(base64.b64decode(value["bytes"]))
+    array = np.frombuffer(buffer, numpy_dtype(value["dtype"]))
     found = from_numpy(array.reshape(value["shape"]), value["kind"])
     return found.to(device) if value["placed"] and device is not None else found

@@ -127,40 +127,48 @@ class _Model(NamedTuple):
     notes: list[str]
 
 
+_Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
+
+
+def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> _Described:
+    """What is known of a model before its weights are read; `notes` gets what users should know."""
+    if isinstance(model, str | os.PathLike):
+        found = _from_folder(model)
+    else:
+        found = _from_module(model, _other_way(model, settings))
+    open_source = found.open_source
+    if settings.checkpoint is not None:
+        if isinstance(model, str | os.PathLike):
+            raise ConfigError(
+                f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder "
+                "already. Pass one of them."
+            )
+        open_source = partial(open_weights, str(settings.checkpoint))
+    found = found._replace(config=_overlay(found.config, settings.config))
+    notes.extend(found.notes)
+    try:
+        spec, table = describe_model(found.config.to_dict(), found.class_names)
+    except ModelError as error:
+        raise ModelError(f"{error} {_other_way(model, settings)}") from error
+    _check_least_tokens(spec, settings)
+    source = open_source()
+    plan = make_load_plan(table, source)
+    if not found.class_names:
+        notes.append(f"config.json names no architecture; taken as {spec.architecture}")
+    if plan.unused:
+        notes.append(f"weights without use here: {', '.join(plan.unused)}")
+    stored = {source.dtype(names[0]) for _, names in plan.rows if names}
+    return _with_dtype(settings, notes, stored), found, spec, plan, source
+
+
 def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
     notes: list[str] = []
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
 
-    def describe() -> tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]:
+    def describe() -> _Described:
         if saving:
             check_free(saving)
-        if isinstance(model, str | os.PathLike):
-            found = _from_folder(model)
-        else:
-            found = _from_module(model, _other_way(model, settings))
-        open_source = found.open_source
-        if settings.checkpoint is not None:
-            if isinstance(model, str | os.PathLike):
-                raise ConfigError(
-                    f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder "
-                    "already. Pass one of them."
-                )
-            open_source = partial(open_weights, str(settings.checkpoint))
-        found = found._replace(config=_overlay(found.config, settings.config))
-        notes.extend(found.notes)
-        try:
-            spec, table = describe_model(found.config.to_dict(), found.class_names)
-        except ModelError as error:
-            raise ModelError(f"{error} {_other_way(model, settings)}") from error
-        _check_least_tokens(spec, settings)
-        source = open_source()
-        plan = make_load_plan(table, source)
-        if not found.class_names:
-            notes.append(f"config.json names no architecture; taken as {spec.architecture}")
-        if plan.unused:
-            notes.append(f"weights without use here: {', '.join(plan.unused)}")
-        stored = {source.dtype(names[0]) for _, names in plan.rows if names}
-        return _with_dtype(settings, notes, stored), found, spec, plan, source
+        return _describe_fused(model, settings, notes)
 
     settings, found, spec, plan, source = agree(
         peers, "The models and configs", describe, lambda d: (_shared(d[0]), d[2], d[3].rows)

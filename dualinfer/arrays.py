@@ -49,6 +49,11 @@ def from_numpy(array: np.ndarray, kind: Kind) -> Any:
     return array
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype, or ml_dtypes', of a name such as `bfloat16`."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def same_tensor(one: Any, other: Any) -> bool:
     """True if two tensors hold the same values; tells shared memory apart without reading it."""
     if kind_of(one) == kind_of(other) == "torch":
@@ -100,7 +105,7 @@ def to_kind(array: Any, kind: Kind, like: Any = None) -> Any:
 def _numpy_to_torch(array: np.ndarray) -> Any:
     import torch
 
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     if not array.flags.writeable:  # torch warns about memory that it must not write
         array = array.copy()
     if array.dtype == ml_dtypes.bfloat16:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import TensorFile, check_inside
-from .checkpoint_files import read_json as read_json
+from .checkpoint_files import TensorFile, check_inside, read_json
 from .errors import BackendNotAvailableError, CheckpointError, CheckpointNotFoundError
 from .sharded_checkpoint import INDEX, ShardedSource
 from .weights import TensorSource

@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from .arrays import numpy_dtype
 from .errors import CheckpointError, CheckpointNotFoundError
 
 _DTYPES = {
@@ -38,11 +38,6 @@ _DTYPES = {
 _STORED = {name: stored for stored, name in _DTYPES.items()}
 _BLOCK = 4 << 20  # bytes copied before their pages are given back
 _FORMAT = {"format": "pt"}  # transformers asks for it
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype, or ml_dtypes', of a name such as `bfloat16`."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def read_json(path: Path) -> dict[str, Any]:

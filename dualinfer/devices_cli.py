@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .backends import check_backend, describe_split
-from .checkpoint import check_folder, read_json
+from .checkpoint import check_folder
+from .checkpoint_files import read_json
 from .config import make_config
 from .errors import ConfigError, ModelError
 from .families import check_model_type, describe_model
@@ -20,6 +21,7 @@ from .hf_config import read_config
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
 _FILE_WIDTH = 150
+_HERE = ("--standalone", "--local-addr=127.0.0.1")  # one host, whose name may mean nothing
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -110,7 +112,7 @@ def _weights_table(found: PlanTable, title: str) -> Table:
 
 def _devices_table(found: PlanTable) -> Table:
     """A line for each run of devices that hold as much."""
-    names = [name for name, _, _ in found.devices[0].shares]
+    names = [own.name for own in found.devices[0].shares]
     table = Table("device", "weights", "cache per token", *names)
     first = 0
     for part, run in groupby(found.devices):
@@ -126,8 +128,8 @@ def _devices_table(found: PlanTable) -> Table:
 
 def _shares(part: DevicePart) -> list[str]:
     return [
-        f"{real:,}" if real == extent else f"{real:,} of {extent:,}"
-        for _, real, extent in part.shares
+        f"{own.real:,}" if own.real == own.extent else f"{own.real:,} of {own.extent:,}"
+        for own in part.shares
     ]
 
 
@@ -194,7 +196,7 @@ def _run(command: list[str], count: int) -> int:
     from torch.distributed.run import main
 
     try:
-        main(["--standalone", f"--nproc-per-node={count}", *command])
+        main([*_HERE, f"--nproc-per-node={count}", *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

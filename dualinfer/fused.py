@@ -227,18 +227,14 @@ class FusedEngine(InferenceEngine):
             prompts, requests, options, stop = agree(
                 peers, "The arguments of generate()", prepare, alike
             )
-            if peers.size > 1:
-                wanted = min(chunk, _STOP_CHUNK) if stop else chunk
-                drawn = [r.sampling.seed for r in requests]
-                said = settle(peers, {"chunk": wanted, "seeds": drawn})
-                chunk = min(said["chunk"])
-                requests = [
-                    replace(r, sampling=replace(r.sampling, seed=own))
-                    for r, own in zip(requests, said["seeds"][0], strict=True)
-                ]
-            elif stop:
-                chunk = min(chunk, _STOP_CHUNK)
-        return prompts, requests, options, stop, chunk
+            wanted = min(chunk, _STOP_CHUNK) if stop else chunk
+            drawn = [r.sampling.seed for r in requests]
+            said = settle(peers, {"chunk": wanted, "seeds": drawn})
+            requests = [
+                replace(r, sampling=replace(r.sampling, seed=own))
+                for r, own in zip(requests, said["seeds"][0], strict=True)
+            ]
+        return prompts, requests, options, stop, min(said["chunk"])
 
     def _make_requests(
         self,

@@ -50,7 +50,11 @@ def _check_parallelism(config: InferenceConfig) -> None:
         _refuse("tensor_parallel.mesh", tp.mesh, reason)
     if moe.enabled:
         if moe.ep_size != 1:
-            _refuse("moe.ep_size", moe.ep_size, "this version runs on one device. Use 1.")
+            _refuse(
+                "moe.ep_size",
+                moe.ep_size,
+                "experts are not spread over devices in this version. Use 1.",
+            )
         if moe.moe_experts != [1] or moe.type != "standard":
             value = moe.moe_experts if moe.moe_experts != [1] else moe.type
             name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
@@ -60,7 +64,7 @@ def _check_parallelism(config: InferenceConfig) -> None:
                 _refuse(
                     f"moe.{name}",
                     getattr(moe, name),
-                    "this version runs on one device. Leave it unset.",
+                    "experts are not spread over devices in this version. Leave it unset.",
                 )
 
 
@@ -120,11 +124,6 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "be matched by. Load the weights into the module first, with orbax for example."
         )
         _refuse("checkpoint", config.checkpoint, reason)
-    tp = config.tensor_parallel
-    shared = tp.degree > 1 or (tp.enabled and tp.mesh is not None)
-    if config.backend == "jax" and config.injection_policy and not shared:
-        reason = "with one device a Flax module has nothing to split. Leave it unset."
-        _refuse("injection_policy", config.injection_policy, reason)
 
 
 def _check_fused_mode(config: InferenceConfig, device: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from .checkpoint_files import numpy_dtype
+from .arrays import numpy_dtype
 from .progress import track_bytes
 from .sharded_checkpoint import Box
 from .sharding import Read, Shard
@@ -128,9 +128,9 @@ def _order(
 
 def _largest_layer(orders: Sequence[_Order]) -> int:
     """Bytes read for the layer that takes most."""
-    layers: dict[str, int] = {}
+    layers: dict[int, int] = {}
     for order in orders:
-        if order.row.name.startswith("layers."):
-            number = order.row.name.split(".")[1]
+        number, _ = order.row.place
+        if number is not None:
             layers[number] = layers.get(number, 0) + order.size
     return max(layers.values(), default=0)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
+from .arrays import numpy_dtype
 from .backends.base import cache_bytes, cache_specs
-from .checkpoint_files import numpy_dtype
-from .sharding import Plan, Shard, make_plan
+from .sharding import Held, Plan, Shard, make_plan
 from .spec import ModelSpec
 from .weights import Row, WeightTable
 
@@ -31,14 +31,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds: bytes of weights and, for each token, of the cache; its shares.
-
-    Each share is (name for people, real extent, extent with padding).
-    """
+    """What one device holds: bytes of weights and, for each token, of the cache; its shares."""
 
     weights: int
     cache: int
-    shares: tuple[tuple[str, int, int], ...]
+    shares: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def make_plan_table(
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
-        rows=tuple(_joined_layers(rows)),
+        rows=tuple(_joined_layers(table.rows, rows)),
         devices=tuple(_part(shard, table, itemsize) for shard in plan.shards),
         whole=sum(row.size for row in rows),
         sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
@@ -83,28 +80,26 @@ def make_plan_table(
 def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
     table = plan.table
     shape = tuple(table.size(axis) for axis in row.axes)
-    first = plan.shards[0]
+    split = plan.shards[0].split_axis(row)
     return PlanRow(
         name=row.name,
         axes=row.axes,
         shape=shape,
         shapes=tuple(shard.shape(row.axes, table) for shard in plan.shards),
-        split=next((a for a in row.axes if not first.shares.keys().isdisjoint(a.split("+"))), None),
+        split=None if split is None else row.axes[split],
         count=1,
         size=prod(shape) * itemsize,
     )
 
 
-def _joined_layers(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
+def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
     """Rows outside the layers, then those of each run of equal layers once."""
     layers: dict[int, list[PlanRow]] = {}
-    for row in rows:
-        prefix, _, rest = row.name.partition(".")
-        if prefix != "layers":
+    for (number, name), row in zip((r.place for r in table), rows, strict=True):
+        if number is None:
             yield row
-            continue
-        number, _, name = rest.partition(".")
-        layers.setdefault(int(number), []).append(replace(row, name=name))
+        else:
+            layers.setdefault(number, []).append(replace(row, name=name))
     for own, run in groupby(sorted(layers), key=lambda number: layers[number]):
         numbers = list(run)
         many = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
@@ -117,20 +112,7 @@ def _joined_layers(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
 def _part(shard: Shard, table: WeightTable, itemsize: int) -> DevicePart:
     weights = sum(prod(shard.shape(row.axes, table)) for row in table.rows) * itemsize
     cache = cache_bytes(cache_specs(shard.spec), 1, 1, itemsize) if shard.spec.causal else 0
-    return DevicePart(weights, cache, tuple(_shares(shard)) if shard.size > 1 else ())
-
-
-def _shares(shard: Shard) -> Iterator[tuple[str, int, int]]:
-    head_dim = shard.spec.layers[0].attention.head_dim
-    width = "up" if "up" in shard.shares else "ffn"
-    for name, axis, unit in (
-        ("query heads", "q", head_dim),
-        ("KV heads", "k", head_dim),
-        ("MLP width", width, 1),
-        ("vocabulary", "vocab", 1),
-    ):
-        share = shard.shares[axis]
-        yield name, share.real // unit, share.extent // unit
+    return DevicePart(weights, cache, tuple(shard.held(table)))
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -150,8 +132,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if sum(shard.shares["k"].real for shard in plan.shards) > table.sizes["k"]:
         yield "KV heads are fewer than devices, so that several hold the same one"
     padding = {}
-    for name, real, extent in (share for shard in plan.shards for share in _shares(shard)):
-        padding[name] = padding.get(name, 0) + extent - real
+    for own in (own for shard in plan.shards for own in shard.held(table)):
+        padding[own.name] = padding.get(own.name, 0) + own.extent - own.real
     padded = ", ".join(f"{name} {count}" for name, count in padding.items() if count)
     if padded:
         yield f"padding with zeros, over all devices: {padded}"

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from .agreement import Peers, agree
-from .arrays import to_numpy
-from .checkpoint_files import numpy_dtype, write_tensors
+from .arrays import numpy_dtype, to_numpy
+from .checkpoint_files import write_tensors
 from .config.nested import TensorParallelConfig
 from .errors import CheckpointError, ConfigError
 from .sharded_checkpoint import INDEX, Cut, cut_pieces, make_index
@@ -74,8 +74,8 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     degree. Raises CheckpointError or DistributedError, and then leaves nothing at `path`.
     """
     target = _resolved(path)
-    split = make_plan(saved.spec, saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
-    cuts = cut_pieces(split.shards, saved.plan)
+    tp_plan = make_plan(saved.spec, saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
+    cuts = cut_pieces(tp_plan.shards, saved.plan)
     private = _make_private(path, target, peers)
     folder = private / "checkpoint"
 
@@ -89,7 +89,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
             with _told(path):
                 _check_complete(folder, cuts)
                 _write_descriptions(folder, saved)
-                if split.size > 1:
+                if tp_plan.size > 1:
                     _write_json(folder / INDEX, make_index(cuts, saved.plan, saved.dtype))
                 os.rename(folder, target)
 
@@ -105,7 +105,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
 
 def _degree(tp: TensorParallelConfig, peers: Peers) -> int:
     """Number of devices: on torch one a process, on JAX those of all processes."""
-    if tp.mesh is not None:
+    if tp.enabled and tp.mesh is not None:
         return int(tp.mesh.shape[tp.axis])
     return max(tp.degree, peers.size)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from .checkpoint_files import TensorFile, check_inside, numpy_dtype, read_json
+from .arrays import numpy_dtype
+from .checkpoint_files import TensorFile, check_inside, read_json
 from .errors import CheckpointError
 from .sharding import Shard
 from .weights import LoadPlan

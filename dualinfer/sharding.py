@@ -8,7 +8,7 @@ layer. Axes are those of the weight table, so that one plan serves every family 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .spec import Layer, ModelSpec
@@ -60,23 +60,36 @@ class Shard:
         """Extents of an array with these axes here."""
         return tuple(self.extent(axis, table) for axis in axes)
 
-    def is_split(self, row: Row) -> bool:
-        """True if this device holds a part of the row, not all of it."""
-        return self.size > 1 and any(
-            part in self.shares for axis in row.axes for part in axis.split("+")
+    def split_axis(self, row: Row) -> int | None:
+        """Index of the row's axis of which this device holds a part; None where it holds all."""
+        shared = (not self.shares.keys().isdisjoint(axis.split("+")) for axis in row.axes)
+        return next((i for i, is_shared in enumerate(shared) if is_shared), None)
+
+    def held(self, table: WeightTable) -> list["Held"]:
+        """What this device holds of the axes that people know; nothing where it holds all."""
+        if not self.shares:
+            return []
+        head_dim = self.spec.layers[0].attention.head_dim
+        width = "up" if "up" in self.shares else "ffn"
+        units = (
+            ("query heads", "q", head_dim),
+            ("KV heads", "k", head_dim),
+            ("MLP width", width, 1),
+            ("vocabulary", "vocab", 1),
         )
+        return [
+            Held(
+                name,
+                self.shares[axis].real // unit,
+                self.shares[axis].extent // unit,
+                table.sizes[axis] // unit,
+            )
+            for name, axis, unit in units
+        ]
 
     def describe(self, table: WeightTable) -> str:
         """What this device holds, for people, padding included."""
-        attention = self.spec.layers[0].attention
-        width = "up" if "up" in self.shares else "ffn"
-        held = {
-            "query heads": (attention.heads, table.sizes["q"] // attention.head_dim),
-            "KV heads": (attention.kv_heads, table.sizes["k"] // attention.head_dim),
-            "MLP width": (self.shares[width].extent, table.sizes[width]),
-            "vocabulary": (self.shares["vocab"].extent, table.sizes["vocab"]),
-        }
-        return ", ".join(f"{what} {part} of {whole}" for what, (part, whole) in held.items())
+        return ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in self.held(table))
 
     def reads(self, row: Row, part: Source, table: WeightTable) -> list["Read"]:
         """What to read of one stored tensor, in the order of the row's fused axis.
@@ -153,6 +166,15 @@ class Shard:
         return [self.shape(read.axes, table)]
 
 
+class Held(NamedTuple):
+    """A device's part of what people count, as heads: `real` of `whole`, `extent` with padding."""
+
+    name: str
+    real: int
+    extent: int
+    whole: int
+
+
 def whole(spec: ModelSpec) -> Shard:
     """The shard of a single device."""
     return Shard(0, 1, spec, {})
@@ -181,14 +203,6 @@ class Plan:
     def size(self) -> int:
         """Number of devices."""
         return len(self.shards)
-
-    def parts(self, axis: str) -> list[slice]:
-        """Where each device's real elements of an axis stand when all shares are joined."""
-        starts = accumulate((s.shares[axis].extent for s in self.shards), initial=0)
-        return [
-            slice(start, start + shard.shares[axis].real)
-            for start, shard in zip(starts, self.shards, strict=False)
-        ]
 
 
 def make_plan(

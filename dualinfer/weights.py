@@ -61,6 +61,15 @@ class Row:
         return tuple(order)
 
     @property
+    def place(self) -> tuple[int | None, str]:
+        """The number of the layer that it belongs to, None for none, and its name there."""
+        prefix, _, rest = self.name.partition(".")
+        if prefix != "layers":
+            return None, self.name
+        number, _, name = rest.partition(".")
+        return int(number), name
+
+    @property
     def join_axis(self) -> int:
         """Index of the axis along which several sources are joined."""
         return next((i for i, axis in enumerate(self.axes) if "+" in axis), 0)

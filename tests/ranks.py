@@ -4,11 +4,13 @@ A crew's processes live through a test run, since importing torch and transforme
 each task starts a job of its own in them, from the environment that torchrun would make.
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -29,7 +31,7 @@ class Crew:
     """Up to MOST processes; `run` calls a function in some of them, as ranks of one job."""
 
     def __init__(self):
-        self._workers = []
+        self._workers = {}  # by the size of their jobs: see `run`
 
     def run(self, function, *args, world=2, environment=None, alive=None):
         """What `function(*args)` returns in each rank, in order; it must be a test module's own.
@@ -37,12 +39,16 @@ class Crew:
         Raises RankError with every rank's error where one raised. `environment` is added to each
         rank's. Ranks not in `alive` do not take part, as if they had never started.
         """
-        while len(self._workers) < world:
-            self._workers.append(_start())
-        for _, pipe in self._workers[:world]:  # no job's timeout shall include a start
+        # Exchanges between GPUs take their names from what a process has done before, which must be
+        # alike in all of a job (pytorch#196082); on the CPU jobs of any size take the same ones.
+        key = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else world
+        workers = self._workers.setdefault(key, [])
+        while len(workers) < world:
+            workers.append(_start())
+        for _, pipe in workers[:world]:  # no job's timeout shall include a start
             pipe.send(None)
             assert pipe.poll(_PATIENCE) and pipe.recv() == "ready"
-        port = _free_port()
+        port = free_port()
         ranks = [r for r in range(world) if alive is None or r in alive]
         for rank in ranks:
             variables = {
@@ -55,12 +61,13 @@ class Crew:
                 **(environment or {}),
             }
             task = function.__module__, function.__qualname__, args, variables
-            self._workers[rank][1].send(task)
+            workers[rank][1].send(task)
         results, errors = {}, {}
+        deadline = time.monotonic() + _PATIENCE
         for rank in ranks:
-            process, pipe = self._workers[rank]
+            process, pipe = workers[rank]
             try:
-                if not pipe.poll(_PATIENCE):
+                if not pipe.poll(max(0, deadline - time.monotonic())):
                     raise EOFError(f"no answer in {_PATIENCE} seconds")
                 done, value = pipe.recv()
             except (EOFError, OSError) as error:
@@ -68,9 +75,8 @@ class Crew:
                 process.join()
                 done, value = False, ("Gone", f"{error} (exit code {process.exitcode})")
             (results if done else errors)[rank] = value
-        gone = [r for r, (kind, _) in errors.items() if kind == "Gone"]
-        for rank in gone:
-            self._workers[rank] = _start()
+        if any(kind == "Gone" for kind, _ in errors.values()):
+            _end(workers)
         if errors:
             text = "\n".join(f"rank {r}: {kind}: {e}" for r, (kind, e) in sorted(errors.items()))
             kinds = [errors[r][0] if r in errors else None for r in ranks]
@@ -79,17 +85,22 @@ class Crew:
 
     def close(self):
         """End the processes."""
-        for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-            process.join()
-        self._workers = []
+        for workers in self._workers.values():
+            _end(workers)
 
 
-def _free_port():
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def _end(workers):
+    for process, pipe in workers:
+        pipe.close()
+        process.kill()
+        process.join()
+    workers.clear()
 
 
 def _start():
@@ -118,6 +129,7 @@ def _work(pipe):
             continue
         module, name, args, variables = task
         os.environ.update(variables)
+        faulthandler.dump_traceback_later(_PATIENCE - 10)  # where it hangs
         try:
             found = importlib.import_module(module)
             for part in name.split("."):
@@ -126,6 +138,7 @@ def _work(pipe):
         except BaseException as error:
             answer = False, (type(error).__name__, f"{error}\n{traceback.format_exc()}")
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
             for variable in variables:

@@ -11,6 +11,7 @@ from dualinfer.backends.torch.autotp.surgery import split_module
 from dualinfer.backends.torch.autotp.table import hf_differences
 from dualinfer.backends.torch.parallel import one
 
+from .models import relative_rms
 from .ranks import RankError
 from .split_models import FFN, LAYERS, MASKED, MODELS, VOCAB, make_model
 
@@ -41,10 +42,6 @@ def _text(generate, name):
         return generate(**inputs, **options).tolist()
 
 
-def _relative_error(found, expected):
-    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
 def _bytes(model):
     return sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
 
@@ -57,7 +54,7 @@ def compare(names, world):
         with torch.no_grad():
             expected = whole(**_inputs(name)).logits
         with _split(part, world) as engine:
-            error = _relative_error(engine(**_inputs(name)).logits, expected)
+            error = relative_rms(engine(**_inputs(name)).logits, expected)
             same = MODELS[name][0] in MASKED or (
                 _text(engine.generate, name) == _text(whole.generate, name)
             )
@@ -91,7 +88,7 @@ def _four_ranks():
         with torch.no_grad():
             expected = whole(**_inputs(name)).logits
         with _split(part, 4, tp=tp) as engine:
-            error = _relative_error(engine(**_inputs(name)).logits, expected)
+            error = relative_rms(engine(**_inputs(name)).logits, expected)
             found[name] = error, _text(engine.generate, name) == _text(whole.generate, name)
     return found
 
@@ -179,7 +176,7 @@ def _life(rank_seeds):
         engine(torch.tensor([[VOCAB]]))
     engine.compile(backend="eager")
     with torch.no_grad():
-        found["compiled"] = _relative_error(engine(ids).logits, whole(ids).logits) < 1e-5
+        found["compiled"] = relative_rms(engine(ids).logits, whole(ids).logits) < 1e-5
     engine.close()
     with pytest.raises(ClosedError, match="engine that joined them was closed"):
         part(ids)
@@ -205,14 +202,14 @@ def _filled(folder):
     with torch.device("meta"):
         empty = type(whole)(whole.config)
     with _split(empty, 2, checkpoint=folder) as engine, torch.no_grad():
-        filled = _relative_error(engine(ids).logits, whole(ids).logits)
+        filled = relative_rms(engine(ids).logits, whole(ids).logits)
     tp = {"tp_size": 2}
     with (
         dualinfer.init_inference(make_model("phi-3"), tensor_parallel=tp, dtype="bf16") as engine,
         torch.no_grad(),
     ):
         logits = engine(ids).logits
-        low = _relative_error(logits.float(), whole.bfloat16()(ids).logits.float())
+        low = relative_rms(logits.float(), whole.bfloat16()(ids).logits.float())
     return filled, low, str(logits.dtype)
 
 

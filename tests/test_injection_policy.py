@@ -8,6 +8,7 @@ import dualinfer
 from dualinfer.backends.torch.autotp.plan import describe, make_plan
 from dualinfer.errors import ConfigError
 
+from .models import relative_rms
 from .ranks import RankError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -109,7 +110,7 @@ def _apply():
             part, tensor_parallel=tp, dtype="fp32", injection_policy=policy
         ) as engine:
             expected, result = whole(ids).detach(), engine(ids)
-            error = float((result - expected).square().mean() / expected.square().mean()) ** 0.5
+            error = relative_rms(result, expected)
             kinds = {path: type(m).__name__ for path, m in part.named_modules()}
             found[name] = error, kinds, part.layers[1].attn.look.weight.shape[0]
     return found

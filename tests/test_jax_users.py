@@ -385,6 +385,16 @@ def test_tied_tensors_are_told_from_equal_and_from_different_ones():
         assert not arrays.same_tensor(x, other)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, ml_dtypes.bfloat16, bool])
+def test_arrays_keep_their_shape_and_dtype_as_tensors(shape, dtype):
+    array = np.ones((2, 3), dtype).T[:0, 0] if shape == (0,) else np.ones(shape, dtype)
+    tensor = arrays.from_numpy(array, "torch")
+    assert tuple(tensor.shape) == shape
+    assert str(tensor.dtype).removeprefix("torch.") == np.dtype(dtype).name
+    np.testing.assert_array_equal(arrays.to_numpy(tensor), array)
+
+
 def test_outputs_become_torch_tensors_without_a_copy(engine, ids):
     logits = engine(ids).logits
     tensor = torch.from_dlpack(logits)

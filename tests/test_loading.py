@@ -16,6 +16,7 @@ import safetensors.numpy
 import transformers as hf
 
 from dualinfer import CheckpointError
+from dualinfer.arrays import numpy_dtype
 from dualinfer.checkpoint import open_checkpoint
 from dualinfer.checkpoint_files import TensorFile, write_tensors
 from dualinfer.families import describe_model
@@ -45,7 +46,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool", "float64"])
 def test_parts_of_a_file_are_those_of_the_tensor(tmp_path, dtype):
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    kind = numpy_dtype(dtype)
     random = np.random.default_rng(0)
     tensors = {
         "matrix": random.normal(size=(63, 1000)).astype(kind),

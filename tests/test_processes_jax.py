@@ -5,7 +5,6 @@ Both are started once and go through every scene; a test looks at what they said
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from .checkpoints import write_llama
+from .ranks import free_port
 
 jax = pytest.importorskip("jax")
 flax = pytest.importorskip("flax")
@@ -142,9 +142,7 @@ def work(me: int, port: str, folder: str) -> None:
 def said(tmp_path_factory):
     """What each process said of a scene: said[rank][scene]."""
     folder = write_llama(tmp_path_factory.mktemp("llama"), VOCAB)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     variables = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",

@@ -238,12 +238,8 @@ def test_a_folder_that_nobody_may_write_is_told(tmp_path, hf_model):
         save(hf_model("llama-mqa"), tmp_path / "file" / "out")
 
 
-def two_copies(path):
-    save_case("llama-gqa", path, 2)
-
-
 def test_of_two_copies_in_a_job_one_is_written(crew, tmp_path, hf_model):
-    crew.run(two_copies, tmp_path / "out", world=4)
+    crew.run(save_case, "llama-gqa", tmp_path / "out", 2, world=4)
     assert os.listdir(tmp_path) == ["out"]
     theirs = expected_of(hf_model("llama-gqa"), random_ids(2, 9))
     assert relative_rms(output_of(tmp_path / "out"), theirs) < 1e-5

@@ -176,7 +176,7 @@ def test_an_axis_that_does_not_divide_is_refused(module):
 
 
 def test_a_policy_needs_several_devices(module):
-    with pytest.raises(ConfigError, match="with one device a Flax module has nothing to split"):
+    with pytest.raises(ConfigError, match="is one device, which has nothing to split"):
         make(module, POLICY, tp_size=1)
     alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tp",))
     with pytest.raises(ConfigError, match="cpu:0 is one device, which has nothing to split"):

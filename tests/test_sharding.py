@@ -30,7 +30,7 @@ def widths(plan, axis):
         (3, 4, [1, 1, 2, 2], [1, 1, 1, 1]),  # two devices hold the first KV head
         (1, 4, [2, 2, 1, 1], [1, 1, 1, 1]),
         (6, 4, [2, 2, 1, 1], [2, 2, 1, 1]),
-        (6, 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]),
+        (6, 8, [1, 0, 1, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 1, 1, 1]),  # two have none
         (2, 5, [1, 1, 1, 2, 1], [1, 1, 1, 1, 1]),
     ],
 )
@@ -42,9 +42,7 @@ def test_heads_stay_whole_and_follow_their_kv_head(kv_heads, size, query, key):
             dim = spec.layers[0].attention.head_dim
             count = [n // dim for n in widths(plan, "q")]
             shared = [n // dim for n in widths(plan, "k")]
-            if size != 8 and (kv_heads, size) != (3, 4) and (kv_heads, size) != (2, 5):
-                assert (count, shared) == (query, key)
-            assert (sum(count) == 6 and count == sorted(count, reverse=True)) or size > kv_heads
+            assert (count, shared) == (query, key)
         for shard in plan.shards:
             a, shares = shard.spec.layers[0].attention, shard.shares
             assert a.heads * a.head_dim == shares["q"].extent and a.heads % a.kv_heads == 0
@@ -73,10 +71,8 @@ def test_widths_are_spread_by_the_grain(size, devices, expected):
     equal = make_plan(spec, table, devices, equal=True)
     assert sum(widths(equal, "vocab")) == size
     assert len({shard.shares["vocab"].extent for shard in equal.shards}) == 1
-    joined = np.zeros(sum(shard.shares["vocab"].extent for shard in equal.shards))
-    for part in equal.parts("vocab"):
-        joined[part] += 1
-    assert joined.sum() == size and joined.max() == 1
+    shares = [shard.shares["vocab"] for shard in equal.shards]
+    assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
 
 
 def test_more_devices_than_the_mlp_is_wide_are_refused():
@@ -115,7 +111,7 @@ def pieces(name, devices, equal):
 @pytest.mark.parametrize("name", ALL)
 def test_every_element_is_read_by_one_device_or_by_all_that_share_it(name, devices, equal):
     for r, plan, counts, shapes in pieces(name, devices, equal):
-        split = plan.shards[0].is_split(r)
+        split = plan.shards[0].split_axis(r) is not None
         for read in counts.values():
             assert read.min() >= 1, r.name
             if not split:
@@ -129,7 +125,7 @@ def test_one_device_reads_each_tensor_whole():
     spec, table = described("gpt2")
     shard = whole(spec)
     for r in table.rows:
-        assert not shard.is_split(r)
+        assert shard.split_axis(r) is None
         for part in r.sources:
             (read,) = shard.reads(r, part, table)
             assert read.index == tuple(slice(0, table.size(axis)) for axis in part.axes)

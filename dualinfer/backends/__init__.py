@@ -67,7 +67,7 @@ def _import(name: str) -> Any:
 def describe_split(class_name: str, config: Any, size: int) -> list[Any]:
     """What each layer of a HF class of transformers becomes over `size` ranks in module mode.
 
-    By its config alone, on torch; a line for layers alike. See `torch.autotp.plan.Line`.
+    By its config alone, on torch; a line for layers alike. See `torch.autotp.table.Line`.
     """
     return _import("torch").describe_split(class_name, config, size)
 

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from ..arrays import numpy_dtype
 from .shapes import Model
 
 _DEVIATION = 0.02  # as HF initialises most families
@@ -56,7 +56,7 @@ def checkpoint(model: Model, dtype: str) -> Iterator[Path]:
 def _write_weights(model: Model, dtype: str, path: Path) -> None:
     """A safetensors file: length of the header, the header in JSON, then the tensors' bytes."""
     _, table = model.describe()
-    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    kind = numpy_dtype(dtype)
     shapes = {
         source.name: tuple(table.size(axis) for axis in source.axes)
         for row in table.rows
@@ -64,19 +64,19 @@ def _write_weights(model: Model, dtype: str, path: Path) -> None:
     }
     header, at = {}, 0
     for name, shape in shapes.items():
-        size = prod(shape) * numpy_dtype.itemsize
+        size = prod(shape) * kind.itemsize
         offsets = [at, at + size]
         header[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": offsets}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     random = np.random.default_rng(0)
-    block = (_DEVIATION * random.standard_normal(_BLOCK, np.float32)).astype(numpy_dtype)
+    block = (_DEVIATION * random.standard_normal(_BLOCK, np.float32)).astype(kind)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
             if len(shape) == 1 and name.endswith(".weight"):  # a norm's
-                file.write(np.ones(shape, numpy_dtype).tobytes())
+                file.write(np.ones(shape, kind).tobytes())
             else:
                 _write_values(file, block, prod(shape), int(random.integers(_BLOCK)))
 

@@ -20,6 +20,8 @@ SIDES = {
 }
 PEERS = tuple(name for side, names in SIDES.items() for name in names if name != side)
 
+_PATIENCE = 120  # seconds that ranks wait for one that has failed
+
 
 class System(Protocol):
     """One model ready to run. Every call returns when its result is there."""
@@ -77,7 +79,7 @@ class Engine:
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
         if tp > 1:
-            options["tensor_parallel"] = {"tp_size": tp}
+            options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
         device = backends.device_kind(backend)
         if kind == "forward" and device != "cpu":
             options["enable_cuda_graph"] = True

@@ -162,6 +162,8 @@ def _answers(device: Device) -> bool:
 
 def _say(message: dict[str, Any]) -> None:
     if os.environ.get("RANK", "0") != "0":
+        if message.get("error"):
+            print(f"rank {os.environ['RANK']}: {message['error']}", file=sys.stderr, flush=True)
         return
     print(MARK + json.dumps(message), flush=True)
 

@@ -99,7 +99,7 @@ class InferenceConfig(Model):
     """True only: whether attention is causal follows from the model. DeepSpeed overwrites it."""
 
     moe: MoEConfig = MoEConfig()
-    """Mixtures of experts; a bool is `enabled`. One device and no experts in this version."""
+    """Mixtures of experts; a bool is `enabled`. No experts in this version."""
 
     keep_module_on_host: bool = False
     """True: the module stays in the host's memory. Module mode only; fused mode puts weights
@@ -158,8 +158,8 @@ class InferenceConfig(Model):
     """How a module is split over devices, in module mode: on torch {layer class: name or names} of
     the outputs that are summed, on JAX {path pattern: axes}.
 
-    With one device the names are checked and nothing is split. Refused in fused mode, as in
-    DeepSpeed.
+    With one device torch checks the names and splits nothing, and JAX refuses it. Refused in fused
+    mode, as in DeepSpeed.
     """
 
     injection_policy_tuple: Annotated[

@@ -90,6 +90,13 @@ def test_a_rank_that_sends_nothing_is_given_up_and_noted():
     assert box.state.tolist() == [2, 0, 1]
 
 
+def test_after_one_was_given_up_none_is_waited_for():
+    box = mailboxes(2)[0]._replace(patience=2**31 - 1)  # hours
+    box.state[2] = 1
+    sum_ranks(put(np.ones((1, 600), np.float32)), box)
+    assert box.state.tolist() == [1, 0, 1]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_gather_puts_the_ranks_columns_side_by_side(rank, rows):

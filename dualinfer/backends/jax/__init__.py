@@ -65,11 +65,11 @@ def create_runner(
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
-    shards = make_plan(spec, plan.table, place.size, grain, equal=True)
-    model, note = load_model(place, shards, plan, source, dtype)
-    ops = _make_ops(config, spec, place.device, Split.of(place, shards))
+    tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
+    model, note = load_model(place, tp_plan, plan, source, dtype)
+    ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan))
     options = compiler_options(config.enable_cuda_graph, place.device)
-    runner = JaxRunner(spec, shards, model, dtype, place, ops, peers, options)
+    runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
     runner.notes += () if note is None else (note,)
     return runner
 

@@ -189,40 +189,29 @@ class Model(Part):
 
 
 def load_model(
-    place: Place, shards: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
+    place: Place, tp_plan: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
 ) -> tuple[Model, str | None]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
     A weight is one array over all devices, with their blocks one after another. Beside the model,
     how much was read, and how fast; None where nothing was.
     """
-    model = Model(shards.shards[0].spec, shards.size)
-    own = [shards.shards[rank] for rank in place.ranks]
+    model = Model(tp_plan.shards[0].spec, tp_plan.size)
+    own = [tp_plan.shards[rank] for rank in place.ranks]
     with RowReader(own, plan, source, shown=jax.process_index() == 0) as reader:
         for row, found in reader:
             by_rank = dict(zip(place.ranks, found, strict=True))
 
             def make(rank: int, device: jax.Device, row: Row = row, of: Any = by_rank) -> jax.Array:
                 parts = of.get(rank) or next(iter(of.values()))  # of what all hold, any's
-                return _assemble(shards.shards[rank], plan.table, row, parts, dtype, device)
+                return _assemble(tp_plan.shards[rank], plan.table, row, parts, dtype, device)
 
-            array = place.join(make, _split_dim(shards, row))
+            array = place.join(make, tp_plan.shards[0].split_axis(row))
             # Only then may the host's parts go, and torch write to what it has lent.
             param = nnx.Param(array.block_until_ready(), axes=row.axes)
-            path = row.name.split(".")
-            if path[0] == "layers":
-                model.layers[int(path[1])].put(path[2:], param)
-            else:
-                model.put(path, param)
+            layer, name = row.place
+            (model if layer is None else model.layers[layer]).put(name.split("."), param)
     return model, reader.summary()
-
-
-def _split_dim(shards: Plan, row: Row) -> int | None:
-    """Number of the axis along which devices share a row; None where each has all of it."""
-    split = shards.shards[0].shares
-    return next(
-        (i for i, a in enumerate(row.axes) if not split.keys().isdisjoint(a.split("+"))), None
-    )
 
 
 def split_model(model: Model) -> Params:
@@ -266,11 +255,11 @@ def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(block, [(0, n - m) for n, m in zip(shape, block.shape, strict=True)])
 
 
-def describe_split(place: Place, shards: Plan, leaves: Sequence[jax.Array]) -> tuple[str, ...]:
+def split_notes(place: Place, tp_plan: Plan, leaves: Sequence[jax.Array]) -> tuple[str, ...]:
     """Notes for people on what each of several devices holds; `leaves` are the weights."""
     if place.size == 1:
         return ()
-    listed = shards.shards[0].describe(shards.table)
+    listed = tp_plan.shards[0].describe(tp_plan.table)
     copied = sum(x.nbytes for x in leaves if x.sharding.is_fully_replicated)
     return (
         f"tensor parallel over {place.size} devices; each holds, padding included, {listed}, and "

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ...arrays import kind_of, to_numpy
 from ...errors import ModelError
 from .mesh import WHOLE, Place
-from .sharded import describe_policy, read_policy
+from .sharded import policy_notes, read_policy
 
 FORMS = "a flax nnx.Module, a bound Linen module (module.bind(variables)) or (module, variables)"
 
@@ -94,7 +94,7 @@ def _take_nnx(module: nnx.Module, target: Target) -> Parts:
     def build(leaves: list[Any]) -> nnx.Module:
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
-    notes = describe_policy(specs, target.place)
+    notes = policy_notes(specs, target.place)
     if pinned:
         notes += (f"parts that compute in a dtype of their own: {', '.join(pinned)}",)
     return Parts(*_split(leaves), build, *_sizes(nnx.state(copy, nnx.Param), target.place), notes)
@@ -159,7 +159,7 @@ def _take_linen(
         return module.bind(variables, rngs=rngs, mutable=mutable)
 
     note = "Linen has no eval(): flags such as train or deterministic are up to the caller"
-    notes = (note, *describe_policy(specs, target.place))
+    notes = (note, *policy_notes(specs, target.place))
     return Parts(*_split(leaves), build, *_sizes(cast.get("params", {}), target.place), notes)
 
 

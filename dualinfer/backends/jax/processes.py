@@ -1,12 +1,11 @@
 """The processes of jax.distributed that share a model, and what they say to each other."""
 
-import json
 from collections.abc import Sequence
 
 import jax
 from jax._src import distributed  # nothing public waits for a message for a limited time
 
-from ...agreement import Alone, Peers
+from ...agreement import Alone, Peers, settle
 from ...errors import ConfigError, DistributedError
 from .mesh import OneDevice, Place
 
@@ -83,7 +82,7 @@ def join(place: Place, timeout: float) -> Peers:
     count = client.key_value_increment(f"dualinfer/engines/{among}/{jax.process_index()}", 1)
     peers = Processes(members, f"dualinfer/engine/{among}/{count}", timeout)
     asked = {"axis": place.axis, "mesh": dict(place.mesh.shape), "devices": place.name}
-    said = [json.loads(m) for m in peers.exchange(json.dumps(asked).encode())]
+    said = settle(peers, {"asked": asked})["asked"]
     if any(other != asked for other in said):
         listed = "; ".join(f"process {m}: {s}" for m, s in zip(members, said, strict=True))
         raise ConfigError(

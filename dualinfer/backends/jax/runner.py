@@ -32,7 +32,7 @@ from .cache import Cache, check_room, grow, least_free_bytes, make_cache
 from .graphs import Clock, Executables, Job, check_concrete
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
-from .params import Model, Params, describe_split, split_model
+from .params import Model, Params, split_model, split_notes
 from .plain import PlainOps
 from .sampler import WORDS, SlotState, copy_rows
 from .steps import Steps
@@ -71,7 +71,7 @@ class JaxRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        shards: Plan,
+        tp_plan: Plan,
         module: Model,
         dtype: Any,
         place: Place,
@@ -79,7 +79,7 @@ class JaxRunner:
         peers: Peers,
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
-        own = shards.shards[0].spec
+        own = tp_plan.shards[0].spec
         self.spec, self.steps, self.peers = spec, Steps(own, ops), peers
         self.module: Model | None = module
         self.params = split_model(module)
@@ -87,7 +87,7 @@ class JaxRunner:
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
         self._shardings = place.sharding(), place.sharding(place.over_heads)
-        self.notes = describe_split(place, shards, self._leaves)
+        self.notes = split_notes(place, tp_plan, self._leaves)
         self._executables = Executables(options)
         self._cache_specs = cache_specs(own) if spec.causal else ()
         self._cache: Cache = []

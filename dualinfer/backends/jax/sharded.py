@@ -90,7 +90,7 @@ def _spec(
     return PartitionSpec(*value)
 
 
-def describe_policy(specs: Mapping[str, PartitionSpec], place: Place) -> tuple[str, ...]:
+def policy_notes(specs: Mapping[str, PartitionSpec], place: Place) -> tuple[str, ...]:
     """Notes for people on what is split and what every device has."""
     if not isinstance(place, ManyDevices):
         return ()

@@ -14,7 +14,7 @@ from .autotp.plan import Line, describe
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
-from .parallel import Ranks, Split, degree_of
+from .parallel import Ranks, Split, close_at_exit, degree_of
 from .parallel import join as join_ranks
 from .params import load_params
 from .plain import PlainOps
@@ -37,7 +37,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def join(config: InferenceConfig) -> Ranks:
-    """This process among those that share the model; see `ranks.join`."""
+    """This process among those that share the model; see `parallel.join`."""
     degree = degree_of(config.tensor_parallel)
     device = default_device() if degree == 1 else rank_device()
     return join_ranks(config.tensor_parallel, device)
@@ -64,9 +64,9 @@ def create_runner(
     """A runner on the rank's device with its share of the plan's weights in the config's dtype."""
     device, dtype = peers.device, getattr(torch, config.dtype or default_dtype())
     grain = config.tensor_parallel.tp_grain_size
-    shares = make_plan(spec, plan.table, peers.size, grain)
-    shard = shares.shards[peers.rank]
-    ops = _make_ops(config, shard.spec, device, Split.of(peers, shares))
+    tp_plan = make_plan(spec, plan.table, peers.size, grain)
+    shard = tp_plan.shards[peers.rank]
+    ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:
         from .tuning import autotune
@@ -75,6 +75,7 @@ def create_runner(
     graphs = config.enable_cuda_graph
     runner = TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
     if shard.size > 1:
+        close_at_exit(runner)
         held = shard.describe(plan.table)
         runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {held}",)
     return runner

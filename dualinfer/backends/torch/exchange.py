@@ -1,16 +1,20 @@
 """Exchanges between the GPUs of a host that need no NCCL: memory that every rank can write to."""
 
+import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ...errors import DistributedError
 from ...kernels.triton.exchange import Mailbox, gather_ranks, sum_ranks
-from .parallel import Split
+from .parallel import Ranks, Split
 
 CAPACITY = 1 << 17  # float32 values of one rank in one exchange
 _POLLS = 1_000_000  # a second, at least: each reads memory
+
+_rendezvous = 0  # of this process, in all its engines
 
 
 class Exchange:
@@ -21,9 +25,7 @@ class Exchange:
 
     def __init__(self, mailbox: Mailbox, split: Split) -> None:
         self._mailbox, self._split = mailbox, split
-        firsts = [0]
-        for width in split.vocab:
-            firsts.append(firsts[-1] + width)
+        firsts = [*accumulate(split.vocab, initial=0)]
         self._firsts = torch.tensor(firsts, dtype=torch.int32, device=mailbox.words.device)
 
     def serves(self, values: int) -> bool:
@@ -69,6 +71,28 @@ def open_exchange(split: Split) -> Exchange:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     ranks = split.ranks
+    _check_history(ranks)
+    # torch makes a multicast object beside the memory unless told not to.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    with torch.cuda.device(ranks.device):
+        return _open(split, symmetric_memory)
+
+
+def _check_history(ranks: Ranks) -> None:
+    """Raise RuntimeError, on all ranks, where they have met others before in different numbers.
+
+    torch's rendezvous tells its calls apart by their number in each process, and would wait without
+    end (pytorch#196082).
+    """
+    global _rendezvous
+    said = [int(message) for message in ranks.exchange(str(_rendezvous).encode())]
+    if len(set(said)) > 1:
+        raise RuntimeError(f"the ranks have shared {said} models before, which torch cannot tell")
+    _rendezvous += 1
+
+
+def _open(split: Split, symmetric_memory: Any) -> Exchange:
+    ranks = split.ranks
     error, words, addresses = None, None, []
     try:
         words = symmetric_memory.empty(
@@ -82,7 +106,12 @@ def open_exchange(split: Split) -> Exchange:
         addresses = [buffer.data_ptr() for buffer in buffers]
     except Exception as raised:  # of the driver: no peer-to-peer, no handles to share
         error = raised
-    said = [m.decode() for m in ranks.exchange(b"" if error is None else str(error).encode())]
+    said = [
+        m.decode()
+        for m in ranks.exchange(
+            b"" if error is None else f"{type(error).__name__}: {error}".encode()
+        )
+    ]
     if any(said):
         raise RuntimeError(next(text for text in said if text))
     assert words is not None

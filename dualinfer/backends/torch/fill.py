@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...arrays import same_tensor, to_kind
+from ...arrays import from_numpy, same_tensor
 from ...errors import CheckpointError, DualinferError
 from ...weights import TensorSource
 
@@ -118,15 +118,8 @@ def _check_dtypes(source: TensorSource) -> None:
 def _read(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     tensor = source.read(name)
     if not isinstance(tensor, torch.Tensor):
-        tensor = _from_numpy(tensor)
+        tensor = from_numpy(tensor, "torch")
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _from_numpy(array: Any) -> torch.Tensor:
-    """`array` as torch, in its own dtype; bfloat16 through ml_dtypes."""
-    if array.dtype.kind not in "biufc":
-        return to_kind(array, "torch")
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype) -> list[str]:

@@ -20,7 +20,7 @@ from .compiling import compile_options, is_optimized
 from .device import default_dtype, device_name
 from .fill import check_values, fill, listing, slots
 from .graphs import CallGraphs
-from .parallel import Ranks, one
+from .parallel import Ranks, close_at_exit
 from .placing import check_room, convert_module
 from .precision import own_precision
 from .profiling import make_stopwatch, module_spans
@@ -85,7 +85,10 @@ def create_module_runner(
     agree(peers, "Splitting the module", convert)
     _share_random_state(peers, device)
     graphs = config.enable_cuda_graph is True
-    return TorchModuleRunner(module.eval(), device, dtype, graphs, notes, peers, seam)
+    runner = TorchModuleRunner(module.eval(), peers, device, dtype, graphs, notes, seam)
+    if peers.size > 1:
+        close_at_exit(runner)
+    return runner
 
 
 def _marks(module: torch.nn.Module) -> list[Any]:
@@ -133,15 +136,15 @@ class TorchModuleRunner:
     def __init__(
         self,
         module: torch.nn.Module,
+        peers: Ranks,
         device: torch.device,
         dtype: torch.dtype,
         forward_graphs: bool = False,
         notes: Sequence[str] = (),
-        peers: Ranks | None = None,
         seam: RanksSeam | None = None,
     ) -> None:
         self.module: Any = module
-        self.peers = one(device) if peers is None else peers
+        self.peers = peers
         self._seam = seam
         self.dtype = dtype
         self.notes = tuple(notes)

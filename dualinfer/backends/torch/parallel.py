@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self, TypeVar
@@ -79,7 +80,7 @@ class Ranks:
             self._lost = True
             raise DistributedError(
                 f"Rank {self.rank} of {self.size} lost the others: a process ended, or did not "
-                f"come within the timeout. Its own output says why. ({_first_line(error)})"
+                f"come within the timeout. Its own output says why. ({_brief(error)})"
             ) from error
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +128,14 @@ class Split(NamedTuple):
             return None
         shares = [shard.shares["vocab"] for shard in plan.shards]
         return cls(ranks, shares[ranks.rank].start, tuple(share.extent for share in shares))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, which may be overwritten."""
+        return self.ranks.sum(x)
+
+    def gather_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] from each rank's share of the vocabulary."""
+        return self.ranks.join_last(x, self.vocab)
 
     def is_here(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The row of each id in this rank's share of the vocabulary, and whether it is there."""
@@ -205,11 +214,29 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:
+        # It names the groups, and stays behind in processes that tried in vain; a later attempt
+        # would wait for names that the others do not use. destroy_process_group resets it likewise.
+        dist.distributed_c10d._world.group_count = 0
         raise DistributedError(
             f"The processes of the job did not come together within {timeout.total_seconds():.0f} "
             f"seconds. Did all {os.environ['WORLD_SIZE']} start? ({_first_line(error)})"
         ) from error
     atexit.register(_stop)
+
+
+def close_at_exit(runner: Any) -> None:
+    """Close a runner that is still open when the process ends, before torch.distributed is.
+
+    NCCL waits without end for graphs that have captured its calls.
+    """
+    alive = weakref.ref(runner)
+
+    def close() -> None:
+        found = alive()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)
 
 
 def _stop() -> None:
@@ -309,3 +336,9 @@ def _join_given(given: Any, device: torch.device, timeout: timedelta) -> Ranks:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def _brief(error: BaseException) -> str:
+    """The first line, which says where, and the last, in which NCCL says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))

@@ -50,11 +50,8 @@ def load_params(
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             data = _assemble(shard, plan.table, row, found, dtype, device)
-            group, name = params.outer, row.name
-            if name.startswith("layers."):
-                _, index, name = name.split(".", 2)
-                group = params.layers[int(index)]
-            group[name] = Weight(data, row.axes)
+            layer, name = row.place
+            (params.outer if layer is None else params.layers[layer])[name] = Weight(data, row.axes)
     return params._replace(note=reader.summary())
 
 

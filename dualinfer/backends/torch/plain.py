@@ -106,7 +106,7 @@ class PlainOps:
             return ops.embed(ids, weight)
         rows, here = self.split.is_here(ids)
         found = ops.embed(rows, weight)
-        return self.split.ranks.sum(torch.where(here[..., None], found, 0))
+        return self.split.sum(torch.where(here[..., None], found, 0))
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -158,16 +158,14 @@ class PlainOps:
         """
         if self.split is None:
             return self.linear(x, weight, bias, residual=residual, spend=spend)
-        y = self.split.ranks.sum(self.linear(x, weight))
+        y = self.split.sum(self.linear(x, weight))
         if bias is not None:
             y = y + bias.data
         return y if residual is None else residual + y
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] from each rank's share of the vocabulary."""
-        return (
-            logits if self.split is None else self.split.ranks.join_last(logits, self.split.vocab)
-        )
+        return logits if self.split is None else self.split.gather_logits(logits)
 
     def angles(self, params: Params, positions: torch.Tensor) -> Any:
         """What `attend` and `attend_token` need of the tokens' positions [B, T], once a pass."""

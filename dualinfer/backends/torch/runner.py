@@ -330,6 +330,14 @@ class TorchRunner:
 
     def close(self) -> None:
         """Let go of parameters, graphs, cache and state."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self._close()
+                torch.cuda.empty_cache()
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self._forget_graphs()
         if self._calls is not None:
             self._calls.clear()
@@ -342,5 +350,3 @@ class TorchRunner:
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})
         self.peers.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -33,6 +33,11 @@ class SplitKernelOps(KernelOps):
         super().__init__(device, configurations, split)
         self.exchange = exchange
 
+    def clear(self) -> None:
+        """See `PlainOps.clear`; later sums would be NCCL's."""
+        super().clear()
+        self.exchange = None
+
     @property
     def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What serves each op, sums over ranks included."""
@@ -82,16 +87,19 @@ class SplitKernelOps(KernelOps):
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
         count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
         narrow = linear.serves(count, features, width, x.element_size(), False)
-        partial = self.linear(x, weight, wide=narrow and self._exchanges(count * features))
+        partial = self.linear(
+            x, weight, wide=narrow and self._exchange_for(count * features) is not None
+        )
         return self._sum(partial, None if bias is None else bias.data, residual, x.dtype)
 
     @named("gather")
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """See `PlainOps.gather_logits`."""
         rows = logits.numel() // logits.shape[-1]
-        if self.exchange is None or not self._exchanges(rows * max(self.split.vocab)):
+        exchange = self._exchange_for(rows * max(self.split.vocab))
+        if exchange is None:
             return super().gather_logits(logits)
-        return self.exchange.gather_vocab(logits, self.starts_early(rows))
+        return exchange.gather_vocab(logits, self.starts_early(rows))
 
     def _sum(
         self,
@@ -101,13 +109,15 @@ class SplitKernelOps(KernelOps):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """residual + the sum over ranks of x, which may be overwritten, + bias, in `dtype`."""
-        if self.exchange is not None and self._exchanges(x.numel()):
+        exchange = self._exchange_for(x.numel())
+        if exchange is not None:
             early = self.starts_early(x.numel() // x.shape[-1])
-            return self.exchange.sum(x, bias, residual, dtype, early)
-        y = self.split.ranks.sum(x).to(dtype)
+            return exchange.sum(x, bias, residual, dtype, early)
+        y = self.split.sum(x).to(dtype)
         if bias is not None:
             y = y + bias
         return y if residual is None else residual + y
 
-    def _exchanges(self, values: int) -> bool:
-        return self.exchange is not None and self.exchange.serves(values)
+    def _exchange_for(self, values: int) -> Exchange | None:
+        """What exchanges so many values of each rank; None where NCCL does."""
+        return self.exchange if self.exchange and self.exchange.serves(values) else None

@@ -54,27 +54,34 @@ def _send(x, at, mask, peers_ptr, number, capacity, RANK: tl.constexpr, SIZE: tl
 @triton.jit
 def _receive(
     at,
-    mask,
+    wanted,
     words_ptr,
     state_ptr,
     number,
     capacity,
     patience,
-    PEER: tl.constexpr,
     SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
-    """Words number `at` of rank PEER as float32, once they are there."""
-    from_ptr = words_ptr + ((number & 1) * SIZE + PEER).to(tl.int64) * capacity + at
-    word = tl.load(from_ptr, mask=mask, other=0, volatile=True)
-    late = tl.max(tl.where(mask & ((word >> 32).to(tl.int32) != number), 1, 0))
+    """Every rank's words number `at` as float32 [RANKS, BLOCK], once those `wanted` are there."""
+    slots = ((number & 1) * SIZE + tl.arange(0, RANKS)).to(tl.int64) * capacity
+    from_ptr = words_ptr + slots[:, None] + at[None, :]
+    words = tl.load(from_ptr, mask=wanted, other=0, volatile=True)
+    late = tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != number), 1, 0))
     tries = 0
     while (late != 0) & (tries < patience):
-        word = tl.load(from_ptr, mask=mask, other=0, volatile=True)
-        late = tl.max(tl.where(mask & ((word >> 32).to(tl.int32) != number), 1, 0))
+        words = tl.load(from_ptr, mask=wanted, other=0, volatile=True)
+        late = tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != number), 1, 0))
         tries += 1
     if late != 0:
         tl.store(state_ptr + 2, 1)
-    return word.to(tl.int32).to(tl.float32, bitcast=True)
+    return words.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _begin(state_ptr, patience):
+    """The number of this exchange, and its patience: none where one before was given up."""
+    return tl.load(state_ptr) + 1, tl.where(tl.load(state_ptr + 2) == 0, patience, 0)
 
 
 @triton.jit
@@ -101,26 +108,24 @@ def _sum_kernel(
     patience,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ranks = tl.arange(0, RANKS)[:, None]
     mask = at < count
     wait_for_inputs(PDL)
-    number = tl.load(state_ptr) + 1
+    number, patience = _begin(state_ptr, patience)
     x = tl.load(x_ptr + at, mask=mask, other=0).to(tl.float32)
     _send(x, at, mask, peers_ptr, number, capacity, RANK, SIZE)
-    total = tl.zeros_like(x)
+    others = mask[None, :] & (ranks != RANK) & (ranks < SIZE)
+    found = _receive(at, others, words_ptr, state_ptr, number, capacity, patience, SIZE, RANKS)
+    # In one order, so that all ranks have the same bits.
+    total = tl.sum(tl.where(ranks == RANK, x[None, :], tl.where(others, found, 0.0)), axis=0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + at % width, mask=mask, other=0).to(tl.float32)
-    for peer in tl.static_range(SIZE):  # in one order, so that all ranks have the same bits
-        if peer == RANK:
-            total += x
-        else:
-            total += _receive(
-                at, mask, words_ptr, state_ptr, number, capacity, patience, peer, SIZE
-            )
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, mask=mask, other=0).to(tl.float32)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
@@ -140,27 +145,27 @@ def _gather_kernel(
     patience,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ranks = tl.arange(0, RANKS)[:, None]
     total = tl.load(firsts_ptr + SIZE)
-    wait_for_inputs(PDL)
-    number = tl.load(state_ptr) + 1
     first = tl.load(firsts_ptr + RANK)
     width = tl.load(firsts_ptr + RANK + 1) - first
     mask = at < rows * width
+    firsts = tl.load(firsts_ptr + ranks, mask=ranks < SIZE, other=0)
+    widths = tl.load(firsts_ptr + ranks + 1, mask=ranks < SIZE, other=1) - firsts
+    others = (at[None, :] < rows * widths) & (ranks != RANK) & (ranks < SIZE)
+    wait_for_inputs(PDL)
+    number, patience = _begin(state_ptr, patience)
     x = tl.load(x_ptr + at, mask=mask, other=0)
     _send(x.to(tl.float32), at, mask, peers_ptr, number, capacity, RANK, SIZE)
     _place(x, y_ptr, at, mask, first, width, total)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            first = tl.load(firsts_ptr + peer)
-            width = tl.load(firsts_ptr + peer + 1) - first
-            mask = at < rows * width
-            value = _receive(at, mask, words_ptr, state_ptr, number, capacity, patience, peer, SIZE)
-            _place(value, y_ptr, at, mask, first, width, total)
+    found = _receive(at, others, words_ptr, state_ptr, number, capacity, patience, SIZE, RANKS)
+    _place(found, y_ptr, at[None, :], others, firsts, widths, total)
     _end(state_ptr, number)
 
 
@@ -182,7 +187,7 @@ def sum_ranks(
 ) -> Any:
     """residual + the sum of every rank's x [..., width] + bias [width], in `dtype`, x's by default.
 
-    Added in float32, in the order of ranks: every rank gets the same bits. All ranks call it with
+    Added in float32, in one order: every rank gets the same bits. All ranks call it with
     tensors of one shape, contiguous, of at most `mailbox.capacity` elements. `pdl` as in `launch`.
     """
     import torch
@@ -211,6 +216,7 @@ def sum_ranks(
         mailbox.patience,
         RANK=mailbox.rank,
         SIZE=mailbox.size,
+        RANKS=triton.next_power_of_2(mailbox.size),
         BLOCK=_BLOCK,
         num_warps=4,
         pdl=pdl,
@@ -249,6 +255,7 @@ def gather_ranks(
         mailbox.patience,
         RANK=mailbox.rank,
         SIZE=mailbox.size,
+        RANKS=triton.next_power_of_2(mailbox.size),
         BLOCK=_BLOCK,
         num_warps=4,
         pdl=pdl,

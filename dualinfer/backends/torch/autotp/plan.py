@@ -78,7 +78,7 @@ def make_plan(
         everything = {pattern(path) for path, _ in module.named_modules()}
         for unit in units:
             unit.problem = unit.problem or unit.guess
-        plan = _choose(module, units, vouched, everything, everything, size, grain)
+        plan = _choose(module, units, vouched, everything, size, grain)
         return plan, [f"tensor parallelism: the {kind} holds no values and was not tried out"]
     rehearsal = Rehearsal(module)
     notes = []
@@ -95,7 +95,7 @@ def make_plan(
     told: dict[str, str] = {}  # what was tried, by what was wrong with it
     tried: list[Plan] = []
     for kinds, trusted in _attempts(units):
-        plan = _choose(module, trusted, vouched, rehearsal.ran, rehearsal.ran, size, grain)
+        plan = _choose(module, trusted, vouched, rehearsal.ran, size, grain)
         if plan in tried:
             continue
         tried.append(plan)
@@ -166,14 +166,13 @@ def _choose(
     module: nn.Module,
     units: Sequence[Unit],
     vouched: Sequence[Unit],
-    shown: set[str],
     ran: set[str],
     size: int,
     grain: int,
 ) -> Plan:
-    """The plan with units whose layers are among the patterns `shown`, or that are vouched for.
+    """The plan with units whose layers are among the patterns that `ran`, or are vouched for.
 
-    Other layers are split by themselves, freely if they are among those that `ran`.
+    Other layers are split by themselves, freely if they are among those.
     """
     changes: list[Change] = []
     why: dict[str, str] = {}
@@ -183,10 +182,10 @@ def _choose(
         if taken & set(layers):
             continue
         problem = unit.problem
-        is_shown = {pattern(path) for path in layers} <= shown
-        if unit.guess and not is_shown:
+        has_run = {pattern(path) for path in layers} <= ran
+        if unit.guess and not has_run:
             problem = problem or unit.guess
-        if not any(unit is own for own in vouched) and not is_shown:
+        if not any(unit is own for own in vouched) and not has_run:
             problem = problem or "it did not run, or not in all ways, when it was tried out"
         if problem:
             why |= dict.fromkeys(layers, f"{unit.kind}: {problem}")

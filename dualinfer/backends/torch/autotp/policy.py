@@ -11,7 +11,7 @@ from .changes import Unit, is_linear
 from .units import unit_of
 
 
-def check_policy(module: torch.nn.Module, policy: Mapping[Any, Any], size: int = 1) -> list[str]:
+def check_policy(module: torch.nn.Module, policy: Mapping[Any, Any], size: int) -> list[str]:
     """Notes on an injection policy; ConfigError for one that says nothing about this module."""
     if not policy:
         return []

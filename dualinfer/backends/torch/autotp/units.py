@@ -148,48 +148,14 @@ def _experts(root: nn.Module, path: str, part: nn.Module, size: int, grain: int)
 def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, grain: int) -> Unit:
     """The unit that ends with `row`, which a policy names, in the layer at path `layer`.
 
-    Its columns are the linear layers before it, from its own parent outwards, whose widths fit:
-    those of an MLP, or, where the parent says how many heads it has, of attention.
+    Its columns are the linear layers before it in its own parent whose widths fit: those of an MLP,
+    or, where the parent says how many heads it has, of attention.
     """
     unit = Unit(row, "named by the policy", [row])
-    last: Any = root.get_submodule(row)
-    inner = sizes(last)[0]
-    scope = row
-    while scope != layer and len(unit.layers) == 1:
-        scope = scope.rpartition(".")[0]
-        part = root.get_submodule(scope)
-        before: list[tuple[str, Any]] = []
-        for name, child in part.named_modules():
-            path = join_path(scope, name)
-            if path == row:
-                break
-            if is_linear(child) and path not in taken:
-                before.append((path, child))
-        count = head_count(part) or 0
-        dim = inner // count if count and inner % count == 0 else 0
-        fits = [
-            (path, child)
-            for path, child in before
-            if sizes(child)[1] == inner or (dim and sizes(child)[1] % dim == 0)
-        ]
-        unit.path, unit.layers = scope, [*(path for path, _ in fits), row]
+    if row != layer:
+        unit.path = row.rpartition(".")[0]
         try:
-            if not fits:
-                raise NotUnderstoodError("no linear layer before it has its width")
-            if not dim:
-                layers = [*(child for _, child in fits), last]
-                unit.changes = pair_changes(part, unit, layers, size, grain)
-                continue
-            widths = {sizes(child)[1] // dim for _, child in fits}
-            kv_heads = min(widths)
-            if len(fits) < 3 or max(widths) != count or len(widths) > 2 or count % kv_heads:
-                raise NotUnderstoodError(
-                    f"how its {count} heads lie in {', '.join(p for p, _ in fits)}"
-                )
-            ranks = local_heads(count, kv_heads, dim, size)
-            layouts = [query_rows if sizes(m)[1] == inner else key_rows for _, m in fits]
-            heads = Heads(count, kv_heads, dim, (), ())
-            unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
+            _fill_named(root, unit, root.get_submodule(row), taken, size, grain)
         except NotUnderstoodError as problem:
             unit.problem = str(problem)
     unit.problem = unit.problem or altered_inside(root, unit)
@@ -198,3 +164,38 @@ def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, g
     if inside is not None:
         unit.problem = opaque[inside]
     return unit
+
+
+def _fill_named(
+    root: nn.Module, unit: Unit, last: Any, taken: set[str], size: int, grain: int
+) -> None:
+    """Give a policy's unit its column-parallel layers and its changes."""
+    part, row, inner = root.get_submodule(unit.path), unit.layers[-1], sizes(last)[0]
+    before: list[tuple[str, Any]] = []
+    for name, child in part.named_modules():
+        path = join_path(unit.path, name)
+        if path == row:
+            break
+        if is_linear(child) and path not in taken:
+            before.append((path, child))
+    count = head_count(part) or 0
+    dim = inner // count if count and inner % count == 0 else 0
+    fits = [
+        (path, child)
+        for path, child in before
+        if sizes(child)[1] == inner or (dim and sizes(child)[1] % dim == 0)
+    ]
+    unit.layers = [*(path for path, _ in fits), row]
+    if not fits:
+        raise NotUnderstoodError("no linear layer before it has its width")
+    if not dim:
+        unit.changes = pair_changes(part, unit, [*(child for _, child in fits), last], size, grain)
+        return
+    widths = {sizes(child)[1] // dim for _, child in fits}
+    kv_heads = min(widths)
+    if len(fits) < 3 or max(widths) != count or len(widths) > 2 or count % kv_heads:
+        raise NotUnderstoodError(f"how its {count} heads lie in {', '.join(p for p, _ in fits)}")
+    ranks = local_heads(count, kv_heads, dim, size)
+    layouts = [query_rows if sizes(m)[1] == inner else key_rows for _, m in fits]
+    heads = Heads(count, kv_heads, dim, (), ())
+    unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
