@@ -443,3 +443,4 @@ def test_a_rank_that_never_starts_is_told_within_the_timeout(crew):
     with pytest.raises(RankError, match=r"did not come together within 2 seconds") as caught:
         crew.run(made_with, 2, fields, alive=[0])
     assert caught.value.kinds == ["DistributedError"]
+    crew.run(made_with, 2, fields)  # and the next job comes together
