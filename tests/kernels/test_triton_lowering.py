@@ -36,7 +36,7 @@ PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
 
-EXCHANGE = {"RANK": 1, "SIZE": 4, "BLOCK": 512}
+EXCHANGE = {"RANK": 1, "SIZE": 4, "RANKS": 4, "BLOCK": 512}
 
 HALF, BFLOAT16, WHOLE = ("bf16", "fp16"), ("bf16",), ("fp32",)
 Variant = tuple[str, str, dict[str, Any]]
