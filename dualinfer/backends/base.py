@@ -221,7 +221,11 @@ class PendingTokens(Protocol):
 
 
 class Runner(Protocol):
-    """One model on one backend. NumPy integers in; arrays of the backend or token ids out."""
+    """One model on one backend. NumPy integers in; arrays of the backend or token ids out.
+
+    `spec` is the model's; on torch, where a rank has a share of it, its heads and its MLP's width
+    are the rank's.
+    """
 
     spec: ModelSpec
     device: Any

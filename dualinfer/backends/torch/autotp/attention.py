@@ -282,17 +282,18 @@ def _by_head(
         for key, tensor in child._parameters.items():
             if tensor is None or tensor.numel() == 1:
                 continue
-            full = f"{name}.{key}".lstrip(".")
+            own = None
             if tensor.shape[0] == count and (tensor.ndim > 1 or not name):
-                reason = "a part a head"
-                found.append(Change(join_path(path, key), "by head", picks, unit.path, reason))
+                own = picks
             elif not name and tensor.shape[0] == heads.width:
-                rows = tuple(query_rows(h) for h in ranks)
+                own = tuple(query_rows(h) for h in ranks)
+            if own is not None:
                 found.append(
-                    Change(join_path(path, key), "by head", rows, unit.path, "a part a head")
+                    Change(join_path(path, key), "by head", own, unit.path, "a part a head")
                 )
             elif tensor.ndim == 1 and tensor.numel() == heads.head_dim:
-                continue
+                continue  # of each head, and the same for all
             elif re.match(r"(q|k|v|sub|inner|attn)", name) or not name:
+                full = f"{name}.{key}".lstrip(".")
                 raise NotUnderstoodError(f"{full} {tuple(tensor.shape)} spans its heads")
     return found

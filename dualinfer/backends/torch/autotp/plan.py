@@ -212,18 +212,19 @@ def _alone(
     readings = cache(lambda: Readings(module))
     inside = [f"{path}." if path else "" for path, _ in stacks(module)]
     opaque = opaque_parts(module)
+
+    def use_elsewhere(path: str) -> str | None:
+        if pattern(path) in ran or not readings().may_read(path):
+            return None
+        return "its weight is read elsewhere, or that is not known"
+
     for path, part in module.named_modules():
-        reading = "its weight is read elsewhere, or that is not known"
         if isinstance(part, nn.Embedding):
             if part.num_embeddings not in vocab:
                 continue
-            scaled = hasattr(part, "embed_scale")
-            if type(part).forward is not nn.Embedding.forward and not scaled:
-                why[path] = f"a {type(part).__name__} has a forward of its own"
-            elif part.max_norm is not None or is_altered(part):
-                why[path] = "it has max_norm, hooks or a forward of its own"
-            elif pattern(path) not in ran and readings().may_read(path):
-                why[path] = reading
+            problem = _own_lookup(part) or use_elsewhere(path)
+            if problem:
+                why[path] = problem
             else:
                 runs = _even(part.num_embeddings, size, grain)
                 yield Change(path, "vocab", runs, path, f"vocabulary of {part.num_embeddings}")
@@ -236,11 +237,21 @@ def _alone(
             reason = f"vocabulary of {outputs}" if is_head else why.get(path, "by itself")
             if not is_head and (not in_stack or outputs * 8 < inputs or outputs < 2 * size):
                 why.setdefault(path, "small, or in no stack of layers")
-            elif pattern(path) not in ran and readings().may_read(path):
-                why[path] = reading
+            elif problem := use_elsewhere(path):
+                why[path] = problem
             else:
                 why.pop(path, None)
                 yield Change(path, "gathered", _even(outputs, size, grain), path, reason)
+
+
+def _own_lookup(part: nn.Embedding) -> str | None:
+    """What an embedding does beside looking up; None for nothing, or for a known scale."""
+    scaled = hasattr(part, "embed_scale")
+    if type(part).forward is not nn.Embedding.forward and not scaled:
+        return f"a {type(part).__name__} has a forward of its own"
+    if part.max_norm is not None or is_altered(part):
+        return "it has max_norm, hooks or a forward of its own"
+    return None
 
 
 def _even(count: int, size: int, grain: int) -> tuple[Runs, ...]:
