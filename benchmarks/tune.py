@@ -3,10 +3,10 @@
     python benchmarks/tune.py --out dualinfer/kernels/triton/tuned.json
 
 The search is that of `triton_autotune=True`, over random weights for the first layers of each shape
-in the dtype that people run it in. Many processes compile a shape's candidates first. What the file
-holds for other kinds of device stays, and so does, with `--keep`, what it holds for this one: only
-the rest is measured then. The file is written after every shape, and no search is begun after
-`--seconds`. Times are microseconds a call.
+in the dtype that people run it in, or for one device's share of them (`--tp`). Many processes
+compile a shape's candidates first. What the file holds for other kinds of device stays, and so
+does, with `--keep`, what it holds for this one: only the rest is measured then. The file is written
+after every shape, and no search is begun after `--seconds`. Times are microseconds a call.
 """
 
 import argparse
@@ -18,7 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product, starmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +33,7 @@ from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.kernels.triton import tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
 from dualinfer.kernels.triton.tuning import Key, Measured, Table
+from dualinfer.sharding import make_plan
 from dualinfer.spec import ModelSpec
 from dualinfer.weights import Weight
 
@@ -44,11 +47,19 @@ PROMPTS = (128, 512, 2048, 8192)
 REACHES = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def make_params(name: str, dtype: str, device: torch.device) -> tuple[ModelSpec, Params]:
-    """The shape with its first layers only, and random weights for them."""
-    spec, table = open_model(name).describe()
+class Part(NamedTuple):
+    """What one of `tp` devices has of a shape."""
+
+    shape: str
+    tp: int
+
+
+def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec, Params]:
+    """The first device's share of the shape's first layers, with random weights."""
+    spec, table = open_model(part.shape).describe()
     layers = 2 if spec.embed >= 2048 else 12
-    spec = replace(spec, layers=spec.layers[:layers])
+    shard = make_plan(replace(spec, layers=spec.layers[:layers]), table, part.tp).shards[0]
+    spec = shard.spec
     attention = {layer.attention for layer in spec.layers}
 
     def constant(values: tuple[float, ...]) -> torch.Tensor:
@@ -58,36 +69,32 @@ def make_params(name: str, dtype: str, device: torch.device) -> tuple[ModelSpec,
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
     for row in table.rows:
-        group, last = params.outer, row.name
-        if last.startswith("layers."):
-            _, index, last = last.split(".", 2)
-            if int(index) >= layers:
-                continue
-            group = params.layers[int(index)]
-        data = torch.empty(
-            [table.size(axis) for axis in row.axes], dtype=getattr(torch, dtype), device=device
-        )
-        group[last] = Weight(data.normal_(0, 0.02), row.axes)
+        layer, name = row.place
+        if layer is not None and layer >= layers:
+            continue
+        data = torch.empty(shard.shape(row.axes, table), dtype=getattr(torch, dtype), device=device)
+        group = params.outer if layer is None else params.layers[layer]
+        group[name] = Weight(data.normal_(0, 0.02), row.axes)
     return spec, params
 
 
-def problems_of(name: str) -> list[Problem]:
-    """What the shape's steps ask of the kernels."""
+def problems_of(part: Part) -> list[Problem]:
+    """What its steps ask of the kernels."""
     device = torch.device("cuda", torch.cuda.current_device())
-    spec, params = make_params(name, SHAPES[name].dtype, device)
+    spec, params = make_params(part, SHAPES[part.shape].dtype, device)
     return find_problems(spec, params, KernelOps(device), ROWS, REACHES, PROMPTS)
 
 
 @lru_cache(1)  # the weights of one shape at a time
-def problems_here(name: str) -> dict[Key, Problem]:
+def problems_here(part: Part) -> dict[Key, Problem]:
     """Those of one shape, in a process that only compiles."""
-    return {problem.key: problem for problem in problems_of(name)}
+    return {problem.key: problem for problem in problems_of(part)}
 
 
-def compile_candidates(name: str, key: Key) -> None:
+def compile_candidates(part: Part, key: Key) -> None:
     """Run each candidate once, which leaves it in Triton's cache."""
     with torch.inference_mode(), suppress(Exception):  # the search meets it again, and tells
-        problem = problems_here(name)[key]
+        problem = problems_here(part)[key]
         run, _ = problem.prepare()
         for config in problem.candidates:
             with suppress(Exception):
@@ -125,6 +132,7 @@ def write(path: Path, kind: str, machine: Machine, table: Table) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The table of kernel configurations.")
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: a list of 19")
+    parser.add_argument("--tp", action="append", type=int, help="devices that share it; default: 1")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", action="store_true", help="measure only what the file lacks")
     parser.add_argument("--seconds", type=float, default=540.0)
@@ -140,10 +148,10 @@ def main() -> None:
         table = tuning.to_table(devices.get(kind, {"entries": []})["entries"])
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, processes) as pool:
-        for name in arguments.shape or NAMES:
-            problems = [p for p in problems_of(name) if p.key not in table]
+        for part in starmap(Part, product(arguments.shape or NAMES, arguments.tp or [1])):
+            problems = [p for p in problems_of(part) if p.key not in table]
             # Before, not beside, the measurements: it runs the kernels as well.
-            jobs = pool.map(partial(compile_candidates, name), [p.key for p in problems])
+            jobs = pool.map(partial(compile_candidates, part), [p.key for p in problems])
             list(jobs)
             compiled = time.monotonic() - started
             found: Table = {}
@@ -151,8 +159,9 @@ def main() -> None:
             table |= found
             write(arguments.out, kind, machine, table)
             spent = time.monotonic() - started
-            text = f"{name}: {len(found)} of {len(problems)} keys, compiled after {compiled:.0f} s"
-            print(f"{text}, done after {spent:.0f} s", flush=True)
+            keys = f"{len(found)} of {len(problems)} keys"
+            times = f"compiled after {compiled:.0f} s, done after {spent:.0f} s"
+            print(f"{part.shape} over {part.tp}: {keys}, {times}", flush=True)
             del problems
             torch.cuda.empty_cache()
             if not ended:

@@ -91,6 +91,13 @@ def test_every_shape_is_a_hf_config_of_its_class(name):
     assert model.config.eos_token_id is None
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_comes_in_any_depth(name):
+    spec, table = open_model(f"{name}:2").describe()
+    assert len(spec.layers) == 2
+    assert {row.place[0] for row in table.rows} == {None, 0, 1}
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 20, 63, 1000])
 def test_cached_bytes_are_those_that_the_steps_read(window):
     batch, prompt, new_tokens = 3, 17, 30
@@ -238,6 +245,8 @@ def test_bench_forward_beside_hf(tmp_path):
     ("arguments", "message"),
     [
         (("decode", "--shape", "lama-2-7b"), "Did you mean llama-2-7b?"),
+        (("decode", "--shape", "gpt2:x"), "'x' is no number of layers of gpt2. Pass one"),
+        (("decode", "--shape", "gpt-neo-125m:3"), "gpt-neo-125m, which has pairs of them"),
         (("decode", "nowhere"), "'nowhere' is no folder with a config.json"),
         (("prefill", "--peer", "vllm"), "--peer vllm is not known. Peers: hf-eager"),
         (("forward", "--dtype", "int3"), "--dtype int3"),

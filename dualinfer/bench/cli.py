@@ -37,7 +37,7 @@ ShapeOption = Annotated[
     typer.Option(
         show_default=False,
         help=f"Random weights of this shape; several times for several. {', '.join(SHAPES)}, "
-        f"or {EMBEDDED}, the model shipped with the package.",
+        f"each also as NAME:LAYERS, or {EMBEDDED}, the model shipped with the package.",
     ),
 ]
 BackendOption = Annotated[Choice, typer.Option(help="What runs dualinfer; both: one by one.")]

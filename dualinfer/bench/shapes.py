@@ -1,7 +1,7 @@
 """The models that bench runs: named shapes, as real HF configs with random weights, and folders."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ class Shape:
     model_type: str
     dtype: str
     fields: dict[str, Any]
+
+    def with_layers(self, count: int) -> "Shape":
+        """The same shape in another depth."""
+        names = ("num_hidden_layers", "n_layer", "num_layers")
+        name = next((n for n in names if n in self.fields), names[0])
+        fields = self.fields | {name: count}
+        if "attention_types" in fields:  # GPT-Neo's are listed
+            fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
+        return replace(self, fields=fields)
 
 
 def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
@@ -111,6 +120,7 @@ def _bert(hidden: int, layers: int, heads: int) -> Shape:
 SHAPES: dict[str, Shape] = {
     "tiny": _llama(1001, 96, 200, 2, 6, 3, max_position_embeddings=512),
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096),
+    "llama-2-70b": _llama(32000, 8192, 28672, 80, 64, 8, max_position_embeddings=4096),
     "llama-3-8b": _llama(
         *(128256, 4096, 14336, 32, 32, 8),
         max_position_embeddings=8192,
@@ -169,9 +179,24 @@ class Model:
         return describe_model(self.config.to_dict(), [self.class_name])
 
 
+def find_shape(name: str) -> Shape | None:
+    """The shape of a name such as llama-2-7b, or llama-2-7b:4 for one of four layers."""
+    base, _, layers = name.partition(":")
+    shape = SHAPES.get(base)
+    if shape is None or not layers:
+        return shape if base == name else None
+    count = int(layers) if layers.isdecimal() else 0
+    if not count or (shape.model_type == "gpt_neo" and count > 1 and count % 2):
+        raise ArgumentError(
+            f"{name!r}: {layers!r} is no number of layers of {base}"
+            + (", which has pairs of them." if count else ". Pass one from 1, as :4.")
+        )
+    return shape.with_layers(count)
+
+
 def check_model(name: str) -> None:
     """Raise ArgumentError if `name` is neither a shape's name nor the folder of a checkpoint."""
-    if name in SHAPES or name == EMBEDDED or (Path(name) / "config.json").is_file():
+    if find_shape(name) or name == EMBEDDED or (Path(name) / "config.json").is_file():
         return
     near = difflib.get_close_matches(name, [*SHAPES, EMBEDDED], 1)
     raise ArgumentError(
@@ -186,13 +211,13 @@ def open_model(name: str) -> Model:
     from transformers import AutoConfig
 
     check_model(name)
-    if name not in SHAPES:
+    shape = find_shape(name)
+    if shape is None:
         folder = embedded.path() if name == EMBEDDED else Path(name)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)
-    shape = SHAPES[name]
     config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
     config.architectures = [shape.class_name]
     return Model(name, config, shape.class_name, None, shape.dtype)
