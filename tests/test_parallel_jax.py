@@ -47,17 +47,6 @@ MAIN: dict[str, dict[str, int]] = {
     "gptj": {"n_layer": 1},
     "gemma2": {},
 }
-_QUICK = {"xla_backend_optimization_level": "0"}
-if jax.__version_info__ < (0, 11):
-    _QUICK["xla_cpu_use_fusion_emitters"] = "False"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    """Compiling takes nearly all of the time: a third of it so."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "compiler_options", lambda *args: _QUICK)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +182,8 @@ def collectives(executable: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_a_layer_costs_two_all_reduces(name, monkeypatch):
+def test_a_layer_costs_two_all_reduces(name):
     """One more for the embedding, and one all-gather for the logits, in each step."""
-    monkeypatch.setattr(backend, "compiler_options", lambda *args: None)
     model = make_model(name, **MAIN[name])
     with make(model, tensor_parallel={"tp_size": 2}) as engine:
         layers = engine.report().layers

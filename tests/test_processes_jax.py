@@ -24,6 +24,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # which are started once
 
 ROOT = Path(__file__).parents[1]
 WORLD, VOCAB, PATIENCE = 2, 131, 180
+TWO = "--xla_force_host_platform_device_count=2"  # the last one counts
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32", "kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
 SAMPLED: dict[str, Any] = GREEDY | {"do_sample": True, "top_k": 0}
@@ -129,10 +130,6 @@ SCENES = {name: scene for name, scene in globals().items() if name.startswith("s
 def work(me: int, port: str, folder: str) -> None:
     """One process: every scene, and what it gave as a line of JSON."""
     jax.distributed.initialize(f"127.0.0.1:{port}", WORLD, me)
-    from dualinfer.backends import jax as backend
-
-    quick = {"xla_backend_optimization_level": "0"}  # compiling takes nearly all of the time
-    backend.compiler_options = lambda *args: quick
     for name, scene in SCENES.items():
         print(json.dumps([name, scene(me, folder)]), flush=True)
     os._exit(0)  # the other one is gone, so that jax.distributed cannot be shut down in order
@@ -145,7 +142,7 @@ def said(tmp_path_factory):
     port = str(free_port())
     variables = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TWO}",
     }
     command = [sys.executable, "-m", "tests.test_processes_jax"]
     outputs = [folder / f"output-{rank}" for rank in range(WORLD)]
