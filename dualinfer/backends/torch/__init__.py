@@ -14,7 +14,7 @@ from .autotp.plan import Line, describe
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .modules import create_module_runner as create_module_runner
-from .parallel import Ranks, Split, close_at_exit, degree_of
+from .parallel import Ranks, Split, degree_of, forget_graphs_at_exit
 from .parallel import join as join_ranks
 from .params import load_params
 from .plain import PlainOps
@@ -75,7 +75,7 @@ def create_runner(
     graphs = config.enable_cuda_graph
     runner = TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
     if shard.size > 1:
-        close_at_exit(runner)
+        forget_graphs_at_exit(runner)
         held = shard.describe(plan.table)
         runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {held}",)
     return runner

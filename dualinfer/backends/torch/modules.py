@@ -20,7 +20,7 @@ from .compiling import compile_options, is_optimized
 from .device import default_dtype, device_name
 from .fill import check_values, fill, listing, slots
 from .graphs import CallGraphs
-from .parallel import Ranks, close_at_exit
+from .parallel import Ranks, forget_graphs_at_exit
 from .placing import check_room, convert_module
 from .precision import own_precision
 from .profiling import make_stopwatch, module_spans
@@ -87,7 +87,7 @@ def create_module_runner(
     graphs = config.enable_cuda_graph is True
     runner = TorchModuleRunner(module.eval(), peers, device, dtype, graphs, notes, seam)
     if peers.size > 1:
-        close_at_exit(runner)
+        forget_graphs_at_exit(runner)
     return runner
 
 

@@ -189,7 +189,7 @@ class TorchRunner:
         self._live.advance(steps)
         slots, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
         if self._cache.smaller_than(slots, tokens):
-            self._forget_graphs()
+            self._forget_steps()
         self._cache.grow(slots, tokens)
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
@@ -231,8 +231,14 @@ class TorchRunner:
         scores = decoder.logits(*model, x[:, 0], wide=True)
         self.ops.advance(scores, state, features, out, step)
 
-    def _forget_graphs(self) -> None:
-        """Drop the graphs, before the buffers whose addresses they hold are replaced."""
+    def forget_graphs(self) -> None:
+        """Drop every graph: of steps, of prompts and of whole calls."""
+        self._forget_steps()
+        if self._calls is not None:
+            self._calls.clear()
+
+    def _forget_steps(self) -> None:
+        """Drop the graphs of the loop, before buffers whose addresses they hold are replaced."""
         if self._graphs is not None:
             self._graphs.clear()
         self._prompts.clear()
@@ -241,7 +247,7 @@ class TorchRunner:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
         count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
         if self._cache.smaller_than(count, tokens):
-            self._forget_graphs()
+            self._forget_steps()
             if idle:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(count, tokens)
@@ -251,7 +257,7 @@ class TorchRunner:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
-            self._forget_graphs()
+            self._forget_steps()
             self._state = SlotState.make(count, eos_width, self.device)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
@@ -264,7 +270,7 @@ class TorchRunner:
         state = self._state
         assert state is not None
         if state.seen is None:
-            self._forget_graphs()
+            self._forget_steps()
             shape = (state.active.shape[0], self.spec.vocab)
             state.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for slot, request in zip(slots, requests, strict=True):
@@ -338,9 +344,7 @@ class TorchRunner:
             self._close()
 
     def _close(self) -> None:
-        self._forget_graphs()
-        if self._calls is not None:
-            self._calls.clear()
+        self.forget_graphs()
         self._compiled = None
         self.ops.clear()
         self._cache.clear()
