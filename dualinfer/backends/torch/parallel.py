@@ -20,6 +20,8 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 
 T = TypeVar("T")
 
+_joined: "weakref.WeakSet[Ranks]" = weakref.WeakSet()  # those that hold groups
+
 
 class Ranks:
     """This process among those that share a model: `rank` of `size`, and their groups.
@@ -43,6 +45,8 @@ class Ranks:
         self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
         self._lost = False  # a rank that missed a call would take the next one's values for its
+        if host is not None:
+            _joined.add(self)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, in order; see `agreement.Peers`."""
@@ -109,6 +113,12 @@ class Ranks:
         for group in owned:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no group any longer: one that outlives torch.distributed aborts some exits."""
+        self.host = self.group = None
+        self._lost = True
 
 
 class Split(NamedTuple):
@@ -227,8 +237,7 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
 def forget_graphs_at_exit(runner: Any) -> None:
     """Drop the graphs of a runner that is still open when the process ends.
 
-    NCCL waits without end for graphs that have captured its calls. The groups are `_stop`'s: given
-    up here, one in twenty exits aborts.
+    NCCL waits without end for graphs that have captured its calls. The groups are `_stop`'s.
     """
     alive = weakref.ref(runner)
 
@@ -243,6 +252,8 @@ def forget_graphs_at_exit(runner: Any) -> None:
 
 def _stop() -> None:
     """Give up torch.distributed: with gloo's threads alive, two of three exits abort."""
+    for ranks in list(_joined):
+        ranks.let_go()
     if dist.is_initialized():
         dist.destroy_process_group()
 
