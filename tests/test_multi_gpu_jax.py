@@ -7,7 +7,14 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+
 import dualinfer  # noqa: E402
+from dualinfer.backends.jax.exchange import Exchange, open_exchange  # noqa: E402
+from dualinfer.backends.jax.graphs import Executables  # noqa: E402
+from dualinfer.backends.jax.mesh import ManyDevices  # noqa: E402
+from dualinfer.kernels.pallas.exchange import gather_ranks, given_up, sum_ranks  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402
 from .test_gpu_pallas import executables, made_by  # noqa: E402
@@ -92,3 +99,164 @@ def test_no_cache_is_copied_by_a_step(tp):
         writing = made_by(step.as_text(), shape)
         assert len(writing) == len(engine.runner._cache)
         assert all("output_to_operand_aliasing" in line for line in writing)
+
+
+# Exchanges
+
+
+def place_of(tp):
+    gpus = [d for d in jax.devices() if d.platform == "gpu"][:tp]
+    return ManyDevices(jax.sharding.Mesh(np.array(gpus), ("tp",)), "tp")
+
+
+@pytest.fixture(scope="module")
+def exchanges():
+    """An exchange over so many GPUs, one for all tests."""
+    made = {}
+
+    def get(tp):
+        if tp not in made:
+            made[tp] = open_exchange(place_of(tp), 1000, 20.0)
+        assert isinstance(made[tp], Exchange), made[tp]
+        return made[tp]
+
+    yield get
+    for exchange in made.values():
+        if isinstance(exchange, Exchange):
+            exchange.close()
+
+
+def on_all(exchange, tp, function, *args):
+    """What `function(row, *args)` gives on each device, [devices, ...]; nothing was given up."""
+    place = place_of(tp)
+
+    def run(table, *args):
+        *found, counters = function(table[0], *args)
+        flag = given_up(table[0], exchange.mailboxes, counters)
+        return [x[None] for x in found], flag
+
+    over = place.over_devices
+    spread = place.spread(run, (over, *(place.sharding().spec,) * len(args)), (over, over))
+    found, flags = Executables().run("test", spread, exchange.table, *map(place.put, args))
+    assert not np.asarray(flags).any()
+    return [np.asarray(x) for x in found]
+
+
+@pytest.mark.parametrize("tp", GPUS)
+def test_exchanges_are_psum_and_all_gather_over_thousands(exchanges, tp):
+    """Two sizes and a gather by turns, in a loop on the GPUs, of values that those before made."""
+    exchange, loops = exchanges(tp), 3000
+    boxes = exchange.mailboxes
+
+    def function(row, loops):
+        rank = lax.axis_index("tp").astype(jnp.float32)
+
+        def noise(i, shape):
+            at = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+            return jnp.sin(at * 0.37 + i.astype(jnp.float32) * 1.7 + rank * 11)
+
+        def body(i, carry):
+            small, large, error, counters = carry
+            x = noise(i, (1, 1000)) + 0.25 * jnp.tanh(small)
+            small, counters = sum_ranks(x, row, boxes, counters)
+            y = noise(i + 7, (3, 8192)) + 0.25 * jnp.tanh(large)
+            large, counters = sum_ranks(y, row, boxes, counters)
+            joined, counters = gather_ranks(x, row, boxes, counters, tp * 1000 - 3)
+            expected = lax.all_gather(x, "tp", axis=1, tiled=True)[:, :-3]
+            for found, wanted in (
+                (small, lax.psum(x, "tp")),
+                (large, lax.psum(y, "tp")),
+                (joined, expected),
+            ):
+                off = jnp.max(jnp.abs(found - wanted))
+                error = jnp.where(off <= error, error, off)  # NaN stays
+            return small, large, error, counters
+
+        small, large = jnp.zeros((1, 1000)), jnp.zeros((3, 8192))
+        carry = small, large, jnp.float32(0), jnp.zeros(1, jnp.int32)
+        return lax.fori_loop(0, loops, body, carry)
+
+    for _ in range(2):  # the second goes on with the numbers of the first
+        small, large, error = on_all(exchange, tp, function, np.int32(loops))
+        print("max error", error)
+        assert error.max() < 1e-5 and np.isfinite(error).all()
+        for values in (small, large):
+            pattern = values.view(np.uint32)
+            assert (pattern == pattern[:1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 1, 768), (1, 1, 50)], ids=str)
+@pytest.mark.parametrize("tp", GPUS)
+def test_bias_and_residual_are_added_once_and_rounded_once(exchanges, tp, shape, dtype):
+    boxes = exchanges(tp).mailboxes
+    random = np.random.default_rng(0)
+    x = random.standard_normal((tp, *shape), np.float32)
+    bias, residual = (
+        np.asarray(jnp.asarray(random.standard_normal(s, np.float32), dtype))
+        for s in (shape[-1], shape)
+    )
+
+    def function(row, x, bias, residual):
+        own, counters = x[lax.axis_index("tp")], jnp.zeros(1, jnp.int32)
+        return sum_ranks(own, row, boxes, counters, bias, residual, bias.dtype)
+
+    (found,) = on_all(exchanges(tp), tp, function, x, bias, residual)
+    total = x[0].copy()
+    for other in x[1:]:
+        total += other
+    total = total + bias.astype(np.float32) + residual.astype(np.float32)
+    expected = np.asarray(jnp.asarray(total, dtype))
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+
+
+@pytest.mark.parametrize("tp", GPUS)
+def test_a_step_exchanges_and_its_text_goes_on_over_several_calls(tp):
+    ids, texts = random_ids(1, 11), []
+    for count in (1, tp):
+        with dualinfer.init_inference(
+            make_model("llama-gqa", vocab_size=1000),  # every device has some of it
+            backend="jax",
+            dtype="fp32",
+            replace_with_kernel_inject=True,
+            tensor_parallel={"tp_size": count},
+        ) as engine:
+            how = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": None}
+            texts.append([engine.generate(ids, pad_token_id=0, **how).tolist() for _ in range(3)])
+            if count > 1:
+                assert "peer to peer" in engine.report().ops["sum over devices"]
+                for step in executables(engine, "decode"):
+                    text = step.as_text()
+                    assert "exchange_sum_kernel" in text and "exchange_gather_kernel" in text
+                    assert "all-reduce" not in text and "all-gather" not in text
+    assert texts[0] == texts[1] and texts[1][0] == texts[1][2]
+
+
+@pytest.mark.parametrize("tp", GPUS)
+def test_a_gpu_that_does_not_come_is_given_up(tp):
+    """One that comes twice alone waits a second, once, and has NaN; the host is told."""
+    exchange = Exchange(place_of(tp), 1000, 600.0)
+    boxes = exchange.mailboxes._replace(patience=1_000_000)  # a second
+    place = place_of(tp)
+
+    def run(table):
+        counters = jnp.zeros(1, jnp.int32)
+        ahead = jnp.where(lax.axis_index("tp") == 0, 2, 0)
+
+        def alone(i, carry):  # rank 0 makes two exchanges that no other makes
+            y, counters = carry
+            return sum_ranks(y, table[0], boxes, counters)
+
+        carry = jnp.ones(100), counters
+        y, counters = lax.fori_loop(0, ahead, alone, carry)
+        return y[None], given_up(table[0], boxes, counters)
+
+    over = place.over_devices
+    found, flags = Executables().run(
+        "test", place.spread(run, (over,), (over, over)), exchange.table
+    )
+    assert np.asarray(flags).tolist() == [1] + [0] * (tp - 1)
+    assert np.isnan(np.asarray(found)[0]).all()
+    with pytest.raises(dualinfer.errors.DistributedError, match="gave up an exchange"):
+        exchange.check(flags)
+    exchange.close()

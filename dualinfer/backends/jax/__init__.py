@@ -14,6 +14,7 @@ from ...weights import LoadPlan, TensorSource
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
+from .exchange import open_exchange
 from .graphs import compiler_options
 from .kernels import KernelOps, runs_kernels, unserved
 from .mesh import ManyDevices, Place, find_place
@@ -24,6 +25,7 @@ from .parts import Target
 from .plain import PlainOps
 from .processes import join as join_processes
 from .runner import JaxRunner
+from .split_kernels import SplitKernelOps
 
 
 def default_device() -> jax.Device:
@@ -67,7 +69,7 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
     model, note = load_model(place, tp_plan, plan, source, dtype)
-    ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan))
+    ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
     options = compiler_options(config.enable_cuda_graph, place.device)
     runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
     runner.notes += () if note is None else (note,)
@@ -75,14 +77,24 @@ def create_runner(
 
 
 def _make_ops(
-    config: InferenceConfig, spec: ModelSpec, device: jax.Device, split: Split | None = None
+    config: InferenceConfig,
+    spec: ModelSpec,
+    device: jax.Device,
+    split: Split | None = None,
+    place: Place | None = None,
 ) -> PlainOps:
     """Pallas kernels where they are wanted and can run, else plain XLA."""
     if not config.replace_with_kernel_inject or config.use_triton is False:
         return PlainOps(split)
     if not runs_kernels(device) or unserved(spec):
         return PlainOps(split)
-    return KernelOps(getattr(device, "core_count", 132), split=split)
+    cores = getattr(device, "core_count", 132)
+    if split is None or not isinstance(place, ManyDevices):
+        return KernelOps(cores, split=split)
+    exchange = open_exchange(place, spec.vocab, config.tensor_parallel.timeout)
+    if isinstance(exchange, str):
+        return SplitKernelOps(cores, split, None, exchange)
+    return SplitKernelOps(cores, split, exchange)
 
 
 def create_module_runner(

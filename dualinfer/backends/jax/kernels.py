@@ -63,18 +63,18 @@ class KernelOps(PlainOps):
         self.sms, self.interpret = sms, interpret
         self._counters: jax.Array | None = None
 
-    def make_scratch(self, pairs: int) -> jax.Array:
+    def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
         """Zeros by which programs that share a sum count one another."""
         return jnp.zeros(max(linear.MOST_TILES, pairs), jnp.int32)
 
-    def using(self, scratch: jax.Array) -> Self:
+    def using(self, scratch: Any) -> Self:
         """See `PlainOps.using`."""
         ops = copy.copy(self)
         ops._counters = scratch
         return ops
 
     @property
-    def scratch(self) -> jax.Array | None:
+    def scratch(self) -> Any:
         """The counters, which every launch leaves at zero: in order, each takes the last one's."""
         return self._counters
 

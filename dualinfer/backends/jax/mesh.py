@@ -26,6 +26,7 @@ class OneDevice:
     size = 1
     ranks = (0,)
     over_heads = WHOLE
+    over_devices = WHOLE
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -118,6 +119,11 @@ class ManyDevices:
     def over_heads(self) -> PartitionSpec:
         """How arrays [N, K, ...] are split: over KV heads."""
         return self._split(1)
+
+    @property
+    def over_devices(self) -> PartitionSpec:
+        """How arrays [devices, ...] are split: a row each."""
+        return self._split(0)
 
     def _split(self, dim: int | None) -> PartitionSpec:
         """Split along axis number `dim`."""

@@ -24,10 +24,14 @@ jax.tree_util.register_dataclass(
 
 
 class Params(NamedTuple):
-    """The weights outside the layers, and those of each layer: what the compiled steps see."""
+    """The weights outside the layers, and those of each layer: what the compiled steps see.
+
+    With them, where kernels exchange, int32 [ranks, ...]: the table of `exchange.Mailboxes`.
+    """
 
     outer: Weights
     layers: tuple[Weights, ...]
+    mailboxes: jax.Array | None = None
 
     def weights(self) -> list[Weight]:
         """Every leaf."""

@@ -15,6 +15,7 @@ from ...spec import Activation, Attention, ModelSpec, Norm, Rope
 from ...weights import Weight
 from . import ops
 from .cache import LayerCache, write
+from .exchange import Exchange
 from .parallel import Split
 from .params import Params, Weights
 
@@ -74,9 +75,15 @@ class PlainOps:
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
+        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
+        if split is not None:
+            self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
-    def make_scratch(self, pairs: int) -> Any:
-        """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty."""
+    def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
+        """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty.
+
+        `mailboxes` are those of `Params`, this device's row [1, ...].
+        """
         return None
 
     def using(self, scratch: Any) -> Self:
@@ -86,6 +93,10 @@ class PlainOps:
     @property
     def scratch(self) -> Any:
         """Scratch memory after the ops traced so far."""
+        return None
+
+    def given_up(self) -> jax.Array | None:
+        """int32 [1], not 0 once this device gave up an exchange; None where there is none."""
         return None
 
     def embed(

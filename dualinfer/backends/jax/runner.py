@@ -33,6 +33,7 @@ from .graphs import Clock, Executables, Job, check_concrete
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
 from .params import Model, Params, split_model, split_notes
+from .pending import PendingTokens
 from .plain import PlainOps
 from .sampler import WORDS, SlotState, copy_rows
 from .steps import Steps
@@ -41,23 +42,6 @@ _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
-
-
-class PendingTokens:
-    """Tokens that a dispatched step is computing."""
-
-    def __init__(self, tokens: jax.Array, steps: int, columns: int):
-        tokens.copy_to_host_async()
-        self._tokens, self._steps, self._columns = tokens, steps, columns
-
-    def fetch(self) -> np.ndarray:
-        """int32 [steps, columns]."""
-        return np.asarray(self._tokens)[: self._steps, : self._columns]
-
-    def block_until_ready(self) -> "PendingTokens":
-        """Itself, once the step has run: what jax.block_until_ready asks of a leaf."""
-        self._tokens.block_until_ready()
-        return self
 
 
 class JaxRunner:
@@ -83,11 +67,14 @@ class JaxRunner:
         self.spec, self.steps, self.peers = spec, Steps(own, ops), peers
         self.module: Model | None = module
         self.params = split_model(module)
-        self._leaves, self._tree = jax.tree.flatten(self.params)
+        self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
+        self._exchange = ops.exchange
+        table = None if ops.exchange is None else ops.exchange.table
+        given = self.params._replace(mailboxes=table)
+        self._leaves, self._tree = jax.tree.flatten(given)
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
         self._shardings = place.sharding(), place.sharding(place.over_heads)
-        self.notes = split_notes(place, tp_plan, self._leaves)
         self._executables = Executables(options)
         self._cache_specs = cache_specs(own) if spec.causal else ()
         self._cache: Cache = []
@@ -101,7 +88,12 @@ class JaxRunner:
 
     @in_place
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
-        """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after."""
+        """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after.
+
+        They are not waited for: where an exchange is given up they are NaN, and the next call says
+        so.
+        """
+        self._check()
         batch, tokens = inputs.ids.shape
         size = bucket(batch), bucket(tokens, _SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
@@ -125,12 +117,13 @@ class JaxRunner:
         check_concrete(padded)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            outputs = self._executables.run(
+            outputs, flags = self._executables.run(
                 ("forward", size, tuple(x is None for x in arrays), keep),
                 self._of_leaves(partial(self.steps.forward, keep=keep)),
                 self._leaves,
                 *padded,
             )
+        self._note(flags)
         if size == (batch, tokens):
             return self._place.local(outputs)
 
@@ -143,7 +136,8 @@ class JaxRunner:
     def _of_leaves(self, step: Callable[..., Any], cached: bool = False) -> Callable[..., Any]:
         """`step` on every device, with the parameters as a flat tuple: a call costs half as much.
 
-        With `cached` it takes the cache and the state first, gives them back first, then tokens.
+        With `cached` it takes the cache and the state first, gives them back first, then tokens. At
+        last come the flags of what each device gave up, or None.
         """
         tree = self._tree
 
@@ -153,16 +147,20 @@ class JaxRunner:
         def run(leaves: list[jax.Array], *args: Any) -> Any:
             cache = self._place.over_heads if cached else WHOLE
             arguments = self._specs, cache, *(WHOLE,) * (len(args) - 1)
-            results = (cache, WHOLE, WHOLE) if cached else WHOLE
+            results = (cache, WHOLE, WHOLE) if cached else (WHOLE,)
+            results = *results, self._place.over_devices
             return self._place.spread(on_device, arguments, results)(leaves, *args)
 
         return run
 
     def pure_forward(self, keep: bool) -> Callable[[Params, Any], dict[str, Any]]:
-        """Forward of parameters and the arrays that `Steps.forward` takes; to be traced."""
+        """Forward of parameters and the arrays that `Steps.forward` takes; to be traced.
+
+        Sums over devices are XLA's in it: who calls it when is not known.
+        """
 
         def forward(params: Params, inputs: Any) -> dict[str, Any]:
-            return self.steps.forward(params, *inputs, keep=keep)
+            return self.steps.forward(params, *inputs, keep=keep)[0]
 
         arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
         return self._place.spread(forward, arguments, WHOLE)
@@ -177,8 +175,8 @@ class JaxRunner:
         self._reserve(idle)
         assert self._state is not None
         with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-            token = self._advance(self.prefill_job(requests, slots, self._cache, self._state))
-        return PendingTokens(token, 1, len(requests))
+            found = self._advance(self.prefill_job(requests, slots, self._cache, self._state))
+        return PendingTokens(found[0], 1, len(requests), self._exchange, found[1])
 
     def prefill_job(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
@@ -227,21 +225,31 @@ class JaxRunner:
         function = self._of_leaves(step, cached=True)
         return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
-    def _advance(self, job: Job) -> jax.Array:
-        """Run a step that takes over cache and state, and keep what it gives back.
+    def _advance(self, job: Job) -> tuple[jax.Array, jax.Array | None]:
+        """Tokens and flags of a step that takes over cache and state; what it gives back is kept.
 
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
         """
         args = *job.args[:3], *self._place.put(job.args[3:])
         try:
-            self._cache, self._state, tokens = self._executables.run(
+            self._cache, self._state, tokens, flags = self._executables.run(
                 job.key, job.function, *args, donate=job.donate
             )
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache, self._state = [], None
             raise
-        return self._place.local(tokens)
+        self._note(flags)
+        return self._place.local(tokens), flags
+
+    def _note(self, flags: jax.Array | None) -> None:
+        if self._exchange is not None and flags is not None:
+            self._exchange.note(flags)
+
+    def _check(self) -> None:
+        """Raise DistributedError if an exchange is known to have been given up."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     @in_place
     def decode(self, steps: int) -> PendingTokens:
@@ -255,8 +263,8 @@ class JaxRunner:
         features = SamplingFeatures.of(self._live.requests)
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            tokens = self._advance(self.decode_job(steps, features, self._cache, self._state))
-        return PendingTokens(tokens, steps, slots)
+            found = self._advance(self.decode_job(steps, features, self._cache, self._state))
+        return PendingTokens(found[0], steps, slots, self._exchange, found[1])
 
     def make_buffers(
         self, slots: int, tokens: int, eos_width: int, penalty: bool
@@ -369,9 +377,12 @@ class JaxRunner:
         }
 
     def close(self) -> None:
-        """Let go of parameters, cache, state and executables."""
+        """Let go of parameters, cache, state, executables and mailboxes."""
         self._cache, self._state, self.module = [], None, None
         self._live = LiveSlots()
         self.params, self._leaves = Params({}, ()), []
         self._executables.clear()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = self.steps.ops.exchange = None
         self.peers.close()

@@ -15,14 +15,17 @@ from .sampler import SlotState, book, sample
 
 
 class Steps:
-    """A model's forward pass, prefill and decode, to be traced."""
+    """A model's forward pass, prefill and decode, to be traced.
+
+    The last result of each is `ops.given_up()`.
+    """
 
     def __init__(self, spec: ModelSpec, ops: PlainOps) -> None:
         self.spec, self.ops = spec, ops
         self._kv_heads = max(layer.attention.kv_heads for layer in spec.layers)
 
-    def _scratch(self, slots: int) -> Any:
-        return self.ops.make_scratch(slots * self._kv_heads)
+    def _scratch(self, params: Params, slots: int) -> Any:
+        return self.ops.make_scratch(slots * self._kv_heads, params.mailboxes)
 
     @jax.named_scope("dualinfer")
     def forward(
@@ -34,9 +37,9 @@ class Steps:
         token_types: jax.Array | None,
         segments: jax.Array | None,
         keep: bool,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states."""
-        ops = self.ops.using(self._scratch(ids.shape[0]))
+        ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         counted = None if mask is None else positions
         if positions is None:
@@ -62,7 +65,7 @@ class Steps:
             outputs["pooler_output"] = decoder.pooled(params, ops, states[-1])
         if keep:
             outputs["hidden_states"] = tuple(states)
-        return outputs
+        return outputs, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def prefill(
@@ -74,12 +77,12 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         features: SamplingFeatures,
-    ) -> tuple[Any, SlotState, jax.Array]:
+    ) -> tuple[Any, SlotState, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them.
         """
-        ops = self.ops.using(self._scratch(ids.shape[0]))
+        ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         filled: list[LayerCache | None] = list(cache)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
@@ -100,7 +103,7 @@ class Steps:
             for name, column in state._asdict().items()
             if column is not None and getattr(rows, name) is not None
         }
-        return filled, state._replace(**merged), token[None]
+        return filled, state._replace(**merged), token[None], ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -110,7 +113,7 @@ class Steps:
         state: SlotState,
         steps: jax.Array,
         features: SamplingFeatures,
-    ) -> tuple[Cache, SlotState, jax.Array]:
+    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
         """Up to `steps` tokens for each active slot, [MAX_STEPS, N]; ends when all have ended."""
 
         def step(carry: tuple) -> tuple:
@@ -124,9 +127,9 @@ class Steps:
 
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
-        carry = (jnp.int32(0), cache, state, self._scratch(slots), tokens)
-        _, cache, state, _, tokens = jax.lax.while_loop(unfinished, step, carry)
-        return cache, state, tokens
+        carry = (jnp.int32(0), cache, state, self._scratch(params, slots), tokens)
+        _, cache, state, scratch, tokens = jax.lax.while_loop(unfinished, step, carry)
+        return cache, state, tokens, self.ops.using(scratch).given_up()
 
     def _step(
         self,

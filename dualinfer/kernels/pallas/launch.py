@@ -114,6 +114,24 @@ def forget(counters: Any, index: Any) -> None:
     store(counters, (index,), jnp.int32(0))
 
 
+def assembly(text: str, dtype: Any, *args: jax.Array) -> jax.Array:
+    """What PTX `text` leaves in $0, of `dtype`, for each element of `args`, from $1 on.
+
+    All have 32 bits and one shape. The compiler takes it for a function of `args` without effects:
+    only its results order it. It runs once for an element where there is one to a thread.
+    """
+    kinds = ["f" if jnp.issubdtype(a.dtype, jnp.floating) else "r" for a in args]
+    result = "=&f" if jnp.issubdtype(dtype, jnp.floating) else "=&r"
+    (found,) = lowering.elementwise_inline_asm(  # JAX 0.11 lowers no more results than one
+        text,
+        args=args,
+        constraints=",".join([result, *kinds]),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )
+    return found
+
+
 def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Both masks, where None is everywhere true."""
     if a is None or b is None:

@@ -1,0 +1,158 @@
+"""Exchanges between the GPUs of one process that need no collective of XLA's: their mailboxes."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...errors import DistributedError
+from ...kernels.pallas.exchange import BLOCK, Mailboxes, given_up, sum_ranks
+from .graphs import Executables
+from .mesh import ManyDevices, Place
+
+CAPACITY = (
+    1 << 17
+)  # float32 values of one device in one exchange, or the vocabulary if it is larger
+_POLLS = 1_000_000  # a second, about: each reads memory
+_TRIAL = 10.0  # seconds
+_ALLOCATORS = ("default", "bfc", "platform")  # whose memory XLA lets peers write to
+
+
+class Exchange:
+    """Mailboxes of the devices of `place`, for small sums and gathers over them, each one launch.
+
+    They serve one runner, and are an argument of no step: kernels find them by `table`, int32
+    [devices, ...] split over the devices, as `Mailboxes.table`. A device waits `timeout` seconds.
+    """
+
+    def __init__(self, place: ManyDevices, vocab: int, timeout: float) -> None:
+        blocks = -(-max(CAPACITY, vocab) // BLOCK)
+        patience = min(int(timeout * _POLLS), 2**31 - 1)
+        self.mailboxes = Mailboxes(place.size, blocks * BLOCK, patience)
+        self._name, self._timeout = place.name, timeout
+        shape = (place.size, self.mailboxes.bytes // 4)
+        lies = place.sharding(place.over_devices)
+        make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=lies)
+        # They must be zero before a peer writes.
+        boxes = jax.block_until_ready(make())
+        shards = {shard.device: shard.data for shard in boxes.addressable_shards}
+        addresses = [shards[d].unsafe_buffer_pointer() for d in place.mesh.devices.flat]
+        self.table = place.share(self.mailboxes.table(addresses), place.over_devices)
+        self._boxes: jax.Array | None = boxes
+        self._last: Any = None  # flags
+
+    def serves(self, values: int) -> bool:
+        """Whether an exchange of so many values of each device fits."""
+        return 0 < values <= self.mailboxes.capacity
+
+    def note(self, flags: jax.Array) -> None:
+        """Hold on to `given_up` of the step dispatched last, which ends after those before it."""
+        self._last = flags
+
+    def check(self, flags: jax.Array | None = None) -> None:
+        """Raise DistributedError if an exchange was given up before `flags` were computed.
+
+        Without them it looks at those noted last, if they are there already.
+        """
+        if flags is None and self._last is not None and self._last.is_ready():
+            flags = self._last
+        if flags is not None and np.asarray(flags).any():
+            raise self.error()
+
+    def error(self) -> DistributedError:
+        """What is raised then."""
+        return DistributedError(
+            f"A device of {self._name} gave up an exchange: another one did not come to it within "
+            f"about {self._timeout:g} seconds. What was computed since is wrong. Another program "
+            "may hold that device, or a step may have failed there; make the engine anew."
+        )
+
+    def close(self) -> None:
+        """Free the mailboxes, once no step may write to them any more."""
+        if self._last is not None:
+            with contextlib.suppress(Exception):  # of a failed step
+                jax.block_until_ready(self._last)
+        self._last = self._boxes = None
+
+    def __del__(self) -> None:
+        """A runner that nobody closed."""
+        if getattr(self, "_boxes", None) is not None:
+            self.close()
+
+
+def open_exchange(place: ManyDevices, vocab: int, timeout: float) -> Exchange | str:
+    """An exchange over the devices, or why there is none, for people."""
+    obstacle = find_obstacle(place)
+    if obstacle is not None:
+        return obstacle
+    with place.context():
+        try:
+            exchange = Exchange(place, vocab, timeout)
+            if _is_right(exchange.mailboxes, exchange.table, place):
+                return exchange
+        except jax.errors.JaxRuntimeError as error:  # of the compiler
+            return str(error).splitlines()[0]
+    return "a first sum over the GPUs' memory came out wrong"
+
+
+def find_obstacle(place: Place) -> str | None:
+    """Why the devices of `place` cannot write into each other's memory; None if they can."""
+    if not isinstance(place, ManyDevices) or place.size == 1:
+        return "there is one device"
+    if place.mesh.is_multi_process:
+        return "the devices belong to several processes"
+    if place.mesh.size != place.size:
+        return "the mesh has other axes"
+    if place.device.platform != "gpu":
+        return "the devices are no GPUs"
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator not in _ALLOCATORS:
+        return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}"
+    return _peers_obstacle(list(place.mesh.devices.flat))
+
+
+def _peers_obstacle(devices: Sequence[jax.Device]) -> str | None:
+    """What CUDA says against peer access."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "libcuda.so.1 cannot be opened"
+    can = ctypes.c_int()
+    numbers: list[Any] = []
+    for device in devices:
+        number = ctypes.c_int()
+        ordinal = device.local_hardware_id
+        if ordinal is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(number), ordinal):
+            return f"CUDA does not know {device}"
+        numbers.append(number)
+    for (a, first), (b, second) in itertools.permutations(zip(devices, numbers, strict=True), 2):
+        if cuda.cuDeviceCanAccessPeer(ctypes.byref(can), first, second) or not can.value:
+            return f"{a} has no access to the memory of {b}"
+    return None
+
+
+def _is_right(mailboxes: Mailboxes, table: jax.Array, place: ManyDevices) -> bool:
+    """Whether two sums in a row, one in each half of the mailboxes, give what they should."""
+    mailboxes = mailboxes._replace(patience=min(mailboxes.patience, int(_TRIAL * _POLLS)))
+    x = np.arange(2 * BLOCK - 5, dtype=np.float32)
+
+    def sums(table: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        share = lax.axis_index(place.axis).astype(jnp.float32) + 1
+        counters = jnp.zeros(1, jnp.int32)
+        for _ in range(2):
+            x, counters = sum_ranks(x * share, table[0], mailboxes, counters)
+        return x[None], given_up(table[0], mailboxes, counters)
+
+    over = place.over_devices
+    run = place.spread(sums, (over, place.sharding().spec), (over, over))
+    found, flags = Executables().run("trial", run, table, place.put(x))
+    factor = place.size * (place.size + 1) // 2
+    expected = np.broadcast_to(x * factor**2, found.shape)
+    return not np.asarray(flags).any() and np.array_equal(np.asarray(found), expected)

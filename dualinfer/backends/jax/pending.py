@@ -1,0 +1,35 @@
+"""What a dispatched step is computing, until the host asks for it."""
+
+import jax
+import numpy as np
+
+from .exchange import Exchange
+
+
+class PendingTokens:
+    """Tokens that a dispatched step is computing."""
+
+    def __init__(
+        self,
+        tokens: jax.Array,
+        steps: int,
+        columns: int,
+        exchange: Exchange | None = None,
+        flags: jax.Array | None = None,
+    ) -> None:
+        tokens.copy_to_host_async()
+        if flags is not None:
+            flags.copy_to_host_async()
+        self._tokens, self._steps, self._columns = tokens, steps, columns
+        self._exchange, self._flags = exchange, flags
+
+    def fetch(self) -> np.ndarray:
+        """int32 [steps, columns]. Raises DistributedError where an exchange was given up."""
+        if self._exchange is not None:
+            self._exchange.check(self._flags)
+        return np.asarray(self._tokens)[: self._steps, : self._columns]
+
+    def block_until_ready(self) -> "PendingTokens":
+        """Itself, once the step has run: what jax.block_until_ready asks of a leaf."""
+        self._tokens.block_until_ready()
+        return self
