@@ -17,9 +17,8 @@ from ...kernels.pallas.exchange import BLOCK, Mailboxes, given_up, sum_ranks
 from .graphs import Executables
 from .mesh import ManyDevices, Place
 
-CAPACITY = (
-    1 << 17
-)  # float32 values of one device in one exchange, or the vocabulary if it is larger
+# Float32 values of one device in one exchange; the vocabulary's if that is larger.
+CAPACITY = 1 << 17
 _POLLS = 1_000_000  # a second, about: each reads memory
 _TRIAL = 10.0  # seconds
 _ALLOCATORS = ("default", "bfc", "platform")  # whose memory XLA lets peers write to

@@ -269,10 +269,8 @@ def protocol(mailboxes: Mailboxes, gathers: bool = False) -> str:
         f"st.volatile.global.u32 [own + {mailboxes.flag}], 1;",
         f"mov.b32 value0, {_NAN};",
         "bra END;",
-        "ADD:",
-        *(
-            f"add.rn.f32 value0, value0, value{k};" for k in sources[1:]
-        ),  # in one order on all ranks
+        "ADD:",  # in one order on all ranks
+        *(f"add.rn.f32 value0, value0, value{k};" for k in sources[1:]),
         "END:",
         "mov.b32 $0, value0;",
     ]
