@@ -49,23 +49,16 @@ def _check_parallelism(config: InferenceConfig) -> None:
         reason = "meshes are JAX's. On torch set tp_size, or pass tp_group."
         _refuse("tensor_parallel.mesh", tp.mesh, reason)
     if moe.enabled:
+        whole = "experts are not spread over devices in this version."
         if moe.ep_size != 1:
-            _refuse(
-                "moe.ep_size",
-                moe.ep_size,
-                "experts are not spread over devices in this version. Use 1.",
-            )
+            _refuse("moe.ep_size", moe.ep_size, f"{whole} Use 1.")
         if moe.moe_experts != [1] or moe.type != "standard":
             value = moe.moe_experts if moe.moe_experts != [1] else moe.type
             name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
             _refuse(name, value, "mixtures of experts are not in this version's fused families.")
         for name in ("ep_group", "ep_mp_group"):
             if getattr(moe, name) is not None:
-                _refuse(
-                    f"moe.{name}",
-                    getattr(moe, name),
-                    "experts are not spread over devices in this version. Leave it unset.",
-                )
+                _refuse(f"moe.{name}", getattr(moe, name), f"{whole} Leave it unset.")
 
 
 def _check_later(config: InferenceConfig) -> None:

@@ -106,12 +106,8 @@ def _open(split: Split, symmetric_memory: Any) -> Exchange:
         addresses = [buffer.data_ptr() for buffer in buffers]
     except Exception as raised:  # of the driver: no peer-to-peer, no handles to share
         error = raised
-    said = [
-        m.decode()
-        for m in ranks.exchange(
-            b"" if error is None else f"{type(error).__name__}: {error}".encode()
-        )
-    ]
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    said = [message.decode() for message in ranks.exchange(text.encode())]
     if any(said):
         raise RuntimeError(next(text for text in said if text))
     assert words is not None
