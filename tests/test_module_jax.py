@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dualinfer
-from dualinfer.backends.base import ForwardInputs, Request
+from dualinfer.backends.base import NO_TOKEN, ForwardInputs, Request
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import (
     ArgumentError,
@@ -687,6 +687,29 @@ def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):
         tokens = runner.decode(11).fetch()[:, 0].tolist()
         assert tokens == expected[1:]
         runner.release([0])
+
+
+@pytest.mark.parametrize("count", [3, 4, 11])
+def test_steps_in_blocks_make_the_same_text(hf_model, count):
+    """As on a GPU: whole blocks, what is left over, and a sequence that ends within a block."""
+    with dualinfer.init_inference(
+        hf_model("llama-mqa"), backend="jax", dtype="fp32", kernel_inject=True
+    ) as engine:
+        runner, ids = engine.runner, random_ids(2, 5).astype(np.int32)
+        texts = []
+        for block in (1, 4):
+            runner.steps.block = block
+            runner._executables.clear()
+            eos = (texts[0][1][1],) if texts else ()
+            runner.prefill([Request(ids[0], 30), Request(ids[1], 30, eos_ids=eos)], [0, 1]).fetch()
+            found = [runner.decode(count).fetch(), runner.decode(count).fetch()]
+            texts.append(np.concatenate(found)[: 2 * count].tolist())
+            runner.release([0, 1])
+        assert [row[0] for row in texts[1]] == [row[0] for row in texts[0]]
+        ended = [row[1] for row in texts[1]]
+        at = [row[1] for row in texts[0]].index(texts[0][1][1])
+        assert ended[: at + 1] == [row[1] for row in texts[0]][: at + 1]
+        assert set(ended[at + 1 :]) <= {NO_TOKEN}
 
 
 def test_stream_whose_cache_is_lost_is_told(hf_model, monkeypatch):

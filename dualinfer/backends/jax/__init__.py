@@ -70,7 +70,7 @@ def create_runner(
     tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
     model, note = load_model(place, tp_plan, plan, source, dtype)
     ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
-    options = compiler_options(config.enable_cuda_graph, place.device)
+    options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
     runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
     runner.notes += () if note is None else (note,)
     return runner

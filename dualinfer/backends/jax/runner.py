@@ -40,6 +40,7 @@ from .steps import Steps
 
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
+_STEPS_BLOCK = 8  # between two looks at whether all have ended, which the host waits for
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
 
@@ -64,7 +65,8 @@ class JaxRunner:
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
-        self.spec, self.steps, self.peers = spec, Steps(own, ops), peers
+        block = _STEPS_BLOCK if place.size == 1 and place.device.platform == "gpu" else 1
+        self.spec, self.steps, self.peers = spec, Steps(own, ops, block), peers
         self.module: Model | None = module
         self.params = split_model(module)
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))

@@ -1,5 +1,6 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from .sampler import SlotState, book, sample
 class Steps:
     """A model's forward pass, prefill and decode, to be traced.
 
-    The last result of each is `ops.given_up()`.
+    The last result of each is `ops.given_up()`. Decode looks whether all have ended once in `block`
+    steps, and each time where fewer are left: on a GPU the host waits for the answer.
     """
 
-    def __init__(self, spec: ModelSpec, ops: PlainOps) -> None:
-        self.spec, self.ops = spec, ops
+    def __init__(self, spec: ModelSpec, ops: PlainOps, block: int = 1) -> None:
+        self.spec, self.ops, self.block = spec, ops, block
         self._kv_heads = max(layer.attention.kv_heads for layer in spec.layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
@@ -121,13 +123,18 @@ class Steps:
             cache, state, scratch, token = self._step(params, cache, state, scratch, features)
             return i + 1, cache, state, scratch, tokens.at[i].set(token)
 
-        def unfinished(carry: tuple) -> jax.Array:
+        def several(carry: tuple) -> tuple:
+            return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+
+        def unfinished(carry: tuple, count: int = 1) -> jax.Array:
             i, _, state, *_ = carry
-            return (i < steps) & state.active.any()
+            return (i + count <= steps) & state.active.any()
 
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
         carry = (jnp.int32(0), cache, state, self._scratch(params, slots), tokens)
+        if self.block > 1:
+            carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
         _, cache, state, scratch, tokens = jax.lax.while_loop(unfinished, step, carry)
         return cache, state, tokens, self.ops.using(scratch).given_up()
 
