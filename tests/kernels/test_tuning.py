@@ -141,12 +141,22 @@ def test_an_entry_without_a_field_that_has_a_default_keeps_it():
 
 def test_shipped_tables_are_sound():
     for kind in ("H100", "H200", "A100"):
-        found, table = tuning.shipped([kind])
-        assert found in ("", kind)
-        for key, (config, us) in table.items():
-            assert us > 0
-            assert key[1] <= MOST_VECTORS or not isinstance(config, VectorConfig)
-    assert tuning.shipped(["Z80"]) == ("", {})
+        for found, table in tuning.shipped([kind]):
+            assert found == kind
+            for key, (config, us) in table.items():
+                assert us > 0
+                assert key[1] <= MOST_VECTORS or not isinstance(config, VectorConfig)
+    assert tuning.shipped(["Z80"]) == tuning.shipped([]) == []
+
+
+def test_another_kind_of_device_lends_all_but_what_memory_bounds():
+    (own, table), (other, lent) = tuning.shipped(["H200", "H100"])
+    assert (own, other) == ("H200", "H100")
+    assert any(isinstance(config, VectorConfig) for config, _ in table.values())
+    assert not any(isinstance(config, VectorConfig) for config, _ in lent.values())
+    whole = dict(tuning.shipped(["H100"]))["H100"]
+    assert lent.items() <= whole.items()
+    assert 0 < len(lent) < len(whole)
 
 
 def test_file_of_tables_has_an_entry_a_line():

@@ -8,7 +8,7 @@ from ...kernels.triton import embedding, linear
 from ...kernels.triton.tuning import Configurations
 from ...spec import ModelSpec
 from ...weights import Weight
-from .exchange import CAPACITY, Exchange
+from .exchange import Exchange
 from .kernels import KernelOps
 from .parallel import Split
 from .params import Weights
@@ -41,8 +41,9 @@ class SplitKernelOps(KernelOps):
     @property
     def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What serves each op, sums over ranks included."""
-        ours = f"Triton, peer to peer, up to {CAPACITY:,} values; NCCL above"
-        sums = "NCCL" if self.exchange is None else ours
+        sums = "NCCL"
+        if self.exchange is not None:
+            sums = f"Triton, peer to peer, up to {self.exchange.capacity:,} values; NCCL above"
         return {**super().implementations, "sum over ranks": sums}
 
     @named("embed")

@@ -67,14 +67,14 @@ def _hash_of_kernels() -> str:
 
 
 def load_configurations(device: torch.device) -> Configurations:
-    """What is known for `device`: the user's cache, then the package's table for its kind."""
+    """What is known for `device`: the user's cache, then the package's tables for its kinds."""
     if device.type != "cuda":
         return Configurations()
     machine = Machine.of(device)
     capability = torch.cuda.get_device_capability(device)
     kinds = tuning.device_kinds(machine.device, capability, machine.processors)
-    kind, table = tuning.shipped(kinds)
-    return Configurations([(HERE, load_cache(machine)), (f"shipped for {kind}", table)])
+    shipped = [(f"shipped for {kind}", table) for kind, table in tuning.shipped(kinds)]
+    return Configurations([(HERE, load_cache(machine)), *shipped])
 
 
 def load_cache(machine: Machine) -> Table:
