@@ -12,7 +12,7 @@ from .test_attention import inputs, left_padding, packed
 
 jax = pytest.importorskip("jax")
 
-from dualinfer.kernels.pallas.attention import attention  # noqa: E402
+from dualinfer.kernels.pallas.attention import attention, packed_attention  # noqa: E402
 from dualinfer.kernels.pallas.attention_choice import (  # noqa: E402
     Config,
     attention_configs,
@@ -73,6 +73,22 @@ def test_attention_is_the_reference_with_its_own_configuration(dtype):
     how = {"scale": 0.125, "causal": True}
     expected = reference.attention(q, k, v, **how)
     assert_close(run(q, k, v, config=None, **how), expected, dtype, length=70, roundings=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_packed_heads_give_the_same_bits_as_apart(heads, kv_heads, causal):
+    rng = np.random.default_rng(0)
+    qkv = rng.normal(size=(2, 33, heads + 2 * kv_heads, 20)).astype(np.float32)
+    mask = put(rng.random((2, 33)) > 0.3)
+    how: dict[str, Any] = {"scale": 0.2, "causal": causal, "mask": mask}
+    how |= {"config": SMALL, "interpret": INTERPRETED}
+    apart = map(put, np.split(qkv, (heads, heads + kv_heads), axis=2))
+    packed = put(qkv.reshape(2, 33, -1))
+    found = jax.jit(lambda x: packed_attention(x, heads, kv_heads, **how))(packed)
+    np.testing.assert_array_equal(get(found), get(attention(*apart, **how)))
+    with pytest.raises(ValueError, match=rf"expected \[B, T, {heads + 2 * kv_heads} D\]"):
+        packed_attention(packed[:, :, 1:], heads, kv_heads, **how)
 
 
 def numbers(seed: int, *shape: int, low: float = -1.0, high: float = 1.0) -> np.ndarray:

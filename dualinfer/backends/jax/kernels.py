@@ -105,7 +105,8 @@ class KernelOps(PlainOps):
         """See `PlainOps.linear`."""
         count = math.prod(x.shape[:-1])
         features, width = weight.data.shape
-        fused = activation is not None or residual is not None
+        # What follows a product is a launch of its own behind XLA's, a bias too.
+        fused = not (activation is None and residual is None and bias is None)
         how: dict[str, Any] = {"activation": activation, "gated": gated, "residual": residual}
         if not linear.serves(count, features, width, x.dtype.itemsize, fused):
             return super().linear(x, weight, bias, norm=norm, wide=wide, **how)
@@ -151,6 +152,22 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, LayerCache | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
+        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
+        how |= layer.scoring()
+        scale = how.pop("scale")
+        positions = None if how["alibi"] is None else positions
+        run = {"sms": self.sms, "interpret": self.interpret}
+
+        def cudnn_serves(q: Any, k: Any) -> bool:
+            return not self.interpret and attention_choice.cudnn_serves(q, k, **how)
+
+        as_it_is = cache is None and not (a.rope or layer.q_norm or layer.k_norm)
+        if as_it_is and not cudnn_serves(*attention.packed_heads(qkv, a.heads, a.kv_heads)):
+            with jax.named_scope("attention"):
+                y = attention.packed_attention(
+                    qkv, a.heads, a.kv_heads, scale=scale, positions=positions, **how, **run
+                )
+            return y.reshape(*y.shape[:2], -1), None
         cos, sin = angles[a.rope] if a.rope else (None, None)
         with jax.named_scope("rotary"):
             q, k, v, filled = rotary.rotary_append(
@@ -164,19 +181,13 @@ class KernelOps(PlainOps):
                 interpret=self.interpret,
                 **_norms_of(layer),
             )
-        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
-        how |= layer.scoring()
-        scale = how.pop("scale")
         with jax.named_scope("attention"):
-            if not self.interpret and attention_choice.cudnn_serves(q, k, **how):
+            if cudnn_serves(q, k):
                 y = jax.nn.dot_product_attention(
                     q, k, v, scale=scale, is_causal=a.causal, implementation="cudnn"
                 )
             else:
-                how["positions"] = None if how["alibi"] is None else positions
-                y = attention.attention(
-                    q, k, v, scale=scale, sms=self.sms, interpret=self.interpret, **how
-                )
+                y = attention.attention(q, k, v, scale=scale, positions=positions, **how, **run)
         return y.reshape(*y.shape[:2], -1), None if filled is None else LayerCache(*filled)
 
     def attend_token(

@@ -27,6 +27,7 @@ class _Plan(NamedTuple):
 
     tokens: int
     heads: int
+    firsts: tuple[int, int, int]  # of queries, keys and values among the heads of their arrays
     group: int
     dim: int
     parts: tuple[tuple[int, int], ...]  # first element and extent of the blocks that hold a head
@@ -44,74 +45,127 @@ Parts = tuple[jax.Array, ...]
 State = tuple[jax.Array, jax.Array, Parts]  # greatest score, sum of weights, sums of values
 
 
+class Options(NamedTuple):
+    """What `reference.attention` is told beside its arrays, and `lengths`; [B, T] where not said.
+
+    `mask` is bool, `segments` and `positions` are int; `alibi` and `sinks` float32 [H]. Keys at or
+    beyond `lengths` int [B] are hidden.
+    """
+
+    scale: float
+    causal: bool
+    window: int | None = None
+    mask: jax.Array | None = None
+    segments: jax.Array | None = None
+    alibi: jax.Array | None = None
+    positions: jax.Array | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+    lengths: jax.Array | None = None
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-    mask: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    alibi: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    lengths: jax.Array | None = None,
     config: Config | None = None,
     sms: int = 132,
     interpret: bool = False,
+    **options: Any,
 ) -> jax.Array:
     """Attention of q [B, T, H, D] to the keys and values k and v [B, T, K, D]: [B, T, H, D].
 
-    Options as in `reference.attention`; `mask` bool, `segments` and `positions` int are [B, T].
-    Keys at or beyond `lengths` int [B] are hidden; the output of queries there is finite, and zero
-    in blocks that lie wholly there. Keys and values that are hidden are read all the same and must
-    be finite. `sms` is the device's number of multiprocessors.
+    `options` are those of `Options`. The output of queries beyond `lengths` is finite, and zero in
+    blocks that lie wholly there. Keys and values that are hidden are read all the same and must be
+    finite. `sms` is the device's number of multiprocessors.
     """
-    batch, tokens, heads, dim = q.shape
-    _check(q, k, v, scale, window, softcap)
-    _check_option("mask", mask, (batch, tokens), ("bool",))
-    _check_option("segments", segments, (batch, tokens), _INTEGERS)
-    _check_option("positions", positions, (batch, tokens), _INTEGERS)
-    _check_option("alibi", alibi, (heads,), _FLOATS[:1])
-    _check_option("sinks", sinks, (heads,), _FLOATS[:1])
-    _check_option("lengths", lengths, (batch,), _INTEGERS)
-    if positions is not None and alibi is None:
-        raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
-    if not q.size:
-        return q
-    itemsize, pairs, group = q.dtype.itemsize, batch * heads, heads // k.shape[2]
+    _check(q, k, v)
+    heads = q.shape[2], k.shape[2]
+    return _attend((q, k, v), heads, (0, 0, 0), Options(**options), config, sms, interpret)
+
+
+def packed_heads(qkv: jax.Array, heads: int, kv_heads: int) -> tuple[Any, Any]:
+    """What queries [B, T, H, D] and keys [B, T, K, D] in qkv [B, T, (H + 2 K) D] are like."""
+    count = heads + 2 * kv_heads
+    if qkv.ndim != 3 or qkv.shape[2] % count:
+        raise ValueError(f"qkv {qkv.shape}: expected [B, T, {count} D].")
+    batch, tokens, width = qkv.shape
+    q, k = (
+        jax.ShapeDtypeStruct((batch, tokens, n, width // count), qkv.dtype)
+        for n in (heads, kv_heads)
+    )
+    return q, k
+
+
+def packed_attention(
+    qkv: jax.Array,
+    heads: int,
+    kv_heads: int,
+    *,
+    config: Config | None = None,
+    sms: int = 132,
+    interpret: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """As `attention`, of packed qkv [B, T, (H + 2 K) D] as a product left it: [B, T, H, D]."""
+    q, k = packed_heads(qkv, heads, kv_heads)
+    _check(q, k, k)
+    packed = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, q.shape[3])
+    firsts = 0, heads, heads + kv_heads
+    how = Options(**options), config, sms, interpret
+    return _attend((packed, packed, packed), (heads, kv_heads), firsts, *how)
+
+
+def _attend(
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    head_counts: tuple[int, int],
+    firsts: tuple[int, int, int],
+    options: Options,
+    config: Config | None,
+    sms: int,
+    interpret: bool,
+) -> jax.Array:
+    """Attention of queries, keys and values that begin at heads `firsts` of `arrays`."""
+    (batch, tokens, _, dim), dtype = arrays[0].shape, arrays[0].dtype
+    heads, kv_heads = head_counts
+    _check_options(options, batch, tokens, heads)
+    out = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)
+    if not out.size:
+        return jnp.zeros(out.shape, dtype)
+    pairs, group = batch * heads, heads // kv_heads
     if config is None:
-        shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
+        shape = {"itemsize": dtype.itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
         config = attention_configs(**shape, processors=sms)[0]
+    together = _L2_BYTES // (2 * tokens * dim * dtype.itemsize)
     plan = _Plan(
         tokens=tokens,
         heads=heads,
+        firsts=firsts,
         group=group,
         dim=dim,
         parts=_split(dim),
-        scale=scale,
-        softcap=softcap,
-        window=window,
-        causal=causal,
+        scale=options.scale,
+        softcap=options.softcap,
+        window=options.window,
+        causal=options.causal,
         pairs=pairs,
-        section=min(pairs, group * max(1, _L2_BYTES // (2 * tokens * dim * itemsize))),
+        section=min(pairs, group * max(1, together)),
         block_m=config.block_m,
         block_n=config.block_n,
     )
-    (out,) = launch(
+    (y,) = launch(
         _kernel(plan),
         (cdiv(tokens, config.block_m) * pairs,),
-        *(q, k, v, None if mask is None else mask.astype(jnp.int8)),
-        *(segments, positions, alibi, sinks, lengths),
-        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        *arrays,
+        None if options.mask is None else options.mask.astype(jnp.int8),
+        *(options.segments, options.positions, options.alibi, options.sinks, options.lengths),
+        out=[out],
         warps=config.warps,
         stages=config.stages,
         interpret=interpret,
     )
-    return out
+    return y
 
 
 def _split(dim: int) -> tuple[tuple[int, int], ...]:
@@ -184,11 +238,12 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
         pair = first + within % width
         m = (blocks - 1 - within // width) * block_m
         b, head = pair // plan.heads, pair % plan.heads
-        kv_head = head // plan.group
+        q_head = head + plan.firsts[0]
+        k_head, v_head = (head // plan.group + first for first in plan.firsts[1:])
 
         rows = m + jnp.arange(block_m)
         row_there = None if tokens % block_m == 0 else rows < tokens
-        q = read(q_ref, b, rows, head, row_there)
+        q = read(q_ref, b, rows, q_head, row_there)
         optional = mask_ref is not None or segments_ref is not None
         accurate = q_ref.dtype == jnp.float32
         slope = None if slopes_ref is None else load(slopes_ref, (head,)) * _LOG2E
@@ -229,7 +284,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
             top, total, sums = state
             key = n + jnp.arange(block_n)
             there = None if all_seen else key < end
-            k = read(k_ref, b, key, kv_head, there)
+            k = read(k_ref, b, key, k_head, there)
             s = sum((dot(x, y.T) for x, y in zip(q[1:], k[1:], strict=True)), dot(q[0], k[0].T))
 
             def distance() -> jax.Array:
@@ -256,7 +311,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
                 base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             p = jnp.exp2(s * rest - base[:, None])
             shrink = jnp.exp2(top - base)
-            v = read(v_ref, b, key, kv_head, there)
+            v = read(v_ref, b, key, v_head, there)
             weights = p.astype(v_ref.dtype)
             sums = tuple(
                 x * shrink[:, None] + dot(weights, y) for x, y in zip(sums, v, strict=True)
@@ -281,13 +336,13 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
             """The state in which queries that have seen nothing see themselves."""
             top, total, sums = state
             blind = total == 0
-            k = read(k_ref, b, rows, kv_head, row_there)
+            k = read(k_ref, b, rows, k_head, row_there)
             products = [
                 (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
                 for x, y in zip(q, k, strict=True)
             ]
             s = scored(sum(products[1:], products[0]), lambda: zeros) * rest
-            v = read(v_ref, b, rows, kv_head, row_there)
+            v = read(v_ref, b, rows, v_head, row_there)
             own = (
                 jnp.where(blind[:, None], y.astype(jnp.float32), x)
                 for x, y in zip(sums, v, strict=True)
@@ -319,14 +374,7 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
     return _attention_kernel
 
 
-def _check(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def _check(q: Any, k: Any, v: Any) -> None:
     batch, tokens, heads, dim = q.shape
     fits = k.shape == v.shape and k.ndim == 4 and k.shape[:2] == (batch, tokens)
     if not fits or k.shape[3] != dim or heads % k.shape[2]:
@@ -338,9 +386,21 @@ def _check(
         raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use XLA's attention for it.")
     if str(q.dtype) not in _FLOATS or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_FLOATS}.")
-    for name, x in (("scale", scale), ("window", window), ("softcap", softcap)):
+
+
+def _check_options(options: Options, batch: int, tokens: int, heads: int) -> None:
+    for name in ("scale", "window", "softcap"):
+        x = getattr(options, name)
         if x is not None and not x > 0:
             raise ValueError(f"{name}={x}: expected a positive number, or None for no {name}.")
+    _check_option("mask", options.mask, (batch, tokens), ("bool",))
+    _check_option("segments", options.segments, (batch, tokens), _INTEGERS)
+    _check_option("positions", options.positions, (batch, tokens), _INTEGERS)
+    _check_option("alibi", options.alibi, (heads,), _FLOATS[:1])
+    _check_option("sinks", options.sinks, (heads,), _FLOATS[:1])
+    _check_option("lengths", options.lengths, (batch,), _INTEGERS)
+    if options.positions is not None and options.alibi is None:
+        raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
 
 
 def _check_option(
