@@ -32,6 +32,7 @@ from dualinfer.errors import DistributedError  # noqa: E402
 from dualinfer.kernels.pallas import linear  # noqa: E402
 from dualinfer.kernels.pallas.exchange import BLOCK  # noqa: E402
 
+from .kernels.arrays import inlined  # noqa: E402
 from .models import make_model, random_ids, relative_rms  # noqa: E402
 
 pytestmark = [
@@ -154,7 +155,7 @@ def lowered(engine: Any) -> dict[str, str]:
         with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
             traced = jax.jit(job.function, donate_argnums=job.donate).trace(*args)
-            texts[job.key[0]] = traced.lower(lowering_platforms=("cuda",)).as_text()
+            texts[job.key[0]] = inlined(traced.lower(lowering_platforms=("cuda",)).as_text())
     return texts
 
 

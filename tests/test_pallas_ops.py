@@ -19,7 +19,7 @@ from dualinfer.backends.jax.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.kernels.pallas import linear, norm  # noqa: E402
 
-from .kernels.arrays import INTERPRETED, check_lowers  # noqa: E402
+from .kernels.arrays import INTERPRETED, check_lowers, inlined  # noqa: E402
 from .models import make_model, relative_rms  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="JAX has a GPU: see test_gpu_pallas.py")
@@ -207,7 +207,7 @@ def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
     for what, rows, step, args in jobs(name, dtype, monkeypatch, (1, 3)):
         if what == "prefill" and rows == 1:
             continue  # nothing of its own
-        text = check_lowers(step, *args)
+        text = inlined(check_lowers(step, *args))
         calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
         names = [re.findall(r'name = "(\w+)", num_stages', line)[-1] for line in calls]
         if what == "prefill":

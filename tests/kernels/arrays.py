@@ -1,8 +1,9 @@
 """Arrays for Pallas' kernels, which a CPU interprets; and whether a kernel lowers for a GPU."""
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,22 @@ def check_lowers(function: Callable[..., Any], *args: Any) -> str:
         warnings.filterwarnings("ignore", _DEPRECATED, DeprecationWarning)
         traced = jax.jit(function).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def inlined(text: str) -> str:
+    """StableHLO with the body of each function in the place of its calls: what will run."""
+    parts = re.split(r"^  func\.func (?:public|private) @([^\s(]+)", text, flags=re.M)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    def lines(name: str) -> Iterator[str]:
+        for line in bodies[name].splitlines():
+            called = re.search(r"\bcall @([^\s(]+)\(", line)
+            if called and called[1] in bodies:
+                yield from lines(called[1])
+            else:
+                yield line
+
+    return "\n".join(lines("main"))
 
 
 def _gpu() -> contextlib.AbstractContextManager[Any]:

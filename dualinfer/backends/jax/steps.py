@@ -118,6 +118,7 @@ class Steps:
     ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
         """Up to `steps` tokens for each active slot, [MAX_STEPS, N]; ends when all have ended."""
 
+        @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
             cache, state, scratch, token = self._step(params, cache, state, scratch, features)

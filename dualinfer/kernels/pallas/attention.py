@@ -7,6 +7,7 @@ masked. Scores are kept in units of log2, so that exp2 serves.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -198,6 +199,7 @@ def _tanh(x: jax.Array, accurate: bool) -> jax.Array:
     return y
 
 
+@cache
 def _kernel(plan: _Plan) -> Callable[..., None]:
     tokens, block_m, block_n, window = plan.tokens, plan.block_m, plan.block_n, plan.window
 

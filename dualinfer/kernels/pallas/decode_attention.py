@@ -6,6 +6,7 @@ bits are the same every time.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,7 @@ def _turn(plan: _Plan, d: jax.Array, length: jax.Array, frequencies_ref: Any) ->
     return turn_of(plan.heads, d, jnp.cos(angle) * plan.scaling, jnp.sin(angle) * plan.scaling)
 
 
+@cache
 def _kernel(plan: _Plan) -> Callable[..., None]:
     group, block_s, splits = plan.group, plan.block_s, plan.splits
     rows_shape, block_shape = (plan.block_g,), (plan.block_g, plan.block_d)

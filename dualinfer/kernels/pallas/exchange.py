@@ -11,7 +11,8 @@ for a function without effects, so that exchanges must depend on one another by 
 which is any array, goes through each of them, aliased and untouched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -83,28 +84,9 @@ def sum_ranks(
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(f"bias is {bias.shape}; {x.shape[-1:]} is expected.")
     count, width = x.size, x.shape[-1]
-    text = protocol(mailboxes)
-
-    def _exchange_sum_kernel(
-        x_ref: Any, bias_ref: Any, residual_ref: Any, row_ref: Any, _: Any, y_ref: Any, __: Any
-    ) -> None:
-        at, inside = _elements(count)
-        own = load(x_ref, (at,), inside).astype(jnp.float32)
-        # Fetched before, since nothing is moved across the exchange.
-        added = [
-            load(ref, (where,), inside).astype(jnp.float32)
-            for ref, where in ((bias_ref, at % width), (residual_ref, at))
-            if ref is not None
-        ]
-        total = assembly(text, jnp.float32, own, at, *_addresses(row_ref, mailboxes.size))
-        for term in added:
-            total = total + term
-        store(y_ref, (at,), total, inside)
-
     flat = [None if a is None else a.reshape(-1) for a in (x, bias, residual)]
-    y, counters = _launch(
-        _exchange_sum_kernel, flat, row, mailboxes, counters, count, dtype or x.dtype
-    )
+    kernel = _sum_kernel(mailboxes, count, width)
+    y, counters = _launch(kernel, flat, row, mailboxes, counters, count, dtype or x.dtype)
     return y.reshape(x.shape), counters
 
 
@@ -121,48 +103,15 @@ def gather_ranks(
         raise ValueError(
             f"x is {x.shape}; {columns} columns are not some of each of {mailboxes.size} ranks."
         )
-    text = protocol(mailboxes, gathers=True)
-
-    def _exchange_gather_kernel(x_ref: Any, row_ref: Any, _: Any, y_ref: Any, __: Any) -> None:
-        at, inside = _elements(rows * columns)
-        column = at % columns
-        owner = column // width
-        place = at // columns * width + column % width
-        own = load(x_ref, (place,), inside).astype(jnp.float32)  # which only the owner sends
-        words = _addresses(row_ref, mailboxes.size)
-        store(y_ref, (at,), assembly(text, jnp.float32, own, at, *words, owner), inside)
-
-    y, counters = _launch(
-        _exchange_gather_kernel,
-        [x.reshape(-1)],
-        row,
-        mailboxes,
-        counters,
-        rows * columns,
-        x.dtype,
-    )
+    kernel, count = _gather_kernel(mailboxes, rows, width, columns), rows * columns
+    y, counters = _launch(kernel, [x.reshape(-1)], row, mailboxes, counters, count, x.dtype)
     return y.reshape(*x.shape[:-1], columns), counters
 
 
 def given_up(row: jax.Array, mailboxes: Mailboxes, counters: jax.Array) -> jax.Array:
     """int32 [1]: not 0 once this rank gave up an exchange of those that `counters` went through."""
-    text = "\n".join(
-        [
-            "{",
-            ".reg .b64 own;",
-            "mov.b64 own, {$2, $3};",
-            f"ld.volatile.global.u32 $0, [own + {mailboxes.flag}];",
-            "}",
-        ]
-    )
-
-    def _exchange_check_kernel(row_ref: Any, _: Any, flag_ref: Any) -> None:
-        at = jnp.arange(32)
-        words = [jnp.broadcast_to(load(row_ref, (1 + k,)), at.shape) for k in range(2)]
-        store(flag_ref, (at,), assembly(text, jnp.int32, at, *words), at < 1)
-
     out = [jax.ShapeDtypeStruct((1,), jnp.int32)]
-    return launch(_exchange_check_kernel, (1,), row, counters, out=out, warps=1)[0]
+    return launch(_check_kernel(mailboxes), (1,), row, counters, out=out, warps=1)[0]
 
 
 def _launch(
@@ -193,6 +142,67 @@ def _launch(
         kernel, grid, *arrays, row, counters, out=out, warps=_WARPS, aliases=aliases
     )
     return y, counters
+
+
+@cache
+def _sum_kernel(mailboxes: Mailboxes, count: int, width: int) -> Callable[..., None]:
+    text = protocol(mailboxes)
+
+    def _exchange_sum_kernel(
+        x_ref: Any, bias_ref: Any, residual_ref: Any, row_ref: Any, _: Any, y_ref: Any, __: Any
+    ) -> None:
+        at, inside = _elements(count)
+        own = load(x_ref, (at,), inside).astype(jnp.float32)
+        # Fetched before, since nothing is moved across the exchange.
+        added = [
+            load(ref, (where,), inside).astype(jnp.float32)
+            for ref, where in ((bias_ref, at % width), (residual_ref, at))
+            if ref is not None
+        ]
+        total = assembly(text, jnp.float32, own, at, *_addresses(row_ref, mailboxes.size))
+        for term in added:
+            total = total + term
+        store(y_ref, (at,), total, inside)
+
+    return _exchange_sum_kernel
+
+
+@cache
+def _gather_kernel(
+    mailboxes: Mailboxes, rows: int, width: int, columns: int
+) -> Callable[..., None]:
+    text = protocol(mailboxes, gathers=True)
+
+    def _exchange_gather_kernel(x_ref: Any, row_ref: Any, _: Any, y_ref: Any, __: Any) -> None:
+        at, inside = _elements(rows * columns)
+        column = at % columns
+        owner = column // width
+        place = at // columns * width + column % width
+        own = load(x_ref, (place,), inside).astype(jnp.float32)  # which only the owner sends
+        words = _addresses(row_ref, mailboxes.size)
+        store(y_ref, (at,), assembly(text, jnp.float32, own, at, *words, owner), inside)
+
+    return _exchange_gather_kernel
+
+
+@cache
+def _check_kernel(mailboxes: Mailboxes) -> Callable[..., None]:
+    text = "\n".join(
+        [
+            "{",
+            ".reg .b64 own;",
+            "mov.b64 own, {$2, $3};",
+            f"ld.volatile.global.u32 $0, [own + {mailboxes.flag}];",
+            "}",
+        ]
+    )
+
+    def _exchange_check_kernel(row_ref: Any, _: Any, flag_ref: Any) -> None:
+        at = jnp.arange(32)
+        words = [jnp.broadcast_to(load(row_ref, (1 + k,)), at.shape) for k in range(2)]
+        store(flag_ref, (at,), assembly(text, jnp.int32, at, *words), at < 1)
+
+    return _exchange_check_kernel
 
 
 def _elements(count: int) -> tuple[jax.Array, jax.Array | None]:

@@ -6,6 +6,7 @@ extents are powers of two. Kernels call the functions below, and nothing of Pall
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -29,27 +30,45 @@ def launch(
     The kernel gets a reference for each of `args`, None where that is None, then one for each
     output. `aliases` maps places in `args` to places in `out` that are the same memory; such an
     argument must be read and written through its output. What no program writes is undefined.
-    `interpret` runs it on any device, slowly, program after program.
+    `interpret` runs it on any device, slowly, program after program. Launches of the same kernel,
+    the same object, that are alike in all else are traced and lowered once in a step.
     """
+    given = tuple(x is not None for x in args)
+    places = tuple((aliases or {}).items())
+    call = _call(kernel, grid, given, tuple(out), warps, stages, places, interpret)
+    with jax.enable_x64(False):  # kernels count in 32 bits, whatever the caller's code does
+        return call(*(x for x in args if x is not None))
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    given: tuple[bool, ...],
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    warps: int,
+    stages: int,
+    aliases: tuple[tuple[int, int], ...],
+    interpret: bool,
+) -> Callable[..., list[jax.Array]]:
+    """A function of those arguments of a launch that are `given`."""
 
     def body(*refs: Any) -> None:
-        given = iter(refs)
-        inputs = [None if x is None else next(given) for x in args]
-        kernel(*inputs, *given)
+        rest = iter(refs)
+        inputs = [next(rest) if there else None for there in given]
+        kernel(*inputs, *rest)
 
-    present = [i for i, x in enumerate(args) if x is not None]
-    places = {present.index(at): result for at, result in (aliases or {}).items()}
+    present = [i for i, there in enumerate(given) if there]
     call = pl.pallas_call(
         body,
         out_shape=list(out),
         grid=grid,
-        input_output_aliases=places,
+        input_output_aliases={present.index(at): result for at, result in aliases},
         compiler_params=lowering.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=kernel.__name__.strip("_"),
     )
-    with jax.enable_x64(False):  # kernels count in 32 bits, whatever the caller's code does
-        return call(*(args[i] for i in present))
+    return jax.jit(call)
 
 
 def program(axis: int) -> jax.Array:

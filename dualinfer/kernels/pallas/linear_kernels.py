@@ -1,6 +1,7 @@
 """Device side of linear.py: the matrix-vector kernel, and the one for the matrix units."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from .activation import activate
 from .launch import arrivals, cdiv, dot, forget, load, next_power_of_2, program, store
 
 
+@cache
 def matvec_kernel(
     count: int,
     features: int,
@@ -63,6 +65,7 @@ def matvec_kernel(
     return _matvec_kernel
 
 
+@cache
 def tile_kernel(
     count: int,
     features: int,

@@ -1,6 +1,8 @@
 """RMSNorm and LayerNorm over the last axis, with the addition of the residual in front of them."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -73,6 +75,28 @@ def _run(
     # Narrow rows (heads) share a program; wide ones are spread over more warps.
     rows_each = max(min(1024 // block, next_power_of_2(rows)), 1)
 
+    flat = x.reshape(rows, width)
+    (y,) = launch(
+        _kernel(rows, rows_each, width, eps, center, unit_offset),
+        (cdiv(rows, rows_each),),
+        flat,
+        None if residual is None else residual.reshape(rows, width),
+        weight,
+        bias,
+        out=[jax.ShapeDtypeStruct(flat.shape, x.dtype)],
+        warps=min(max(block * rows_each // 512, 1), 16),
+        interpret=interpret,
+    )
+    return y.reshape(x.shape)
+
+
+@cache
+def _kernel(
+    rows: int, rows_each: int, width: int, eps: float, center: bool, unit_offset: bool
+) -> Callable[..., None]:
+    """A program norms `rows_each` of the `rows`."""
+    block = next_power_of_2(width)
+
     def _norm_kernel(x_ref: Any, residual_ref: Any, weight_ref: Any, bias_ref: Any, y_ref: Any):
         row = program(0) * rows_each + jnp.arange(rows_each)[:, None]
         column = jnp.arange(block)[None, :]
@@ -106,16 +130,4 @@ def _run(
         y = y * (gain + 1.0 if unit_offset else gain)
         store(y_ref, (row, column), y if shift is None else y + shift, inside)
 
-    flat = x.reshape(rows, width)
-    (y,) = launch(
-        _norm_kernel,
-        (cdiv(rows, rows_each),),
-        flat,
-        None if residual is None else residual.reshape(rows, width),
-        weight,
-        bias,
-        out=[jax.ShapeDtypeStruct(flat.shape, x.dtype)],
-        warps=min(max(block * rows_each // 512, 1), 16),
-        interpret=interpret,
-    )
-    return y.reshape(x.shape)
+    return _norm_kernel

@@ -1,6 +1,7 @@
 """Packed queries, keys and values taken apart: head norms, rotary embedding and the KV append."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +81,7 @@ def read_heads(
     return y * jax.lax.rsqrt((x * x).sum(1, keepdims=True) / plan.dim + plan.norm_eps)
 
 
+@cache
 def _kernel(
     plan: HeadPlan, rows: int, tokens: int, prompt: int, heads: int, kv_heads: int, slots: int
 ) -> Callable[..., None]:
