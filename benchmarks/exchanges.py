@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from dualinfer.backends.torch.device import rank_device
-from dualinfer.backends.torch.exchange import CAPACITY, open_exchange
+from dualinfer.backends.torch.exchange import open_exchange
 from dualinfer.backends.torch.parallel import Split, join
 from dualinfer.config.nested import TensorParallelConfig
 
@@ -110,7 +110,8 @@ def main() -> None:
                     }
                 )
     if ranks.rank == 0:
-        print(f"{torch.cuda.get_device_name()} x {size}, exchanges up to {CAPACITY:,} values")
+        most = f"exchanges up to {exchange.capacity:,} values"
+        print(f"{torch.cuda.get_device_name()} x {size}, {most}")
         for row in rows_found:
             print(f"{row['bytes']:>9,} B {row['dtype']:>8} {row['by']:<18} {row['us']:7.2f} us")
         if options.json:
