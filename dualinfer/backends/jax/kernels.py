@@ -105,8 +105,7 @@ class KernelOps(PlainOps):
         """See `PlainOps.linear`."""
         count = math.prod(x.shape[:-1])
         features, width = weight.data.shape
-        # What follows a product is a launch of its own behind XLA's, a bias too.
-        fused = not (activation is None and residual is None and bias is None)
+        fused = activation is not None or residual is not None
         how: dict[str, Any] = {"activation": activation, "gated": gated, "residual": residual}
         if not linear.serves(count, features, width, x.dtype.itemsize, fused):
             return super().linear(x, weight, bias, norm=norm, wide=wide, **how)

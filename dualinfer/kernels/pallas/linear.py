@@ -51,9 +51,8 @@ class TileConfig(NamedTuple):
 def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
     """Whether `linear` is the one for `count` rows, or XLA's product, which is better at many.
 
-    `fused` says that a bias, an activation or a residual follows, which XLA would leave to a launch
-    of its own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16
-    bytes.
+    `fused` says that an activation or a residual follows, which XLA would leave to a launch of its
+    own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16 bytes.
     """
     if count <= MOST_VECTORS and next_power_of_2(width) * itemsize > _WIDEST:
         return False
