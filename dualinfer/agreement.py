@@ -64,11 +64,11 @@ def agree(
         return work()
     try:
         result = work()
+        mark = None if alike is None else fingerprint(alike(result))
     except Exception as error:
         peers.exchange(_said({"error": f"{type(error).__name__}: {error}"}))
         raise
-    mark = None if alike is None else fingerprint(alike(result))
-    found = [json.loads(message) for message in peers.exchange(_said({"mark": mark}))]
+    found = _heard(peers.exchange(_said({"mark": mark})))
     failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if "error" in said]
     if failed:
         raise DistributedError(f"{what} failed elsewhere. {'; '.join(failed)}")
@@ -92,7 +92,7 @@ def share_inputs(peers: Peers, inputs: Mapping[str, Any], device: Any = None) ->
     if peers.size == 1:
         return dict(inputs)
     asks = all(value is None for value in inputs.values())
-    asking = [message == b"1" for message in peers.exchange(b"1" if asks else b"0")]
+    asking = [said["asks"] for said in _heard(peers.exchange(_said({"asks": asks})), "asks")]
     if asking[0] or not any(asking):
         return dict(inputs)
     message, error = b"", None
@@ -113,7 +113,7 @@ def share_inputs(peers: Peers, inputs: Mapping[str, Any], device: Any = None) ->
 
 def settle(peers: Peers, values: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Every process's numbers, by name, in the order of ranks."""
-    found = [json.loads(m) for m in peers.exchange(_said(values))] if peers.size > 1 else [values]
+    found = _heard(peers.exchange(_said(values)), *values) if peers.size > 1 else [values]
     return {name: [said[name] for said in found] for name in values}
 
 
@@ -145,6 +145,26 @@ def _feed(digest: Any, value: Any) -> None:
 
 def _said(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content).encode()
+
+
+def _heard(messages: list[bytes], *names: str) -> list[dict[str, Any]]:
+    """What every process said; DistributedError where one is at another place in its calls."""
+    found: list[Any] = []
+    for rank, message in enumerate(messages):
+        try:
+            said = json.loads(message)
+        except ValueError:
+            said = None
+        expected = isinstance(said, dict) and (
+            set(said) == set(names) if names else not {"mark", "error"}.isdisjoint(said)
+        )
+        if not expected:
+            raise DistributedError(
+                f"Rank {rank} is at another place in its calls than this process: one of them was "
+                "left by an error or made a call that the others did not. Make the engines anew."
+            )
+        found.append(said)
+    return found
 
 
 def _packed(inputs: Mapping[str, Any]) -> bytes:

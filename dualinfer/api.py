@@ -15,11 +15,12 @@ from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from .families import describe_model
 from .fused import FusedEngine
 from .hf_config import read_config, read_generation_config
+from .hf_module import check_parts, class_names
 from .limits import check_config
 from .modules import ModuleEngine
 from .saving import Saved, check_free, save_checkpoint
 from .spec import ModelSpec
-from .weights import LoadPlan, TensorSource, make_load_plan
+from .weights import LoadPlan, TensorSource, make_load_plan, marks_of
 
 _E = TypeVar("_E")
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -170,9 +171,12 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
             check_free(saving)
         return _describe_fused(model, settings, notes)
 
-    settings, found, spec, plan, source = agree(
-        peers, "The models and configs", describe, lambda d: (_shared(d[0]), d[2], d[3].rows)
-    )
+    def alike(made: _Described) -> Any:
+        config, _, spec, plan, source = made
+        return _shared(config), spec, plan.rows, marks_of(source, plan)
+
+    what = "The models and configs"
+    settings, found, spec, plan, source = agree(peers, what, describe, alike)
     made: list[Any] = []
 
     def load() -> FusedEngine:
@@ -334,16 +338,12 @@ def _from_module(module: Any, other_way: str) -> _Model:
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's own is fine
-        raise ModelError(
-            f"This {type(module).__name__} has a forward of its own set on it, which fused mode "
-            f"would not run. Remove it. {other_way}"
-        )
+    check_parts(module, other_way)
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     notes = ["the module has forward hooks, which do not run here"] if hooked else []
     generation = getattr(module, "generation_config", None)
     source = partial(open_module, module)
-    return _Model(module.config, _hf_class_names(module), generation, source, notes)
+    return _Model(module.config, class_names(module), generation, source, notes)
 
 
 def _from_folder(path: Any) -> _Model:
@@ -352,20 +352,3 @@ def _from_folder(path: Any) -> _Model:
     names = config.architectures
     source = partial(open_checkpoint, folder)
     return _Model(config, names, read_generation_config(folder, config), source, [])
-
-
-def _hf_class_names(model: Any) -> list[str]:
-    """Names of the module's classes from transformers, the most derived first.
-
-    Raises ModelError for a class whose forward is not HF's, since ours would differ from it.
-    """
-    classes = type(model).__mro__
-    for i, cls in enumerate(classes):
-        if cls.__module__.startswith("transformers."):
-            return [c.__name__ for c in classes[i:]]
-        if "forward" in vars(cls):
-            raise ModelError(
-                f"{cls.__name__} has a forward of its own, which fused mode would not run. Pass "
-                "the HF module itself."
-            )
-    raise ModelError(f"{type(model).__name__} is no HF model.")

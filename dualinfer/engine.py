@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from .config import InferenceConfig
-from .errors import ClosedError
+from .errors import ArgumentError, ClosedError
 from .profiling import Profiler
 from .report import Report
 
@@ -108,6 +108,7 @@ class InferenceEngine:
         Raises ProfilingError if profiling is off.
         """
         with self._lock:
+            _ = self.runner  # a closed engine says that it is
             return self._profiler.take()
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -116,6 +117,11 @@ class InferenceEngine:
         `backend` None is torch's default, "inductor". On JAX everything is compiled as it is, so
         that only None is taken. Raises UnsupportedError where it cannot be done.
         """
+        if not (compile_kwargs is None or isinstance(compile_kwargs, Mapping)):
+            kind = type(compile_kwargs).__name__
+            raise ArgumentError(
+                f"compile_kwargs is a {kind}; a dict of names to values is expected."
+            )
         with self._lock:
             self.runner.compile(backend, dict(compile_kwargs or {}))
 

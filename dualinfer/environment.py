@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from . import backends
 from .errors import BackendNotAvailableError
 
-_KERNELS = {"torch": "Triton", "jax": "Pallas"}
-
 
 def describe_system() -> Iterator[tuple[str, str]]:
     """Rows about Python and the packages that every backend uses."""
@@ -23,7 +21,7 @@ def describe_backend(name: str) -> Iterator[tuple[str, str]]:
     """Rows about one backend: usable or why not, versions, devices, kernels. Imports it."""
     try:
         backends.check_backend(name)
-        importlib.import_module(f".{name}", backends.__name__)
+        backend = importlib.import_module(f".{name}", backends.__name__)
     except BackendNotAvailableError as error:
         yield f"{name} backend", f"not usable: {error}"
         return
@@ -35,12 +33,9 @@ def describe_backend(name: str) -> Iterator[tuple[str, str]]:
     yield f"{name} backend", f"usable: {versions}"
     try:
         yield f"{name} devices", ", ".join(describe())
+        yield f"{name} kernels", backend.describe_kernels()
     except RuntimeError as error:
         yield f"{name} devices", f"none can be used: {error}"
-    yield (
-        f"{name} kernels",
-        f"no {_KERNELS[name]} kernels in this version; plain operations on every device",
-    )
 
 
 def _version(package: str) -> str:

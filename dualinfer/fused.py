@@ -143,14 +143,26 @@ class FusedEngine(InferenceEngine):
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
-        if streamer is not None:
-            streamer.put(self._streamed(block))
+        failed: list[Exception] = []
+
+        def put(values: np.ndarray) -> None:
+            if streamer is None or failed:
+                return
+            try:
+                streamer.put(self._streamed(values))
+            except Exception as error:
+                if self.runner.peers.size == 1:
+                    raise
+                failed.append(error)  # the other processes go on, and so must this one
+
+        put(block)
         columns = []
         for tokens in Generation(self._loop, requests, chunk, stop):
             column = np.array([pad if t is None else t for t in tokens], np.int64)
             columns.append(column)
-            if streamer is not None:
-                streamer.put(self._streamed(column))
+            put(column)
+        if failed:
+            raise failed[0]
         if streamer is not None:
             streamer.end()
         return self._result(np.column_stack((block, *columns)), prompts)
@@ -272,7 +284,8 @@ class FusedEngine(InferenceEngine):
                 "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
             )
         width = prompts.block.shape[1]
-        new_tokens = options.new_tokens(width, self.max_tokens)
+        longest = max(len(row) for row in prompts.rows)  # without padding, which takes no room
+        new_tokens = options.new_tokens(width, self.max_tokens + width - longest)
         least_tokens = options.least_tokens(width)
         if least_tokens > new_tokens:
             warn_caller(

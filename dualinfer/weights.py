@@ -153,6 +153,26 @@ class LoadPlan:
     unused: tuple[str, ...]
 
 
+_MARKED = 4  # elements of a tensor's first and last row
+
+
+def marks_of(source: TensorSource, plan: LoadPlan) -> list[Any]:
+    """A few values of each tensor that the plan reads, which tell one model from another."""
+    names = [name for _, stored in plan.rows for name in stored]
+    return [source.read(name, corner) for name in names for corner in _corners(source.shape(name))]
+
+
+def _corners(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """The first and the last few elements of a tensor, as indices."""
+    if not prod(shape):
+        return []
+    *rows, width = shape or (1,)
+    few = min(width, _MARKED)
+    first = (*(slice(0, 1) for _ in rows), slice(0, few))
+    last = (*(slice(n - 1, n) for n in rows), slice(width - few, width))
+    return [first, last] if shape else []
+
+
 _COMPARED = 1 << 22  # elements of two tensors at a time
 
 

@@ -539,6 +539,8 @@ UNSUPPORTED_FIELDS = [
     ("mistral", {"attention_bias": True}, "attention_bias"),
     ("mistral", {"mlp_bias": True}, "mlp_bias"),
     ("mistral-window", {"sliding_window": 0}, "sliding_window=0"),
+    ("llama-gqa", {"sliding_window": 4}, "sliding_window=4"),
+    ("llama-gqa", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
     ("mistral-window", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),

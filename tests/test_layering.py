@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded_checkpoint": {"arrays", "checkpoint_files", "errors", "sharding", "weights"},
     "checkpoint": {"checkpoint_files", "errors", "sharded_checkpoint", "weights"},
     "hf_config": {"checkpoint_files", "errors", "families.*"},
+    "hf_module": {"errors"},
     "loading": {"arrays", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {
         *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
@@ -73,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "limits": {"config.*", "errors"},
     "api": {
         *("agreement", "backends", "checkpoint", "config.*", "engine", "errors", "families.*"),
-        *("fused", "hf_config", "limits", "modules", "saving", "spec", "weights"),
+        *("fused", "hf_config", "hf_module", "limits", "modules", "saving", "spec", "weights"),
     },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},

@@ -636,6 +636,20 @@ def test_meta_tensors_that_no_checkpoint_fills_are_named():
     assert partly.embed.weight.dtype == torch.float32
 
 
+def test_int8_weights_of_a_hf_model_are_refused(hf_model, tmp_path):
+    """As bitsandbytes saves them: taken as numbers they would be weights of another size."""
+    model = hf_model("llama-mqa")
+    state = {
+        name: x.to(torch.int8) if name.endswith("proj.weight") else x
+        for name, x in model.state_dict().items()
+    }
+    torch.save(state, tmp_path / "model.bin")
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with pytest.raises(CheckpointError, match=r"int8 weights.*q_proj"):
+        dualinfer.init_inference(empty, checkpoint=str(tmp_path / "model.bin"))
+
+
 def test_float8_checkpoints_are_refused():
     state = {"weight": torch.zeros(3, 3).to(torch.float8_e4m3fn), "bias": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"float8.*weight"):

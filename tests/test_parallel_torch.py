@@ -175,6 +175,60 @@ def test_groups_and_units_of_the_caller_say_who_shares_the_model(crew, engine_of
         assert found == [(text.tolist(), (rank % 2, rank % 2 + 2))] * 3
 
 
+def models_that_differ():
+    """Of one config and different weights, as without a seed."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = make_model("llama-gqa")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    try:
+        dualinfer.init_inference(
+            model, dtype="fp32", replace_with_kernel_inject=True, tensor_parallel={"tp_size": 2}
+        ).close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_models_that_differ_are_refused_by_all(crew):
+    for error in crew.run(models_that_differ):
+        assert error is not None
+        assert error.startswith("DistributedError: The models and configs differ: rank 1")
+
+
+class _Failing:
+    """A streamer of rank 0 that fails at its call number `at`."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def put(self, _):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyError("mine")
+
+    def end(self):
+        pass
+
+
+def streamers_that_fail():
+    ids, found = torch.from_numpy(random_ids(1, 5)), []
+    with _engine("llama-gqa", 2) as engine:
+        for at in (0, 3):
+            streamer = _Failing(at) if os.environ["RANK"] == "0" else None
+            try:
+                found.append(engine.generate(ids, streamer=streamer, **GREEDY).tolist())
+            except KeyError as error:
+                found.append(str(error))
+        return found, engine.generate(ids, **GREEDY).tolist()
+
+
+def test_a_streamer_that_fails_in_one_rank_leaves_the_engine_to_all(crew):
+    first, second = crew.run(streamers_that_fail)
+    assert first == (["'mine'"] * 2, second[1])
+    assert second[0] == [second[1]] * 2
+
+
 def inputs_that_differ(what):
     rank = int(os.environ["RANK"])
     ids = torch.from_numpy(random_ids(2, 5))

@@ -13,6 +13,12 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, and no bool")
+    return value
+
+
 class TensorParallelConfig(Model):
     """How one model is shared by several devices."""
 
@@ -44,8 +50,8 @@ class TensorParallelConfig(Model):
     axis: str = "tp"
     """The name of the mesh's axis that the model is split along, JAX only."""
 
-    timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a process waits for the others before it gives up, more than 0."""
+    timeout: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1e7)] = 600.0
+    """Seconds that a process waits for the others before it gives up, more than 0, at most 1e7."""
 
     @property
     def degree(self) -> int:

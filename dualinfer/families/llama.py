@@ -88,8 +88,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
     """The sliding window of each layer, None where it sees all of the past."""
     if fields.family == "llama":
-        fields.ignore("sliding_window")  # HF's LlamaModel reads neither
-        fields.ignore("layer_types")
+        _refuse_windows(fields)
         return [None] * layers
     window = None
     if fields.take("sliding_window") is not None:
@@ -98,7 +97,27 @@ def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
         return [window] * layers
     fields.ignore("use_sliding_window", "max_window_layers")  # HF folds both into layer_types
     kinds = fields.layer_types(layers)
+    if window is None and "sliding_attention" in kinds:
+        raise ModelError(
+            "config.json has layer_types with sliding_attention and no sliding_window (or "
+            "use_sliding_window=False), so that how far those layers see is not said."
+        )
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _refuse_windows(fields: ConfigFields) -> None:
+    """Raise ModelError where HF's cache would forget what HF's LlamaModel attends to."""
+    window = fields.take("sliding_window")
+    kinds = fields.take("layer_types") or []
+    reach = fields.size("max_position_embeddings")
+    short = window is not None and not (isinstance(window, int) and window >= reach)
+    if short or set(kinds) - {"full_attention"}:
+        what = f"sliding_window={window}" if short else f"layer_types={list(kinds)}"
+        raise ModelError(
+            f"config.json has {what}: HF's Llama does not attend in windows, but its cache forgets "
+            "by them, so that its text is not that of its logits. Remove the field, or use the "
+            "mistral family for a model with windows."
+        )
 
 
 def _biases(fields: ConfigFields) -> tuple[bool, bool, bool]:

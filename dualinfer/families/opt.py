@@ -25,7 +25,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     head_dim = embed // heads
     norm = Norm("layer", 1e-5)  # HF leaves torch's default
     before = bool(fields.take("do_layer_norm_before", True))
-    final = before and not fields.take("_remove_final_layer_norm", False)
+    removed = bool(fields.take("_remove_final_layer_norm", False))
+    final = before and not removed
     bias = bool(fields.take("enable_bias", True))
     affine = bool(fields.take("layer_norm_elementwise_affine", True))
     tied = bool(fields.take("tie_word_embeddings", True))

@@ -62,6 +62,12 @@ def make_rope(
     unknown.discard("finetuned")  # a remark of the first yarn checkpoints
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unknown.add("partial_rotary_factor")
+    words = sorted(k for k in given - {"rope_type", "type"} if isinstance(parameters[k], str))
+    if words:
+        raise ModelError(
+            f"config.json has rope_parameters with text for {', '.join(words)}; numbers are "
+            "expected."
+        )
     if unknown:
         raise ModelError(
             f"config.json has rope_parameters {', '.join(sorted(unknown))} with "

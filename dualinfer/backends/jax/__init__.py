@@ -76,6 +76,16 @@ def create_runner(
     return runner
 
 
+def describe_kernels() -> str:
+    """Whether Pallas' kernels can run here, for people."""
+    if not runs_kernels(default_device()):
+        return (
+            "Pallas: not usable here; the kernels run on NVIDIA's data-centre GPUs (A100, H100, "
+            "H200, B200); plain XLA"
+        )
+    return "Pallas: usable, with replace_with_kernel_inject=True"
+
+
 def _make_ops(
     config: InferenceConfig,
     spec: ModelSpec,

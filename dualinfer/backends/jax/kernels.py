@@ -13,7 +13,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ...kernels.pallas import attention, attention_choice, decode_attention, linear, rotary
+from ...kernels.pallas import (
+    attention,
+    attention_choice,
+    attention_options,
+    decode_attention,
+    linear,
+    rotary,
+)
 from ...kernels.pallas import norm as norms
 from ...kernels.pallas.linear import NormArguments
 from ...spec import Activation, ModelSpec
@@ -37,8 +44,8 @@ def runs_kernels(device: jax.Device) -> bool:
 def unserved(spec: ModelSpec) -> str | None:
     """What of a model is beyond the kernels, for people; None if they serve it."""
     dim = max(layer.attention.head_dim for layer in spec.layers)
-    if dim > attention.LARGEST_HEAD:
-        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    if dim > attention_options.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention_options.LARGEST_HEAD})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     return None

@@ -20,6 +20,11 @@ from .params import load_params
 from .plain import PlainOps
 from .runner import TorchRunner
 
+_KERNELS_NEED = (
+    "the kernels run on CUDA devices from Ampere on that have the shared memory of an A100 or more "
+    "(A100, H100, H200, B200)"
+)
+
 
 def device_kind() -> str:
     """What torch runs on: cuda or cpu."""
@@ -81,6 +86,15 @@ def create_runner(
     return runner
 
 
+def describe_kernels() -> str:
+    """Whether Triton's kernels can run here, for people."""
+    if not has_triton():
+        return "Triton is not installed; plain operations"
+    if not runs_kernels(default_device()):
+        return f"Triton: not usable here; {_KERNELS_NEED}; plain operations"
+    return "Triton: usable, with replace_with_kernel_inject=True"
+
+
 def _make_ops(
     config: InferenceConfig, spec: ModelSpec, device: torch.device, split: Split | None
 ) -> PlainOps:
@@ -88,10 +102,7 @@ def _make_ops(
     if not config.replace_with_kernel_inject or config.use_triton is False:
         return PlainOps(split)
     if not has_triton() or not runs_kernels(device):
-        obstacle = (
-            "the kernels run on CUDA devices from Ampere on that have the shared memory of an A100 "
-            f"or more (A100, H100, H200, B200), and this is a {device_name(device)}"
-        )
+        obstacle = f"{_KERNELS_NEED}, and this is a {device_name(device)}"
     else:
         from .kernels import KernelOps, unserved
         from .tuned import load_configurations

@@ -14,6 +14,7 @@ from ...arrays import from_numpy, same_tensor
 from ...errors import CheckpointError, DualinferError
 from ...weights import TensorSource
 
+_QUANTIZED = ("int8", "uint8", "int32")  # what quantizers pack weights into
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_NAMES = 8
 
@@ -99,18 +100,28 @@ def fill(module: torch.nn.Module, source: TensorSource, dtype: torch.dtype) -> l
     in no file. Another module's names must be the source's, with no exception. Tied tensors stay
     tied. Raises CheckpointError that names what is missing, left over or misshaped.
     """
-    _check_dtypes(source)
+    _check_dtypes(source, is_hf(module))
     if is_hf(module):
         return _fill_hf(module, source, dtype)
     _fill_by_name(module, source, dtype)
     return []
 
 
-def _check_dtypes(source: TensorSource) -> None:
-    odd = [n for n in source.names() if source.dtype(n).startswith("float8")]
+def _check_dtypes(source: TensorSource, floats: bool) -> None:
+    """Raise CheckpointError for quantized weights, which mean nothing without their scales.
+
+    `floats` says that the module's weights are such; another's may be ints by themselves.
+    """
+    odd = [
+        name
+        for name in source.names()
+        if source.dtype(name).startswith("float8")
+        or (floats and source.dtype(name) in _QUANTIZED and name.endswith("weight"))
+    ]
     if odd:
+        kinds = " and ".join(sorted({source.dtype(name) for name in odd}))
         raise CheckpointError(
-            f"{source.description} holds float8 tensors, which mean nothing without their scales, "
+            f"{source.description} holds {kinds} weights, which mean nothing without their scales, "
             f"{listing(odd)}. Quantized checkpoints are not read in this version."
         )
 

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from .attention_choice import Config, attention_configs
+from .attention_options import Options, check_arrays
 from .launch import both, cdiv, dot, launch, load, next_power_of_2, program, store
 
-LARGEST_HEAD = 256
 _LOG2E = math.log2(math.e)
 _L2_BYTES = 16 << 20  # of keys and values that are read at a time; an H100 has 50 MB
-_FLOATS = ("float32", "bfloat16", "float16")
-_INTEGERS = ("int32", "int64")
 
 
 class _Plan(NamedTuple):
@@ -46,25 +44,6 @@ Parts = tuple[jax.Array, ...]
 State = tuple[jax.Array, jax.Array, Parts]  # greatest score, sum of weights, sums of values
 
 
-class Options(NamedTuple):
-    """What `reference.attention` is told beside its arrays, and `lengths`; [B, T] where not said.
-
-    `mask` is bool, `segments` and `positions` are int; `alibi` and `sinks` float32 [H]. Keys at or
-    beyond `lengths` int [B] are hidden.
-    """
-
-    scale: float
-    causal: bool
-    window: int | None = None
-    mask: jax.Array | None = None
-    segments: jax.Array | None = None
-    alibi: jax.Array | None = None
-    positions: jax.Array | None = None
-    softcap: float | None = None
-    sinks: jax.Array | None = None
-    lengths: jax.Array | None = None
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -81,7 +60,7 @@ def attention(
     blocks that lie wholly there. Keys and values that are hidden are read all the same and must be
     finite. `sms` is the device's number of multiprocessors.
     """
-    _check(q, k, v)
+    check_arrays(q, k, v)
     heads = q.shape[2], k.shape[2]
     return _attend((q, k, v), heads, (0, 0, 0), Options(**options), config, sms, interpret)
 
@@ -111,7 +90,7 @@ def packed_attention(
 ) -> jax.Array:
     """As `attention`, of packed qkv [B, T, (H + 2 K) D] as a product left it: [B, T, H, D]."""
     q, k = packed_heads(qkv, heads, kv_heads)
-    _check(q, k, k)
+    check_arrays(q, k, k)
     packed = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, q.shape[3])
     firsts = 0, heads, heads + kv_heads
     how = Options(**options), config, sms, interpret
@@ -130,7 +109,7 @@ def _attend(
     """Attention of queries, keys and values that begin at heads `firsts` of `arrays`."""
     (batch, tokens, _, dim), dtype = arrays[0].shape, arrays[0].dtype
     heads, kv_heads = head_counts
-    _check_options(options, batch, tokens, heads)
+    options.check(batch, tokens, heads)
     out = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)
     if not out.size:
         return jnp.zeros(out.shape, dtype)
@@ -374,43 +353,3 @@ def _kernel(plan: _Plan) -> Callable[..., None]:
             store(out_ref, (b, rows[:, None], head, d), x * share[:, None], inside)
 
     return _attention_kernel
-
-
-def _check(q: Any, k: Any, v: Any) -> None:
-    batch, tokens, heads, dim = q.shape
-    fits = k.shape == v.shape and k.ndim == 4 and k.shape[:2] == (batch, tokens)
-    if not fits or k.shape[3] != dim or heads % k.shape[2]:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}: expected [B, T, H, D] and twice "
-            "[B, T, K, D], with H a multiple of K."
-        )
-    if dim > LARGEST_HEAD:
-        raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use XLA's attention for it.")
-    if str(q.dtype) not in _FLOATS or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_FLOATS}.")
-
-
-def _check_options(options: Options, batch: int, tokens: int, heads: int) -> None:
-    for name in ("scale", "window", "softcap"):
-        x = getattr(options, name)
-        if x is not None and not x > 0:
-            raise ValueError(f"{name}={x}: expected a positive number, or None for no {name}.")
-    _check_option("mask", options.mask, (batch, tokens), ("bool",))
-    _check_option("segments", options.segments, (batch, tokens), _INTEGERS)
-    _check_option("positions", options.positions, (batch, tokens), _INTEGERS)
-    _check_option("alibi", options.alibi, (heads,), _FLOATS[:1])
-    _check_option("sinks", options.sinks, (heads,), _FLOATS[:1])
-    _check_option("lengths", options.lengths, (batch,), _INTEGERS)
-    if options.positions is not None and options.alibi is None:
-        raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
-
-
-def _check_option(
-    name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: tuple[str, ...]
-) -> None:
-    if x is None:
-        return
-    if x.shape != shape:
-        raise ValueError(f"{name} {x.shape}: expected {list(shape)}.")
-    if str(x.dtype) not in dtypes:
-        raise ValueError(f"{name} is {x.dtype}; expected {' or '.join(dtypes)}.")
