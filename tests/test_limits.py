@@ -360,6 +360,63 @@ def test_forward_set_on_an_instance_is_not_passed_over(hf_model):
         dualinfer.init_inference(model, kernel_inject=True)
 
 
+def _with(change):
+    model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+    change(model, model.model.layers[0])
+    return model
+
+
+class _Attention(hf.models.llama.modeling_llama.LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, layer: setattr(layer.mlp, "forward", layer.mlp.forward), "forward of its own"),
+        (lambda m, layer: setattr(layer.self_attn, "__class__", _Attention), "is _Attention"),
+        (lambda m, layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()), "act_fn .* is Tanh"),
+        (lambda m, layer: setattr(layer.self_attn, "scaling", 0.5), "scaling .* is 0.5"),
+        (lambda m, layer: setattr(m.config, "rms_norm_eps", 0.5), "and 0.5 by its config"),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_that_the_config_does_not_make_are_not_passed_over(backend, change, message):
+    with pytest.raises(dualinfer.ModelError, match=message):
+        dualinfer.init_inference(_with(change), backend=backend, kernel_inject=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_takes_none_of_the_default_length(backend, hf_model):
+    ids = random_ids(1, 10)
+    padded, mask = (np.pad(x, ((0, 0), (5, 0))) for x in (ids, np.ones_like(ids)))
+    how = {"backend": backend, "dtype": "fp32", "kernel_inject": True, "max_out_tokens": 16}
+    with dualinfer.init_inference(hf_model(CAUSAL), **how) as engine:
+        alone = engine.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0)
+        other = engine.generate(
+            padded, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    np.testing.assert_array_equal(alone[:, 10:], other[:, 15:])
+    assert alone.shape == (1, 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_refuses_what_is_none_of_its_arguments(backend, hf_model):
+    with dualinfer.init_inference(
+        hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True
+    ) as engine:
+        with pytest.raises(dualinfer.ArgumentError, match="a dict of names"):
+            engine.compile(compile_kwargs=5)
+        if backend == "torch":
+            with pytest.raises(dualinfer.ArgumentError, match="batch_sizes, and torch"):
+                engine.compile(compile_kwargs={"batch_sizes": [1]})
+            with pytest.raises(dualinfer.ArgumentError, match="backend='nope'"):
+                engine.compile("nope")
+    with pytest.raises(dualinfer.ClosedError):
+        engine.model_times()
+
+
 def test_state_dict_file_of_something_else_is_told(tmp_path, hf_model):
     torch.save({"model_state_dict": {"a": torch.zeros(1)}}, tmp_path / "odd.pt")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")

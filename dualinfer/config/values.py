@@ -24,6 +24,8 @@ def _lower(value: Any) -> Any:
 
 
 def _path_text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        raise ValueError("a path is expected as text, not as bytes")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -1,12 +1,29 @@
 """What torch.compile is called with, and what it makes."""
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from ...errors import ArgumentError
+
 
 def compile_options(backend: Any, compile_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of torch.compile; `backend` None is its own default."""
+    """Keyword arguments of torch.compile; `backend` None is its own default.
+
+    Raises ArgumentError for what torch.compile does not know.
+    """
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    if unknown := sorted(set(compile_kwargs) - set(known)):
+        raise ArgumentError(
+            f"compile_kwargs has {', '.join(unknown)}, and torch.compile takes {', '.join(known)}."
+        )
+    if isinstance(backend, str):
+        backends = torch.compiler.list_backends(())
+        if backend not in backends:
+            raise ArgumentError(f"backend={backend!r}: torch.compile has {', '.join(backends)}.")
     return {**compile_kwargs} if backend is None else {"backend": backend, **compile_kwargs}
 
 
