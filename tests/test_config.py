@@ -823,3 +823,10 @@ def test_hints_point_to_fields_that_work():
     text = str(caught.value)
     assert "training_mp_size" not in text and "'zero'?" not in text
     assert "did you mean 'dtype'" in text and "did you mean 'tensor_parallel'" in text
+
+
+def test_json_with_a_name_twice_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"dtype": "fp32", "tensor_parallel": {"tp_size": 1, "tp_size": 2}}')
+    with pytest.raises(ConfigError, match="names tp_size twice"):
+        make_config(str(path), {})

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,12 @@ def _as_dict(config: Any) -> Mapping[Any, Any]:
             "of a JSON file."
         )
     path = Path(config).expanduser()
+    twice: list[str] = []
     try:
         if not path.exists():
             raise ConfigNotFoundError(f"config={str(config)!r}: there is no such file.")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=partial(_object, twice=twice))
     except ConfigNotFoundError:
         raise
     except OSError as error:
@@ -72,4 +75,14 @@ def _as_dict(config: Any) -> Mapping[Any, Any]:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
+    if twice:
+        raise ConfigError(f"{path} names {', '.join(twice)} twice in one object. Remove one.")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]], twice: list[str]) -> dict[str, Any]:
+    """An object of JSON; names that stand in it more than once are added to `twice`."""
+    found = dict(pairs)
+    names = [name for name, _ in pairs]
+    twice += [name for name in found if names.count(name) > 1]
+    return found
