@@ -265,6 +265,8 @@ def _of_mesh(settings: TensorParallelConfig) -> Place:
             f"tensor_parallel.tp_size={settings.tp_size}, but the mesh has {size} devices along "
             f"{axis!r}. Leave tp_size out."
         )
+    if len(set(mesh.devices.flat)) < mesh.size:
+        raise ConfigError("tensor_parallel.mesh has a device more than once. Make it of others.")
     if not mesh.local_devices:
         raise ConfigError(
             f"tensor_parallel.mesh has no device of this process (number {jax.process_index()}). "
