@@ -230,7 +230,9 @@ def test_smallest_windows_equal_hf(window, backend):
 
 
 def test_fields_that_hf_ignores_change_nothing():
-    fields = {"sliding_window": 3, "layer_types": ["sliding_attention"], "pretraining_tp": 2}
+    # A window that hides nothing of the longest sequence, and no kind of layer but the usual one.
+    reach = make_model("llama-mqa").config.max_position_embeddings
+    fields = {"sliding_window": reach, "layer_types": ["full_attention"], "pretraining_tp": 2}
     model = make_model("llama-mqa", **fields)
     engine = dualinfer.init_inference(model, kernel_inject=True)
     ids = random_ids(2, TOKENS)
