@@ -66,10 +66,10 @@ def agree(
         result = work()
         mark = None if alike is None else fingerprint(alike(result))
     except Exception as error:
-        peers.exchange(_said({"error": f"{type(error).__name__}: {error}"}))
+        peers.exchange(_said({"mark": None, "error": f"{type(error).__name__}: {error}"}))
         raise
-    found = _heard(peers.exchange(_said({"mark": mark})))
-    failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if "error" in said]
+    found = _heard(peers.exchange(_said({"mark": mark, "error": None})), "mark", "error")
+    failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if said["error"]]
     if failed:
         raise DistributedError(f"{what} failed elsewhere. {'; '.join(failed)}")
     marks = [said["mark"] for said in found]
@@ -148,17 +148,14 @@ def _said(content: Mapping[str, Any]) -> bytes:
 
 
 def _heard(messages: list[bytes], *names: str) -> list[dict[str, Any]]:
-    """What every process said; DistributedError where one is at another place in its calls."""
+    """What every process said of `names`; DistributedError where one said something else."""
     found: list[Any] = []
     for rank, message in enumerate(messages):
         try:
             said = json.loads(message)
         except ValueError:
             said = None
-        expected = isinstance(said, dict) and (
-            set(said) == set(names) if names else not {"mark", "error"}.isdisjoint(said)
-        )
-        if not expected:
+        if not (isinstance(said, dict) and set(said) == set(names)):
             raise DistributedError(
                 f"Rank {rank} is at another place in its calls than this process: one of them was "
                 "left by an error or made a call that the others did not. Make the engines anew."

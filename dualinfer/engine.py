@@ -115,7 +115,8 @@ class InferenceEngine:
         """Compile forward with torch.compile; a second call does nothing.
 
         `backend` None is torch's default, "inductor". On JAX everything is compiled as it is, so
-        that only None is taken. Raises UnsupportedError where it cannot be done.
+        that only None is taken. Raises UnsupportedError where it cannot be done, and ArgumentError
+        for what the compiler does not know.
         """
         if not (compile_kwargs is None or isinstance(compile_kwargs, Mapping)):
             kind = type(compile_kwargs).__name__

@@ -164,13 +164,13 @@ def marks_of(source: TensorSource, plan: LoadPlan) -> list[Any]:
 
 def _corners(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     """The first and the last few elements of a tensor, as indices."""
-    if not prod(shape):
+    if not shape or not prod(shape):
         return []
-    *rows, width = shape or (1,)
+    *rows, width = shape
     few = min(width, _MARKED)
     first = (*(slice(0, 1) for _ in rows), slice(0, few))
     last = (*(slice(n - 1, n) for n in rows), slice(width - few, width))
-    return [first, last] if shape else []
+    return [first, last]
 
 
 _COMPARED = 1 << 22  # elements of two tensors at a time

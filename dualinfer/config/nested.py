@@ -6,17 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from .model import Model
-from .values import AnyCase, Count, PathText, one_of
+from .values import AnyCase, Count, Number, PathText, one_of
 
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, and no bool")
-    return value
 
 
 class TensorParallelConfig(Model):
@@ -50,7 +44,7 @@ class TensorParallelConfig(Model):
     axis: str = "tp"
     """The name of the mesh's axis that the model is split along, JAX only."""
 
-    timeout: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1e7)] = 600.0
+    timeout: Annotated[Number, Field(gt=0, le=1e7)] = 600.0
     """Seconds that a process waits for the others before it gives up, more than 0, at most 1e7."""
 
     @property

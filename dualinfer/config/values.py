@@ -23,6 +23,12 @@ def _lower(value: Any) -> Any:
     return str.lower(value).strip() if isinstance(value, str) else value
 
 
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number, and no bool")
+    return value
+
+
 def _path_text(value: Any) -> Any:
     if isinstance(value, bytes):
         raise ValueError("a path is expected as text, not as bytes")
@@ -44,6 +50,9 @@ def path_or_dict(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_integer)]
 """Also a string of digits; no bool, no fraction."""
+
+Number = Annotated[float, BeforeValidator(_no_bool)]
+"""No bool."""
 
 Count = Annotated[Integer, Field(ge=1)]
 

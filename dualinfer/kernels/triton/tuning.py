@@ -325,16 +325,17 @@ def _attention_candidates(
 def shipped(kinds: Sequence[str]) -> list[tuple[str, Table]]:
     """The package's tables by kind of device, for the one whose `kinds` these are, nearest first.
 
-    Those of other kinds are without what memory bounds, products of a single row: decode of a 7B
-    model had 88.4 % of an H200's bandwidth with an H100's configurations, 89.5 % with the defaults.
+    Those of other kinds are without what memory bounds, products of a single row and attention of a
+    token: decode of a 7B model had 88.4 % of one H200's bandwidth with an H100's configurations,
+    and 89.5 % of another's with the defaults.
     """
     text = Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
     devices = json.loads(text)
-    found = []
+    of_memory, found = (VectorConfig, DecodeConfig), []
     for kind in kinds:
         table = to_table(devices[kind]["entries"]) if kind in devices else {}
         if kind != kinds[0]:
-            table = {k: v for k, v in table.items() if not isinstance(v.config, VectorConfig)}
+            table = {k: v for k, v in table.items() if not isinstance(v.config, of_memory)}
         found.append((kind, table))
     return [(kind, table) for kind, table in found if table]
 
