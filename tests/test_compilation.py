@@ -18,7 +18,7 @@ from dualinfer.backends.jax import ahead, graphs  # noqa: E402
 from dualinfer.backends.jax.cache import LayerCache  # noqa: E402
 from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.sampler import SlotState  # noqa: E402
-from dualinfer.errors import ArgumentError, UnsupportedError  # noqa: E402
+from dualinfer.errors import ArgumentError, LengthError, UnsupportedError  # noqa: E402
 
 DEVICE = jax.local_devices()[0]
 
@@ -332,6 +332,14 @@ def texts_of(engine):
         for rows in SIZES["batch_sizes"]
         for length in SIZES["prompt_lengths"]
     ]
+
+
+def test_what_a_model_has_no_positions_for_is_not_compiled_ahead():
+    with tiny_engine("gpt2") as engine:
+        most = engine.max_tokens
+        with pytest.raises(LengthError, match=f"make {most + 1}, over .* positions"):
+            engine.compile(compile_kwargs={**SIZES, "prompt_lengths": [5, most - 29]})
+        assert engine.report().compilations == 0
 
 
 def test_what_was_compiled_ahead_serves_every_size_asked_for():

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, LengthError, UnsupportedError
 from ..base import RESERVED, SMALLEST_CACHE, Request, Sampling, SamplingFeatures, bucket
 from .cache import Cache
 from .graphs import Job
@@ -52,6 +52,16 @@ class Wanted:
         if not isinstance(given.get("do_sample", False), bool):
             raise ArgumentError(f"do_sample={given['do_sample']!r}; expected True or False.")
         return cls(**given)
+
+    def check_length(self, positions: int) -> None:
+        """Raise LengthError for prompts and new tokens beyond the positions a model has learned, 0 if none."""
+        longest = max(self.prompt_lengths)
+        if positions and longest + self.new_tokens > positions:
+            raise LengthError(
+                f"prompt_lengths of {longest} and {self.new_tokens} new tokens make "
+                f"{longest + self.new_tokens}, over the number of the model's positions "
+                f"({positions}). Ask for shorter prompts or fewer new tokens."
+            )
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:

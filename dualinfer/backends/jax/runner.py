@@ -362,6 +362,7 @@ class JaxRunner:
                 f"compile_kwargs={dict(compile_kwargs or {})!r} name steps of generation, and the "
                 f"{self.spec.family} model does not generate. Call compile() without arguments."
             )
+        wanted.check_length(self.spec.learned_positions)
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:
