@@ -54,7 +54,7 @@ class Wanted:
         return cls(**given)
 
     def check_length(self, positions: int) -> None:
-        """Raise LengthError for prompts and new tokens beyond the positions a model has learned, 0 if none."""
+        """Raise LengthError beyond the positions that a model has learned, 0 if none."""
         longest = max(self.prompt_lengths)
         if positions and longest + self.new_tokens > positions:
             raise LengthError(
