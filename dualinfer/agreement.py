@@ -139,6 +139,8 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, item)
     elif value is None or isinstance(value, str | bytes | int | float | complex):
         digest.update(f"{type(value).__name__}:{value!r};".encode())
+    elif callable(getattr(value, "to_dict", None)) and not isinstance(value, type):  # HF's configs
+        _feed(digest, value.to_dict())
     else:  # of an object only what it is: its repr may tell where it lies
         digest.update(f"{type(value).__name__};".encode())
 

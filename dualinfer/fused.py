@@ -332,6 +332,11 @@ class FusedEngine(InferenceEngine):
     def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
         if seed is None:
             return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
+        if kind_of(seed) == "jax" and not str(seed.dtype).startswith("int"):
+            raise ArgumentError(
+                f"seed is a JAX array of {seed.dtype}, as keys are; expected an int, or one for "
+                "each prompt."
+            )
         if kind_of(seed) not in (None, "list"):
             seed = to_numpy(seed).tolist()
         seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts

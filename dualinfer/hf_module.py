@@ -25,13 +25,15 @@ def class_names(model: Any) -> list[str]:
 
 def check_parts(module: Any, other_way: str) -> None:
     """Raise ModelError where a part of a HF module is not what its config makes."""
+    kind = type(module).__name__
     for name, part in module.named_modules():
         what = f"{name} of this" if name else "This"
         if "forward" in vars(part) and not hasattr(part, "_hf_hook"):  # accelerate's own is fine
             raise ModelError(
-                f"{what} {type(module).__name__} has a forward of its own set on it, which fused "
-                f"mode would not run. Remove it. {other_way}"
+                f"{what} {kind} has a forward of its own set on it, which fused mode would not "
+                f"run. Remove it. {other_way}"
             )
+    _check_attention(module, other_way)
     expected = _made_by_config(module)
     for name, part in module.named_modules():
         other = expected.get(name)
@@ -39,25 +41,98 @@ def check_parts(module: Any, other_way: str) -> None:
             continue
         found, wanted = type(part).__name__, type(other).__name__
         if type(part) is type(other):
-            ours, theirs = _numbers(part), _numbers(other)
+            ours, theirs = _settings(part), _settings(other)
             changed = [k for k in ours if k in theirs and ours[k] != theirs[k]]
-            if not changed:
+            if changed:
+                name, found, wanted = f"{name}.{changed[0]}", ours[changed[0]], theirs[changed[0]]
+            elif buffer := _changed_buffer(part, other):
+                name, found, wanted = f"{name}.{buffer}", "of other values", "computed"
+            else:
                 continue
-            name, found, wanted = f"{name}.{changed[0]}", ours[changed[0]], theirs[changed[0]]
         raise ModelError(
-            f"{name} of this {type(module).__name__} is {found}, and {wanted} by its config, which "
-            f"fused mode goes by. {other_way}"
+            f"{name} of this {kind} is {found}, and {wanted} by its config, which fused mode goes "
+            f"by. {other_way}"
         )
 
 
-def _numbers(part: Any) -> dict[str, float]:
-    """Floats among a module's attributes, such as eps and scales; nothing that only trains."""
-    return {k: v for k, v in vars(part).items() if isinstance(v, float) and "drop" not in k}
+def _check_attention(module: Any, other_way: str) -> None:
+    """Raise ModelError where attention is a function of the caller's own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(module.config, "_attn_implementation", None)
+    function = ALL_ATTENTION_FUNCTIONS.get(name, None) if isinstance(name, str) else None
+    if not getattr(function, "__module__", "transformers.").startswith("transformers."):
+        raise ModelError(
+            f"This {type(module).__name__} attends by {name!r}, a function that is not HF's, which "
+            f"fused mode would not run. {other_way}"
+        )
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """Numbers, switches and names among a module's attributes; nothing that only trains.
+
+    Of torch's own modules their floats, such as eps: their sizes are those of the weights.
+    """
+    kinds: Any = float
+    if type(part).__module__.startswith("transformers."):
+        kinds = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if isinstance(value, kinds)
+        and not name.startswith("_")
+        and name not in ("training", "gradient_checkpointing", "padding_idx")
+        and "drop" not in name
+        and "cached" not in name  # how far a table reaches that grows in use
+    }
+
+
+def _changed_buffer(part: Any, other: Any) -> str | None:
+    """Name of a buffer whose values are not those of the same module made anew; None if none is.
+
+    Half precision may have rounded them. Frequencies that follow the length of what was last read
+    are left out.
+    """
+    import torch
+
+    if any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope")):
+        return None
+    made = dict(other.named_buffers(recurse=False))
+    for name, buffer in part.named_buffers(recurse=False):
+        wanted = made.get(name)
+        if wanted is None or buffer.is_meta or wanted.is_meta:
+            continue
+        found = buffer.detach().cpu()
+        if found.shape != wanted.shape:
+            return name
+        if not (found.is_floating_point() and wanted.is_floating_point()):
+            if not torch.equal(found, wanted.to(found.dtype)):
+                return name
+            continue
+        exact = found.dtype == wanted.dtype
+        found, wanted = found.double(), wanted.double()
+        least = wanted.abs().max() * (1e-7 if exact else 1e-3) if wanted.numel() else 0.0
+        if bool(((found - wanted).abs() > wanted.abs() * (1e-5 if exact else 1e-2) + least).any()):
+            return name
+    return None
 
 
 def _made_by_config(module: Any) -> dict[str, Any]:
-    """The parts that a HF module's config makes, on the meta device; none if it makes none."""
+    """The parts that a HF module's config makes, their buffers real; none if it makes none.
+
+    Matrices, which HF makes by torch.empty, are on the meta device.
+    """
     import torch
+    from torch.overrides import TorchFunctionMode
+
+    class WithoutMatrices(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = dict(kwargs or {})
+            if func is torch.empty:
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
 
     class_ = next(
         (c for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None
@@ -65,7 +140,7 @@ def _made_by_config(module: Any) -> dict[str, Any]:
     if class_ is None:
         return {}
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("cpu"), WithoutMatrices(), torch.random.fork_rng(devices=[]):
             made = class_(copy.deepcopy(module.config))
     except Exception:  # a class that needs more than its config
         return {}

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from torch.nn import functional
 
 from dualinfer.backends.torch.autotp import rehearsal
-from dualinfer.backends.torch.autotp.layers import RanksSeam
+from dualinfer.backends.torch.autotp.layers import RanksSeam, Shards
+from dualinfer.backends.torch.autotp.layouts import Run
 from dualinfer.backends.torch.autotp.plan import describe, make_plan
-from dualinfer.backends.torch.autotp.surgery import split_module
+from dualinfer.backends.torch.autotp.surgery import _own_config, split_module
 from dualinfer.backends.torch.parallel import one
 from dualinfer.errors import ConfigError, UnsupportedError
 
@@ -174,13 +176,63 @@ def _project(x, table):
     return functional.linear(x, table.weight)
 
 
-@pytest.mark.parametrize("kind", [_Alias, _Indexed, _Dict, _Given])
+class _Property(Net):
+    @property
+    def table(self):
+        return self.wte.weight
+
+    def forward(self, ids):
+        return functional.linear(self.wte(ids), self.table)
+
+
+class _Tied(Net):
+    def tied_head(self, x):
+        return functional.linear(x, self.wte.weight)
+
+    def forward(self, ids):
+        return self.tied_head(self.wte(ids))
+
+
+class _Shared(Net):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.ModuleDict({"inner": nn.Module()})
+        self.again["inner"].twin = self.wte
+
+    def forward(self, ids):
+        return functional.linear(self.wte(ids), self.again["inner"].twin.weight)
+
+
+@pytest.mark.parametrize("kind", [_Alias, _Indexed, _Dict, _Given, _Property, _Tied, _Shared])
 def test_an_embedding_that_is_read_under_another_name_stays_whole(kind):
     path = "tables.0" if kind is _Indexed else "wte"
     assert _becomes(Net())[0][path] == "vocab"
     found, notes = _becomes(kind())
     assert path not in found and "its weight is read elsewhere" in notes
     assert found["layers.0.mlp.fc2"] == "row"
+
+
+def test_a_split_table_says_how_many_rows_the_whole_has():
+    table = nn.Embedding(_TOKENS, _WIDTH)
+    by_rank = ((Run(0, 64),), (Run(64, 64),))
+    for rank in range(2):
+        made = Shards(nn.Sequential(table), rank, RanksSeam(one(torch.device("cpu")))).embedding(
+            table, by_rank
+        )
+        assert made.num_embeddings == _TOKENS and made.weight.shape == (64, _WIDTH)
+        ids = torch.arange(_TOKENS)
+        expected = table(ids).where((ids // 64 == rank)[:, None], 0.0)
+        torch.testing.assert_close(made(ids), expected)
+
+
+def test_a_config_with_numbers_of_its_own_follows_the_models():
+    config = hf.GPT2Config(n_head=12)
+    own = _own_config(config, {"num_attention_heads": 6, "hidden_size": 384})
+    assert isinstance(own, hf.GPT2Config) and own.n_head == own.num_attention_heads == 6
+    assert own.n_embd == 384 and (config.n_head, config.n_embd) == (12, 768)
+    config._attn_implementation = "eager"
+    config.layer_norm_epsilon = 0.5
+    assert own._attn_implementation == "eager" and own.layer_norm_epsilon == 0.5
 
 
 def test_layers_that_take_more_are_split_as_units_only_if_a_policy_says_so():

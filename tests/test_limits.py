@@ -9,10 +9,12 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.agreement import fingerprint
 from dualinfer.config import InferenceConfig
+from dualinfer.hf_module import check_parts
 from dualinfer.limits import check_config
 
-from .models import BACKENDS, CASES, random_ids
+from .models import ALL, BACKENDS, CASES, make_model, random_ids
 from .test_engine import Perceptron, make_module
 
 CAUSAL = "llama-gqa"
@@ -371,6 +373,24 @@ class _Attention(hf.models.llama.modeling_llama.LlamaAttention):
         return super().forward(*args, **kwargs)
 
 
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def _own_attention():
+    def attend(*args, **kwargs):
+        return hf.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+
+    hf.AttentionInterface.register("own-of-tests", attend)
+    return "own-of-tests"
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_config_makes_is_taken(name, half):
+    model = make_model(name)
+    check_parts(model.half() if half else model, "")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -379,6 +399,13 @@ class _Attention(hf.models.llama.modeling_llama.LlamaAttention):
         (lambda m, layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()), "act_fn .* is Tanh"),
         (lambda m, layer: setattr(layer.self_attn, "scaling", 0.5), "scaling .* is 0.5"),
         (lambda m, layer: setattr(m.config, "rms_norm_eps", 0.5), "and 0.5 by its config"),
+        (lambda m, layer: setattr(layer.self_attn, "is_causal", False), "is False, and True by"),
+        (lambda m, layer: m.model.rotary_emb.inv_freq.mul_(0.5), "inv_freq .* of other values"),
+        (
+            lambda m, layer: setattr(m.config, "rope_parameters", _LINEAR),
+            "rope_type .* is default, and linear by",
+        ),
+        (lambda m, layer: m.set_attn_implementation(_own_attention()), "attends by 'own-of-tests'"),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -446,3 +473,9 @@ def test_checkpoint_for_a_flax_module_is_refused_before_it_is_opened(tmp_path):
     module, _ = make_module("jax")
     with pytest.raises(dualinfer.ConfigError, match="no convention"):
         dualinfer.init_inference(module, backend="jax", checkpoint=tmp_path)
+
+
+def test_generation_configs_are_told_apart_by_what_they_say():
+    one, other = (hf.GenerationConfig(max_new_tokens=n) for n in (3, 5))
+    assert fingerprint({"g": one}) != fingerprint({"g": other})
+    assert fingerprint({"g": one}) == fingerprint({"g": hf.GenerationConfig(max_new_tokens=3)})

@@ -68,10 +68,11 @@ def create_runner(
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
-    model, note = load_model(place, tp_plan, plan, source, dtype)
-    ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
-    options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
-    runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
+    with place.context():
+        model, note = load_model(place, tp_plan, plan, source, dtype)
+        ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
+        options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
+        runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
     runner.notes += () if note is None else (note,)
     return runner
 
@@ -122,7 +123,8 @@ def create_module_runner(
     use_compilation_cache(place.device)
     target = Target(jnp.dtype(config.dtype or default_dtype()), place, config.injection_policy)
     options = compiler_options(config.enable_cuda_graph, place.device)
-    return JaxModuleRunner(module, target, peers, options)
+    with place.context():
+        return JaxModuleRunner(module, target, peers, options)
 
 
 def host_device() -> jax.Device:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ...arrays import kind_of, to_kind
+from ...arrays import kind_of, to_numpy
 from ...errors import ArgumentError, LengthError
 from ...spec import ModelSpec
 
@@ -63,7 +63,9 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
 def _array(value: Any, name: str) -> jax.Array:
     if kind_of(value) is None:
         raise ArgumentError(f"{name} is a {type(value).__name__}; expected an array.")
-    return to_kind(value, "jax")
+    if kind_of(value) == "jax":
+        return value
+    return jnp.asarray(to_numpy(value))  # on no device yet: it goes where the weights are
 
 
 def _integers(value: Any, name: str) -> jax.Array:

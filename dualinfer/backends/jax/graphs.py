@@ -21,6 +21,10 @@ TRACED = (
     "own, on arrays whose values are known. Call it outside; in fused mode engine.apply, and in "
     "module mode engine.module may be called inside."
 )
+_EAGER = (
+    "An engine runs compiled steps, and jax.disable_jit (or JAX_DISABLE_JIT) is on. Turn it off "
+    "around the engine; to follow a pass op by op, call engine.apply within it."
+)
 _MOST = 64
 _THREADS = min(8, os.cpu_count() or 1)
 _LOWERING = threading.RLock()  # of the process, as the filters of warnings are
@@ -100,6 +104,8 @@ class Executables:
 
         `function` itself is taken from the first call only. `results` as in Job.
         """
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UnsupportedError(_EAGER)
         made, is_new = self._find(key)
         if is_new:
             job = Job(key, function, args, donate, results=results)

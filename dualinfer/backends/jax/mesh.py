@@ -71,8 +71,8 @@ class OneDevice:
         return tree
 
     def context(self) -> AbstractContextManager[Any]:
-        """Nothing to enter."""
-        return nullcontext()
+        """Within it no mesh is JAX's, whatever the caller has set. Not while tracing."""
+        return _within(Mesh(np.empty((), object), ()))
 
 
 @dataclass(frozen=True)
@@ -207,23 +207,31 @@ class ManyDevices:
 
         Without need none is set: Flax's own annotations of axes come to life where one is.
         """
-        if jax.sharding.get_abstract_mesh().empty:
-            return nullcontext()
-        try:
-            return jax.set_mesh(self.mesh)
-        except ValueError as error:
-            raise UnsupportedError(TRACED) from error
+        return _within(self.mesh)
+
+
+def _within(mesh: Mesh) -> AbstractContextManager[Any]:
+    """Within it JAX's mesh is `mesh`, where the caller has set one; a Mesh without axes is none."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError as error:
+        raise UnsupportedError(TRACED) from error
 
 
 Place = OneDevice | ManyDevices
 
 
 def in_place(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an object with a `_place`, run within its context."""
+    """A method of an object with a `_place`, run within its context.
+
+    What host and device exchange there is ours: no `jax.transfer_guard` of the caller's bars it.
+    """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._place.context():
+        with self._place.context(), jax.transfer_guard("allow"):
             return method(self, *args, **kwargs)
 
     return call

@@ -144,7 +144,8 @@ class JaxRunner:
         tree = self._tree
 
         def on_device(leaves: list[jax.Array], *args: Any) -> Any:
-            return step(jax.tree.unflatten(tree, leaves), *args)
+            with jax.numpy_rank_promotion("allow"):  # the caller's choice is for his own code
+                return step(jax.tree.unflatten(tree, leaves), *args)
 
         def run(leaves: list[jax.Array], *args: Any) -> Any:
             cache = self._place.over_heads if cached else WHOLE
@@ -162,7 +163,8 @@ class JaxRunner:
         """
 
         def forward(params: Params, inputs: Any) -> dict[str, Any]:
-            return self.steps.forward(params, *inputs, keep=keep)[0]
+            with jax.numpy_rank_promotion("allow"):
+                return self.steps.forward(params, *inputs, keep=keep)[0]
 
         arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
         return self._place.spread(forward, arguments, WHOLE)
@@ -363,6 +365,8 @@ class JaxRunner:
                 f"{self.spec.family} model does not generate. Call compile() without arguments."
             )
         wanted.check_length(self.spec.learned_positions)
+        most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens
+        self._check_room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE))
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:

@@ -134,7 +134,10 @@ def join_path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part)
 
 
-_NOT_FORWARD = re.compile(r"init|reset|tie|resize|embeddings$|load|save|optim|params|trained")
+# Words of the names of methods that no forward pass runs.
+_NOT_FORWARD = re.compile(
+    r"(^|_)(init\w*|reset|tie|resize|load|save|optim\w*|params|pretrained|trained)(_|$)|embeddings$"
+)
 # Modules of code that runs layers only by calling them: torch's, and what all HF models share.
 _CALLS_ONLY = re.compile(r"torch\.nn\.|transformers\.(?!models\.)")
 
@@ -145,6 +148,9 @@ def method_sources(kind: type) -> Iterator[str]:
         if cls is object or _CALLS_ONLY.match(cls.__module__):
             continue
         for name, value in vars(cls).items():
-            function = inspect.unwrap(getattr(value, "__func__", value))
+            if isinstance(value, property):
+                value = value.fget
+            value = getattr(value, "__func__", getattr(value, "func", value))  # cached_property's
+            function = inspect.unwrap(value) if callable(value) else value
             if inspect.isfunction(function) and not _NOT_FORWARD.search(name):
                 yield inspect.getsource(function)

@@ -110,7 +110,10 @@ class RowLinear(ColumnLinear):
 
 
 class VocabEmbedding(nn.Embedding, Part):
-    """Ids [...] to rows [..., E], of which each rank has a part, from `first` on."""
+    """Ids [...] to rows [..., E], of which each rank has a part, from `first` on.
+
+    `num_embeddings` is that of the whole: code around the table bounds ids by it.
+    """
 
     seam: Seam
     first: int
@@ -119,10 +122,11 @@ class VocabEmbedding(nn.Embedding, Part):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows, summed over ranks."""
         rows = input - self.first
-        here = (rows >= 0) & (rows < self.num_embeddings)
+        count = self.weight.shape[0]
+        here = (rows >= 0) & (rows < count)
         # Ids beyond the vocabulary stay what they are, for torch to refuse.
         known = (input >= 0) & (input < self.whole[0])
-        rows = torch.where(known, rows.clamp(0, self.num_embeddings - 1), input)
+        rows = torch.where(known, rows.clamp(0, count - 1), input)
         found = functional.embedding(rows, self.weight)
         found = self.seam.sum(found.masked_fill(~here.unsqueeze(-1), 0))
         scale = self.embed_scale
@@ -131,8 +135,8 @@ class VocabEmbedding(nn.Embedding, Part):
         return found * (scale.to(found.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def extra_repr(self) -> str:
-        """Sizes here and of the whole."""
-        return f"{super().extra_repr()}, whole={self.whole}"
+        """Sizes of the whole, and the rows here."""
+        return f"{super().extra_repr()}, rows={self.weight.shape[0]}"
 
 
 class Shards:
@@ -183,7 +187,7 @@ class Shards:
         """A part of the rows of an embedding."""
         runs = by_rank[self.rank]
         new = _bare(VocabEmbedding, old, whole=tuple(old.weight.shape), seam=self.seam)
-        new.num_embeddings, new.embedding_dim = extent(runs), old.embedding_dim
+        new.num_embeddings, new.embedding_dim = old.num_embeddings, old.embedding_dim
         new.padding_idx, new.max_norm, new.norm_type = None, None, old.norm_type
         new.scale_grad_by_freq, new.sparse = old.scale_grad_by_freq, old.sparse
         new.first = runs[0].start

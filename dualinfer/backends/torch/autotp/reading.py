@@ -20,6 +20,9 @@ class Readings:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._names = {name for part in module.modules() for name in part._modules}
+        self._paths: dict[int, list[str]] = {}  # of a part that stands in several places, each
+        for path, part in module.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(part), []).append(path)
         self._used: set[str] = set()
         self._is_known = not any("forward" in vars(part) for part in module.modules())
         for kind in {type(part) for part in module.modules()}:
@@ -37,6 +40,10 @@ class Readings:
         """True if the weight of the layer at `path` is read elsewhere, or that is not known."""
         if not self._is_known:
             return True
+        part = self._module.get_submodule(path)
+        return any(self._is_used(path) for path in self._paths.get(id(part), [path]))
+
+    def _is_used(self, path: str) -> bool:
         scope, _, name = path.rpartition(".")
         while scope and isinstance(self._module.get_submodule(scope), _LISTS):
             if name in self._used:

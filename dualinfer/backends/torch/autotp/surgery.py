@@ -1,8 +1,7 @@
 """Splitting a module in place: it keeps one rank's part of what a plan changes."""
 
-import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +69,22 @@ def _change_inside(part: Any, change: Change, runs: Runs, rank: int, shards: Sha
     if change.numbers:
         vars(part).update(change.numbers[rank])
     if any(change.config_numbers):
-        part.config = copy.copy(part.config)
-        for name, value in change.config_numbers[rank].items():
-            setattr(part.config, name, value)
+        part.config = _own_config(part.config, change.config_numbers[rank])
     if change.heads:
         own = change.heads[rank]
         names = tuple(inspect.signature(part.forward).parameters)
         hook = LocalHeads(own.heads, tuple(head or 0 for head in own.query), names)
         part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _own_config(config: Any, numbers: Mapping[str, int]) -> Any:
+    """A config with other `numbers`; in all else it is `config`, whatever is set on that later."""
+    names = getattr(config, "attribute_map", {})
+    kind = type(config)
+    fixed = {names.get(k, k): property(lambda _, value=v: value) for k, v in numbers.items()}
+    own = object.__new__(type(kind.__name__, (kind,), fixed))
+    object.__setattr__(own, "__dict__", vars(config))
+    return own
 
 
 def _split_experts(part: Any, runs: Runs, rank: int, shards: Shards) -> None:
