@@ -90,7 +90,7 @@ def _settings(part: Any) -> dict[str, Any]:
 def _changed_buffer(part: Any, other: Any) -> str | None:
     """Name of a buffer whose values are not those of the same module made anew; None if none is.
 
-    Half precision may have rounded them. Frequencies that follow the length of what was last read
+    Half precision may have rounded them, now or before. Frequencies that follow the length of what was last read
     are left out.
     """
     import torch
@@ -109,10 +109,8 @@ def _changed_buffer(part: Any, other: Any) -> str | None:
             if not torch.equal(found, wanted.to(found.dtype)):
                 return name
             continue
-        exact = found.dtype == wanted.dtype
-        found, wanted = found.double(), wanted.double()
-        least = wanted.abs().max() * (1e-7 if exact else 1e-3) if wanted.numel() else 0.0
-        if bool(((found - wanted).abs() > wanted.abs() * (1e-5 if exact else 1e-2) + least).any()):
+        rounded = (wanted, wanted.half(), wanted.bfloat16())
+        if not any(torch.allclose(found.double(), x.double(), 1e-5, 1e-7) for x in rounded):
             return name
     return None
 

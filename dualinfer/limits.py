@@ -45,9 +45,12 @@ def _check_parallelism(config: InferenceConfig) -> None:
             if getattr(tp, name) is not None and not (callable(size) and size() == 1):
                 reason = "processes in groups are torch's. On JAX set tp_size, or pass a mesh."
                 _refuse(f"tensor_parallel.{name}", getattr(tp, name), reason)
-    elif tp.mesh is not None:
+    else:
         reason = "meshes are JAX's. On torch set tp_size, or pass tp_group."
-        _refuse("tensor_parallel.mesh", tp.mesh, reason)
+        if tp.mesh is not None:
+            _refuse("tensor_parallel.mesh", tp.mesh, reason)
+        if tp.axis != type(tp).model_fields["axis"].default:
+            _refuse("tensor_parallel.axis", tp.axis, reason)
     if moe.enabled:
         whole = "experts are not spread over devices in this version."
         if moe.ep_size != 1:

@@ -39,6 +39,7 @@ class Group:
 ANYWHERE = [
     ({"tensor_parallel": {"tp_group": "world"}}, r"tp_group.*(no size|processes in groups)"),
     ({"tensor_parallel": {"mpu": 3}}, r"mpu.*(no get_model_parallel|processes in groups)"),
+    ({"tensor_parallel": {"axis": ""}}, "axis=''.*at least 1"),
     ({"tensor_parallel": {"mesh": "here"}}, r"mesh.*(JAX's|jax\.sharding\.Mesh)"),
     ({"moe": {"ep_size": 2}}, r"ep_size=2.*not spread"),
     ({"moe": {"moe_experts": 8}}, r"moe_experts=\[8\]"),
@@ -479,3 +480,8 @@ def test_generation_configs_are_told_apart_by_what_they_say():
     one, other = (hf.GenerationConfig(max_new_tokens=n) for n in (3, 5))
     assert fingerprint({"g": one}) != fingerprint({"g": other})
     assert fingerprint({"g": one}) == fingerprint({"g": hf.GenerationConfig(max_new_tokens=3)})
+
+
+def test_an_axis_of_a_mesh_is_jaxs(hf_model):
+    with pytest.raises(dualinfer.ConfigError, match=r"axis='model'.*meshes are JAX's"):
+        dualinfer.init_inference(hf_model(CAUSAL), tensor_parallel={"axis": "model"})

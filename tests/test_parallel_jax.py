@@ -379,11 +379,13 @@ def test_a_mesh_of_the_callers_and_its_other_axes(llama, engines):
 
 def test_devices_that_cannot_be_are_refused(llama):
     mesh = jax.make_mesh((2, 2), ("data", "model"))
+    manual = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Manual,))
     twice = jax.sharding.Mesh(np.array([jax.devices()[0]] * 2), ("tp",))
     for tp, message in [
         ({"tp_size": 5}, r"tp_size=5, but JAX has 4 cpu devices.*device_count=5 before"),
         ({"mesh": mesh}, r"axis='tp', but the mesh has the axes 'data', 'model'"),
         ({"mesh": twice}, "a device more than once"),
+        ({"mesh": manual}, "has manual axes"),
         ({"mesh": mesh, "axis": "model", "tp_size": 4}, "tp_size=4, but the mesh has 2"),
         ({"mesh": "2x2"}, r"mesh='2x2': expected a jax\.sharding\.Mesh"),
         ({"tp_size": 4, "enabled": False}, None),

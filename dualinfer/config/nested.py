@@ -41,7 +41,7 @@ class TensorParallelConfig(Model):
     """A jax.sharding.Mesh to share the model over along `axis`, JAX only. Unset: one of the first
     `tp_size` devices. Along its other axes the model is replicated."""
 
-    axis: str = "tp"
+    axis: str = Field(default="tp", min_length=1)
     """The name of the mesh's axis that the model is split along, JAX only."""
 
     timeout: Annotated[Number, Field(gt=0, le=1e7)] = 600.0

@@ -8,7 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from ...config.nested import TensorParallelConfig
 from ...errors import ConfigError, UnsupportedError
@@ -266,6 +273,11 @@ def _of_mesh(settings: TensorParallelConfig) -> Place:
         raise ConfigError(
             f"tensor_parallel.axis={axis!r}, but the mesh has the axes "
             f"{', '.join(map(repr, mesh.axis_names))}. Name one of them."
+        )
+    if AxisType.Manual in mesh.axis_types:
+        raise ConfigError(
+            f"tensor_parallel.mesh has manual axes ({mesh}), as inside jax.shard_map; the engine "
+            "maps its own steps. Pass a mesh of Auto or Explicit axes."
         )
     size = mesh.shape[axis]
     if settings.tp_size not in (1, size):
