@@ -73,8 +73,12 @@ def _check_attention(module: Any, other_way: str) -> None:
 def _settings(part: Any) -> dict[str, Any]:
     """Numbers, switches and names among a module's attributes; nothing that only trains.
 
-    Of torch's own modules their floats, such as eps: their sizes are those of the weights.
+    Of torch's own modules their floats, such as eps: their sizes are those of the weights. A table
+    that was resized and layers that were taken out leave names and numbers behind.
     """
+    left_out = {"training", "gradient_checkpointing", "padding_idx", "vocab_size", "layer_idx"}
+    if getattr(part, "scale_attn_by_inverse_layer_idx", False):  # GPT-2 computes with it
+        left_out.remove("layer_idx")
     kinds: Any = float
     if type(part).__module__.startswith("transformers."):
         kinds = (bool, int, float, str, type(None))
@@ -83,7 +87,7 @@ def _settings(part: Any) -> dict[str, Any]:
         for name, value in vars(part).items()
         if isinstance(value, kinds)
         and not name.startswith("_")
-        and name not in ("training", "gradient_checkpointing", "padding_idx")
+        and name not in left_out
         and "drop" not in name
         and "cached" not in name  # how far a table reaches that grows in use
     }

@@ -14,7 +14,7 @@ from dualinfer.config import InferenceConfig
 from dualinfer.hf_module import check_parts
 from dualinfer.limits import check_config
 
-from .models import ALL, BACKENDS, CASES, make_model, random_ids
+from .models import ALL, BACKENDS, CASES, make_model, random_ids, relative_rms
 from .test_engine import Perceptron, make_module
 
 CAUSAL = "llama-gqa"
@@ -383,6 +383,22 @@ def _own_attention():
 
     hf.AttentionInterface.register("own-of-tests", attend)
     return "own-of-tests"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_resized_and_shortened_models_are_taken(backend, name):
+    model, ids = make_model(name), random_ids(2, 7)
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    inner = model.base_model
+    layers = inner.layers if name == "llama-gqa" else inner.h
+    del layers[0]
+    model.config.num_hidden_layers = len(layers)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids), use_cache=False).logits.numpy()
+    how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(model, **how) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
 @pytest.mark.parametrize("half", [False, True])
