@@ -63,6 +63,7 @@ def _check_attention(module: Any, other_way: str) -> None:
 
     name = getattr(module.config, "_attn_implementation", None)
     function = ALL_ATTENTION_FUNCTIONS.get(name, None) if isinstance(name, str) else None
+    function = getattr(function, "func", function)  # a kernel of the hub is a partial of HF's
     if not getattr(function, "__module__", "transformers.").startswith("transformers."):
         raise ModelError(
             f"This {type(module).__name__} attends by {name!r}, a function that is not HF's, which "

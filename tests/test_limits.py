@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -383,6 +384,15 @@ def _own_attention():
 
     hf.AttentionInterface.register("own-of-tests", attend)
     return "own-of-tests"
+
+
+def test_an_attention_kernel_of_the_hub_is_hfs():
+    kernel = partial(hf.integrations.flash_attention.flash_attention_forward, implementation=None)
+    hf.AttentionInterface.register("hub-of-tests", kernel)
+    model = make_model("llama-gqa")
+    model.config._attn_implementation_internal = "hub-of-tests"
+    assert model.config._attn_implementation == "hub-of-tests"
+    check_parts(model, "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
