@@ -56,10 +56,11 @@ def matvec_kernel(
             gain = None if norm is None else load(norm_weight_ref, (column,), inside)
             shift = None if norm != "layer" else load(norm_bias_ref, (column,), inside)
             residual = None if residual_ref is None else load(residual_ref, (i, row), within)
+            factor = None
             if gain is not None:
-                x = _normed(x, gain, shift, inside, width, eps, norm)
-            y = (w.astype(jnp.float32) * x[None, :]).sum(1)
-            u = None if up is None else (up.astype(jnp.float32) * x[None, :]).sum(1)
+                x, factor = _normed(x, gain, shift, inside, width, eps, norm)
+            y = _product(w, x, factor)
+            u = None if up is None else _product(up, x, factor)
             store(y_ref, (i, row), _finished(y, u, biases, residual, activation), within)
 
     return _matvec_kernel
@@ -169,15 +170,27 @@ def _normed(
     width: int,
     eps: float,
     norm: str | None,
-) -> jax.Array:
-    """Float32 x of one row, normed over its elements; what lies outside is 0."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Float32 x of one row, normed over its elements, and a factor that its products lack still.
+
+    What lies outside is 0. RMSNorm's own is left over: nothing waits for the sum behind it but the
+    end, and a program holds half as many registers.
+    """
     if norm == "layer":
         x = x - x.sum() / width
         x = x if inside is None else jnp.where(inside, x, 0.0)
     gain = gain.astype(jnp.float32)
     gain = gain + 1.0 if norm == "rms_offset" else gain
-    x = x * jax.lax.rsqrt((x * x).sum() / width + eps) * gain
-    return x if shift is None else x + shift.astype(jnp.float32)
+    factor = jax.lax.rsqrt((x * x).sum() / width + eps)
+    if shift is None:
+        return x * gain, factor
+    return x * factor * gain + shift.astype(jnp.float32), None
+
+
+def _product(w: jax.Array, x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Float32 sums [rows] of weights [rows, width] times x, times what x lacks."""
+    y = (w.astype(jnp.float32) * x[None, :]).sum(1)
+    return y if factor is None else y * factor
 
 
 def _biases(
