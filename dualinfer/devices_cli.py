@@ -16,7 +16,7 @@ from .checkpoint import check_folder
 from .checkpoint_files import read_json
 from .config import make_config
 from .errors import ConfigError, ModelError
-from .families import check_model_type, describe_model
+from .families import check_model_type, check_unquantized, describe_model
 from .hf_config import read_config
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
@@ -39,6 +39,7 @@ def plan(
     folder = check_folder(model)
     written = read_json(folder / "config.json")
     try:
+        check_unquantized(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
         spec, table = describe_model(config.to_dict(), config.architectures)

@@ -126,6 +126,11 @@ def test_plan_takes_the_checkpoints_dtype(run, tmp_path):
         ({"model_type": "t5"}, ("--tp", "2"), "Module mode does not know it either"),
         ({"model_type": "t5"}, ("--tp", "2", "--backend", "jax"), "shows what module mode makes"),
         ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ("--tp", "2"),
+            "quantization_config (gptq)",
+        ),
     ],
 )
 def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):

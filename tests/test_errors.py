@@ -524,7 +524,6 @@ UNSUPPORTED_FIELDS = [
     ("llama-gqa", {"hidden_act": "gelu_10"}, "hidden_act='gelu_10'"),
     ("llama-gqa", {"logit_scale": 0.5}, "logit_scale=0.5"),
     ("llama-gqa", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-    ("llama-gqa", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ("llama-gqa", {"num_experts": 8}, "num_experts=8"),
     ("llama-gqa", {"is_encoder_decoder": True}, "is_encoder_decoder"),
     ("llama-gqa", {"add_cross_attention": True}, "add_cross_attention"),
@@ -565,6 +564,11 @@ UNSUPPORTED_FIELDS = [
 def test_config_field_that_is_not_honoured_is_named(name, changes, message):
     with pytest.raises(ModelError, match=message):
         describe(name, **changes)
+
+
+def test_a_quantized_model_is_refused_in_every_mode():
+    with pytest.raises(dualinfer.UnsupportedError, match=r"quantization_config \(gptq\)"):
+        describe("llama-gqa", quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 @pytest.mark.parametrize(

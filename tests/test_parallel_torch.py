@@ -474,6 +474,20 @@ def test_a_rank_that_dies_is_told_to_the_others(crew):
     assert caught.value.kinds == ["DistributedError", "Gone"]
 
 
+def shuts_torch_distributed_down():
+    import torch.distributed as dist
+
+    engine = _engine("llama-gqa", 2)
+    dist.destroy_process_group()
+    engine.generate(torch.tensor([[5, 6, 7]]), **GREEDY)
+
+
+def test_an_engine_without_torch_distributed_says_so(crew):
+    with pytest.raises(RankError, match=r"torch\.distributed was shut down") as caught:
+        crew.run(shuts_torch_distributed_down)
+    assert set(caught.value.kinds) == {"DistributedError"}
+
+
 def waits_for_one_that_never_makes_an_engine():
     import time
 

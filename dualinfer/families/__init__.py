@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, UnsupportedError
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
@@ -38,14 +38,28 @@ def check_model_type(model_type: Any) -> str:
     return model_type
 
 
+def check_unquantized(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a config whose weights are quantized."""
+    found = config.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        named = f" ({method})" if method else ""
+        raise UnsupportedError(
+            f"config.json has a quantization_config{named}, and quantized weights are not in this "
+            "version, in no mode. Pass the model that they were made from."
+        )
+
+
 def describe_model(
     config: Mapping[str, Any], class_names: Sequence[str] | None = None
 ) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a HF config, given as the dict that HF's `to_dict` makes.
 
     `class_names` are the HF classes that the weights belong to, the most derived first; None means
-    the family's default. Raises ModelError that names an unsupported class or config field.
+    the family's default. Raises ModelError that names an unsupported class or config field, and
+    UnsupportedError for a quantized model.
     """
+    check_unquantized(config)
     model_type = check_model_type(config.get("model_type"))
     family = _FAMILIES[model_type]
     served = family.architectures(model_type)

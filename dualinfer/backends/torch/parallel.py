@@ -65,11 +65,15 @@ class Ranks:
     def _gather(self, message: bytes, width: int) -> list[bytes]:
         padded = bytearray(message.ljust(width, b"\0"))
         own = torch.frombuffer(padded, dtype=torch.uint8)
-        if "cpu:" not in dist.get_backend_config(self.host):  # a caller's NCCL group
-            own = own.to(self.device)
-        found = [torch.empty_like(own) for _ in self.members]
-        self._talk(lambda: dist.all_gather(found, own, group=self.host))
-        return [bytes(tensor.cpu().numpy()) for tensor in found]
+
+        def gather() -> list[torch.Tensor]:
+            on_host = "cpu:" in dist.get_backend_config(self.host)  # else a caller's NCCL group
+            placed = own if on_host else own.to(self.device)
+            found = [torch.empty_like(placed) for _ in self.members]
+            dist.all_gather(found, placed, group=self.host)
+            return found
+
+        return [bytes(tensor.cpu().numpy()) for tensor in self._talk(gather)]
 
     def _talk(self, work: Callable[[], T]) -> T:
         """A collective; what breaks it off is told as what it is."""
@@ -77,6 +81,13 @@ class Ranks:
             raise DistributedError(
                 f"Rank {self.rank} of {self.size} lost the others in a call before. Make the "
                 "engines anew, in every process."
+            )
+        if not dist.is_initialized():
+            self._lost = True
+            raise DistributedError(
+                f"Rank {self.rank} of {self.size}: torch.distributed was shut down "
+                "(destroy_process_group) while this engine needed it. Close engines first; this "
+                "one cannot go on."
             )
         try:
             return work()
