@@ -6,7 +6,8 @@ The profiler runs op by op, outside of command buffers, and XLA's early launches
 duration holds the wait at its start. Beside the table stands the token's time without the profiler.
 Products are told apart by their place: out, up and down follow the decode attention, in that order,
 then comes the next layer's qkv, and the head after the last layer. `--config NAME=ROWS,WARPS` tries
-another configuration of one of a layer's products with one row of x; it may be given several times.
+another configuration of one of a layer's products with one row of x, as does NAME=ROWS,WARPS,TURNS;
+it may be given several times.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def named(found: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 
 def configure(given: Sequence[str], layer: dict[str, Any]) -> None:
-    """Have the products of these weights run with the configurations given, as NAME=ROWS,WARPS."""
+    """Have the products of these weights run as given, by NAME=ROWS,WARPS or with TURNS behind."""
     chosen, default = {}, linear.default_config
     for text in given:
         name, _, numbers = text.partition("=")
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-2-7b:4")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--config", action="append", default=[], metavar="NAME=ROWS,WARPS")
+    parser.add_argument("--config", action="append", default=[], metavar="NAME=ROWS,WARPS,TURNS")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("the profiler shows kernels on a GPU only")

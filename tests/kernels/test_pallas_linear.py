@@ -28,6 +28,7 @@ FLOAT32, BFLOAT16, FLOAT16 = DTYPES
 EPS = 1e-5
 WAYS = {
     "one row": (1, VectorConfig(8, 4)),
+    "one row, several turns": (1, VectorConfig(4, 4, 3)),
     "two rows": (2, VectorConfig(4, 4)),
     "tile": (5, TileConfig(16, 32, 32, 4, 2)),
     "tile, split": (5, TileConfig(16, 32, 32, 4, 3, 3)),
@@ -203,12 +204,15 @@ def test_measured_configurations_are_the_defaults():
     def best(features: int, width: int, itemsize: int = 2, gated: bool = False) -> Any:
         return default_config(1, features, width, itemsize, gated, 132)
 
-    assert best(12288, 4096) == VectorConfig(2, 4)
-    assert best(4096, 4096) == VectorConfig(1, 4)
-    assert best(11008, 4096, gated=True) == best(128256, 4096) == VectorConfig(2, 8)
-    assert best(8192, 2048, gated=True) == VectorConfig(1, 4)
-    assert best(128256, 2048) == VectorConfig(2, 8)
-    assert best(4096, 11008) == VectorConfig(1, 8)
+    assert best(12288, 4096) == best(6144, 4096) == best(32000, 4096) == VectorConfig(4, 8, 2)
+    assert best(4096, 4096) == best(4096, 11008) == best(4096, 5504) == VectorConfig(1, 8, 8)
+    assert best(4096, 2048) == VectorConfig(2, 8, 4)
+    assert best(4096, 14336) == VectorConfig(1, 16, 4)
+    assert best(11008, 4096, gated=True) == best(8192, 2048, gated=True) == VectorConfig(1, 8, 2)
+    assert best(3072, 2048) == VectorConfig(2, 4)
+    assert best(2048, 2048) == VectorConfig(1, 4)
+    assert best(50257, 768) == VectorConfig(8, 4)
+    assert best(4096, 16384) == VectorConfig(1, 8)
     assert best(12288, 4096, itemsize=4) == VectorConfig(1, 4)
 
 

@@ -19,19 +19,20 @@ _NORMS = ("rms", "rms_offset", "layer")
 MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
-_SMALL, _SMALLEST = 5 << 20, 3 << 19  # elements of a weight matrix
+_LARGE, _SMALL, _SMALLEST = 8 << 20, 5 << 20, 3 << 19  # elements of a weight matrix
 _MOST_ELEMENTS = 1 << 31  # that a kernel can address in one array
 _WIDEST = 1 << 16  # bytes of the power of two above a row of weights: what registers can hold
 
 
 class VectorConfig(NamedTuple):
-    """How the matrix-vector kernel runs: weight rows a program takes, and its warps.
+    """How the matrix-vector kernel runs: weight rows a program takes a turn, its warps, its turns.
 
     It serves up to MOST_VECTORS rows of x, one after another past the same weights.
     """
 
     rows: int
     warps: int
+    turns: int = 1
 
 
 class TileConfig(NamedTuple):
@@ -113,6 +114,7 @@ def linear(
         kernel = matvec_kernel(
             *(count, features, width),
             rows=config.rows,
+            turns=config.turns,
             norm=kind,
             eps=eps,
             activation=activation,
@@ -120,7 +122,7 @@ def linear(
         )
         (result,) = launch(
             kernel,
-            (cdiv(features, config.rows),),
+            (cdiv(features, config.rows * config.turns),),
             *(rows, weight, bias, residual, norm_weight, norm_bias),
             out=[y],
             warps=config.warps,
@@ -172,6 +174,15 @@ def default_config(
     """A configuration for a shape that nobody measured, after those that were, on an H100."""
     if count <= MOST_VECTORS:
         wide = next_power_of_2(width)
+        large = features * wide * (2 if gated else 1) >= _LARGE
+        if count == 1 and itemsize == 2 and large and wide >= 2048 and width <= 14336:
+            if gated:
+                return VectorConfig(1, 8, 2)
+            if features >= 40 * sms:
+                return VectorConfig(max(1, min(4, 16384 // wide)), 8, 2)
+            rows, warps = max(1, 4096 // wide), 16 if width > 12288 else 8
+            most = 2 * features / (rows * warps * sms)  # turns, for four such programs an SM
+            return VectorConfig(rows, warps, 1 << min(3, max(0, round(math.log2(most)))))
         if itemsize == 2 and ((gated and wide == 4096) or (features >= 256 * sms and wide >= 2048)):
             return VectorConfig(max(1, min(2, 8192 // wide)), 8)
         elements = wide * (2 if gated else 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,15 @@ from .activation import activate
 from .launch import arrivals, cdiv, dot, forget, load, next_power_of_2, program, store
 
 
+class _Turn(NamedTuple):
+    """What a turn of a program reads: its rows of the weights, and what is added to their sums."""
+
+    weights: jax.Array
+    up: jax.Array | None
+    biases: list[jax.Array]
+    residuals: list[jax.Array]
+
+
 @cache
 def matvec_kernel(
     count: int,
@@ -19,13 +28,18 @@ def matvec_kernel(
     width: int,
     *,
     rows: int,
+    turns: int,
     norm: str | None,
     eps: float,
     activation: str | None,
     gated: bool,
 ) -> Callable[..., None]:
-    """y [count, features] of x [count, width]; a program takes `rows` rows of the weights."""
+    """y [count, features] of x [count, width]; a program takes `rows` rows of the weights a turn.
+
+    It asks for those of its next turn before it sums this one's.
+    """
     block = next_power_of_2(width)
+    programs = cdiv(features, rows * turns)
 
     def _matvec_kernel(
         x_ref: Any,
@@ -36,32 +50,54 @@ def matvec_kernel(
         norm_bias_ref: Any,
         y_ref: Any,
     ) -> None:
-        row = program(0) * rows + jnp.arange(rows)
-        column = jnp.arange(block)
+        own, column = program(0), jnp.arange(block)
         # A mask costs time, so that there is one only where a block may reach over the edge.
-        within = None if features % rows == 0 else row < features
         inside = None if block == width else column < width
-        mask = _both(within, inside, (rows, block))
 
-        def weights(first: int) -> jax.Array:
-            at = ((row + first)[:, None], column[None, :])
-            return load(weight_ref, at, mask, once=True)
+        def place(turn: Any) -> tuple[jax.Array, jax.Array | None]:
+            row = (turn * programs + own) * rows + jnp.arange(rows)
+            return row, None if features == rows * turns * programs else row < features
+
+        def read(turn: Any) -> _Turn:
+            row, within = place(turn)
+            mask = _both(within, inside, (rows, block))
+
+            def weights(first: int) -> jax.Array:
+                at = ((row + first)[:, None], column[None, :])
+                return load(weight_ref, at, mask, once=True)
+
+            w, up = weights(0), weights(features) if gated else None
+            biases = _biases(bias_ref, row, features, within, gated)
+            places = range(count if residual_ref is not None else 0)
+            return _Turn(w, up, biases, [load(residual_ref, (i, row), within) for i in places])
+
+        def write(turn: Any, found: _Turn) -> None:
+            row, within = place(turn)
+            for i, (x, factor) in enumerate(xs):
+                y = _product(found.weights, x, factor)
+                u = None if found.up is None else _product(found.up, x, factor)
+                residual = found.residuals[i] if found.residuals else None
+                done = _finished(y, u, found.biases, residual, activation)
+                store(y_ref, (i, row), done, within)
 
         # All that comes from memory is on its way before the first sum waits for something.
-        w = weights(0)
-        up = weights(features) if gated else None
-        biases = _biases(bias_ref, row, features, within, gated)
+        first = read(0)
+        gain = None if norm is None else load(norm_weight_ref, (column,), inside)
+        shift = None if norm != "layer" else load(norm_bias_ref, (column,), inside)
+        xs = []
         for i in range(count):
-            x = load(x_ref, (i, column), inside).astype(jnp.float32)
-            gain = None if norm is None else load(norm_weight_ref, (column,), inside)
-            shift = None if norm != "layer" else load(norm_bias_ref, (column,), inside)
-            residual = None if residual_ref is None else load(residual_ref, (i, row), within)
-            factor = None
+            x, factor = load(x_ref, (i, column), inside).astype(jnp.float32), None
             if gain is not None:
                 x, factor = _normed(x, gain, shift, inside, width, eps, norm)
-            y = _product(w, x, factor)
-            u = None if up is None else _product(up, x, factor)
-            store(y_ref, (i, row), _finished(y, u, biases, residual, activation), within)
+            xs.append((x, factor))
+
+        def turn(i: Any, found: _Turn) -> _Turn:
+            coming = read(i + 1)
+            write(i, found)
+            return coming
+
+        last = turns - 1
+        write(last, jax.lax.fori_loop(0, last, turn, first) if last else first)
 
     return _matvec_kernel
 
