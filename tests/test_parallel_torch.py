@@ -478,21 +478,18 @@ def test_a_rank_that_dies_is_told_to_the_others(crew):
 def shuts_torch_distributed_down():
     import torch.distributed as dist
 
-    engine = _engine("llama-gqa", 2)
+    engine, said = _engine("llama-gqa", 2), []
     dist.destroy_process_group()
     for _ in range(2):
         with pytest.raises(DistributedError) as caught:
             engine.generate(torch.tensor([[5, 6, 7]]), **GREEDY)
-        yield str(caught.value)
+        said.append(str(caught.value))
     engine.close()
-
-
-def what_is_said_of_it():
-    return list(shuts_torch_distributed_down())
+    return said
 
 
 def test_an_engine_without_torch_distributed_says_so(crew):
-    for first, second in crew.run(what_is_said_of_it):
+    for first, second in crew.run(shuts_torch_distributed_down):
         assert "torch.distributed was shut down" in first
         assert "Make the engines anew" in second
 

@@ -21,6 +21,7 @@ MOST_VECTORS = 2
 MOST_TILES = 4096
 _LARGE, _SMALL, _SMALLEST = 8 << 20, 5 << 20, 3 << 19  # elements of a weight matrix
 _MOST_ELEMENTS = 1 << 31  # that a kernel can address in one array
+_WIDEST_IN_TURN = 14336  # elements of a row that is held beside the next one
 _WIDEST = 1 << 16  # bytes of the power of two above a row of weights: what registers can hold
 
 
@@ -175,14 +176,8 @@ def default_config(
     if count <= MOST_VECTORS:
         wide = next_power_of_2(width)
         large = features * wide * (2 if gated else 1) >= _LARGE
-        if count == 1 and itemsize == 2 and large and wide >= 2048 and width <= 14336:
-            if gated:
-                return VectorConfig(1, 8, 2)
-            if features >= 40 * sms:
-                return VectorConfig(max(1, min(4, 16384 // wide)), 8, 2)
-            rows, warps = max(1, 4096 // wide), 16 if width > 12288 else 8
-            most = 2 * features / (rows * warps * sms)  # turns, for four such programs an SM
-            return VectorConfig(rows, warps, 1 << min(3, max(0, round(math.log2(most)))))
+        if count == 1 and itemsize == 2 and large and wide >= 2048 and width <= _WIDEST_IN_TURN:
+            return _in_turn(features, width, gated, sms)
         if itemsize == 2 and ((gated and wide == 4096) or (features >= 256 * sms and wide >= 2048)):
             return VectorConfig(max(1, min(2, 8192 // wide)), 8)
         elements = wide * (2 if gated else 1)
@@ -208,6 +203,19 @@ def default_config(
     tiles = cdiv(count, m) * cdiv(features, 32)
     splits = max(1, min(round(1.5 * sms / tiles), width // 1024, 4))
     return TileConfig(m, 32, 128, 4, 4, splits)
+
+
+def _in_turn(features: int, width: int, gated: bool, sms: int) -> VectorConfig:
+    """A configuration for one row of two-byte x and a large matrix, after H100s and H200s."""
+    wide = next_power_of_2(width)
+    if gated:
+        return VectorConfig(1, 8, 2)
+    if features >= 40 * sms:
+        return VectorConfig(max(1, min(4, 16384 // wide)), 8, 2)
+    # Few rows: four programs an SM, which all run at once; of wide rows eight, of twice the warps.
+    rows, warps = max(1, 4096 // wide), 16 if width > 12288 else 8
+    turns = 2 * features / (rows * warps * sms)
+    return VectorConfig(rows, warps, 1 << min(3, max(0, round(math.log2(turns)))))
 
 
 def _check(

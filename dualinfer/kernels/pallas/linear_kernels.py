@@ -210,7 +210,7 @@ def _normed(
     """Float32 x of one row, normed over its elements, and a factor that its products lack still.
 
     What lies outside is 0. RMSNorm's own is left over: nothing waits for the sum behind it but the
-    end, and a program holds half as many registers.
+    end, and a program holds fewer registers.
     """
     if norm == "layer":
         x = x - x.sum() / width
