@@ -98,7 +98,7 @@ def to_kind(array: Any, kind: Kind, like: Any = None) -> Any:
 
     if own == "torch":
         return _torch_to_jax(array)
-    result = jnp.asarray(array)
+    result = array if own == "jax" else jnp.asarray(array)
     return result.astype(jnp.int32) if result.dtype.kind == "i" else result
 
 

@@ -15,7 +15,7 @@ def _outputs_type() -> Any:
     from transformers.utils.generic import ModelOutput
 
     fields = [(name, Any, None) for name in (*FIELDS, "loss", "attentions", "past_key_values")]
-    namespace = {"__repr__": _describe, "__module__": __name__}
+    namespace = {"__repr__": _describe, "__module__": __name__, "__post_init__": _keep}
     return make_dataclass("Outputs", fields, bases=(ModelOutput,), namespace=namespace, repr=False)
 
 
@@ -32,6 +32,13 @@ def make_outputs(fields: Mapping[str, Any]) -> Any:
     As in HF it is a dict, so that iterating gives names; `to_tuple()` gives the values.
     """
     return _outputs_type()(**fields)
+
+
+def _keep(outputs: Any) -> None:
+    """Leave the fields as they were given.
+
+    HF's own looks for pairs in a first field that stands alone, which takes a JAX array apart.
+    """
 
 
 def _describe(outputs: Any) -> str:

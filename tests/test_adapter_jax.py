@@ -16,7 +16,7 @@ import dualinfer
 from dualinfer.errors import ClosedError, UnsupportedError
 from dualinfer.fused import FusedEngine
 from dualinfer.modules import ModuleEngine
-from dualinfer.outputs import Outputs
+from dualinfer.outputs import Outputs, make_outputs
 
 from .models import make_model, random_ids, relative_rms
 from .test_pipelines import make_gpt2, make_tokenizer
@@ -241,6 +241,18 @@ def test_outputs_are_a_pytree(fused):
     assert shapes.logits == shapes[0] == (2, 5, 1001)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
     assert paths[0] == "['logits']" and paths[1] == "['hidden_states'][0]"
+
+
+def test_what_is_handed_out_is_not_taken_apart():
+    """HF's own outputs look into a first field that stands alone: on a GPU a copy of its rows."""
+
+    class Logits:
+        def __iter__(self):
+            raise AssertionError("taken apart")
+
+    logits = Logits()
+    out = make_outputs({"logits": logits})
+    assert out.logits is out["logits"] is out[0] is logits and list(out) == ["logits"]
 
 
 def test_outputs_are_registered_once_for_all_engines(hf_model):

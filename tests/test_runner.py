@@ -7,7 +7,7 @@ import dualinfer
 from dualinfer.backends import base
 from dualinfer.backends.base import LiveSlots, Request
 
-from .models import BACKENDS, random_ids
+from .models import BACKENDS, make_model, random_ids, relative_rms
 
 
 def request(tokens, new):
@@ -45,3 +45,40 @@ def test_cache_grows_under_live_sequences_without_changing_text(
         assert engine.report().cache_bytes > small
         np.testing.assert_array_equal(second, expected[1])
         assert first == expected[0][0, 5:].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "bert-masked"])
+def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
+    """Nine layers in two parts; and text that ends within a block of eight steps."""
+    pytest.importorskip("jax")
+    from dualinfer.backends.jax import runner
+    from dualinfer.backends.jax.steps import Steps
+
+    model = make_model(name, num_hidden_layers=9)
+    ids, mask = random_ids(2, 7), np.ones((2, 7), int)
+    mask[1, 4:] = 0
+
+    def results() -> tuple[list, list, list]:
+        with dualinfer.init_inference(model, backend="jax", dtype="fp32") as engine:
+            parts = engine.runner.steps.parts
+            outputs = engine(ids), engine(ids, attention_mask=mask)
+            kept = engine(ids, output_hidden_states=True).hidden_states
+            assert len(kept) == 10
+            text = []
+            if engine.can_generate():
+                for new in (5, 21):
+                    text.append(engine.generate(ids, max_new_tokens=new, do_sample=False))
+                end = int(text[-1][0, 7 + 10])
+                how = {"max_new_tokens": 21, "do_sample": False, "pad_token_id": 0}
+                text.append(engine.generate(ids, eos_token_id=end, **how))
+            return parts, [*(o.logits for o in outputs), *kept], text
+
+    parts, whole, text = results()
+    assert parts == [range(9)]
+    monkeypatch.setattr(runner, "Steps", lambda spec, ops, _: Steps(spec, ops, on_gpu=True))
+    parts, cut, text_in_blocks = results()
+    assert [len(part) for part in parts] == [4, 5]
+    for one, other in zip(whole, cut, strict=True):
+        assert relative_rms(other, one) < 1e-6
+    for one, other in zip(text, text_in_blocks, strict=True):
+        np.testing.assert_array_equal(one, other)

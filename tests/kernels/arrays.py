@@ -1,6 +1,7 @@
 """Arrays for Pallas' kernels, which a CPU interprets; and whether a kernel lowers for a GPU."""
 
 import contextlib
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share the card
 jax = pytest.importorskip("jax")
 
 from dualinfer.arrays import to_numpy  # noqa: E402

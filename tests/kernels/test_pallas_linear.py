@@ -150,6 +150,39 @@ def test_default_configurations_are_the_reference(count):
     assert_close(run(**a, **how), wanted(**a, **how), FLOAT16, length=200)
 
 
+# Features, width, gated, norm: shapes of 7B, 8B and 70B models, and odd ones.
+LARGE = [
+    (12288, 4096, False, "rms"),
+    (4096, 4096, False, None),
+    (11008, 4096, True, "rms"),
+    (4096, 11008, False, None),
+    (32001, 4097, False, "layer"),
+    (6144, 4096, False, "rms_offset"),
+    (4096, 14336, False, None),
+    (5000, 2049, True, "layer"),
+    (4097, 2500, False, "rms"),
+    (8192, 3584, False, None),
+    (14336, 8192, True, "rms"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(("features", "width", "gated", "kind"), LARGE)
+def test_rows_of_large_matrices_in_turn_are_the_reference(features, width, gated, kind, dtype):
+    """What a token of a large model runs, on the GPU; interpreted it would take minutes."""
+    assert default_config(1, features, width, 2, gated, 132).turns > 1
+    a = make(dtype, 1, width, features, gated)
+    how: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
+    if kind is not None:
+        bias = normal(6, width, dtype=dtype) if kind == "layer" else None
+        how["norm"] = NormArguments(kind, gain(dtype, width), bias, EPS)
+    found = run(**a, **how)
+    assert_close(found, wanted(**a, **how), dtype, length=width)
+    np.testing.assert_array_equal(run(**a, **how), found)
+
+
 def test_leading_axes_are_rows():
     count, config = WAYS["tile"]
     a = make(FLOAT32, count, 63, 33)

@@ -12,7 +12,7 @@ from ...config.dtypes import dtype_name
 from ...errors import UnsupportedError
 from ...outputs import FIELDS
 from .functional import batch_by_rows, traced_inputs
-from .graphs import TRACED, check_concrete
+from .graphs import TRACED, check_untraced
 from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
@@ -191,7 +191,7 @@ def _refuse_tracing(method: Callable[..., Any], probe: bool) -> Callable[..., An
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if probe:
-            check_concrete([jax.device_put(0)])
+            check_untraced()
         try:
             return method(*args, **kwargs)
         except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
@@ -207,7 +207,7 @@ def _outputs(fields: Mapping[str, Any]) -> Any:
     outputs = Outputs()
     for name in FIELDS:
         if name in fields:
-            outputs[name] = fields[name]  # its __init__ would look into values
+            outputs[name] = fields[name]  # a None too, which __init__ leaves out
     return outputs
 
 

@@ -27,19 +27,23 @@ def hidden_states(
     token_types: jax.Array | None,
     attend: Attend,
     keep: bool = False,
+    layers: range | None = None,
+    x: jax.Array | None = None,
 ) -> list[jax.Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
-    its packed queries, keys and values.
+    its packed queries, keys and values. With `layers` the output of the last one of these, `x`
+    being what the ones before them gave, None at the first.
     """
-    x = ops.embed(spec, params.outer, ids, positions, token_types)
-    if spec.embed_norm:
-        x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+    if x is None:
+        x = ops.embed(spec, params.outer, ids, positions, token_types)
+        if spec.embed_norm:
+            x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
     kept = [x]
-    for i, layer in enumerate(spec.layers):
+    for i in layers or range(len(spec.layers)):
         with jax.named_scope(f"layer.{i}"):
-            x = _block(layer, params.layers[i], ops, x, i, attend)
+            x = _block(spec.layers[i], params.layers[i], ops, x, i, attend)
         kept = [*kept, x] if keep else [x]
     return kept
 

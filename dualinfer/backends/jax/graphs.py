@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from ...errors import UnsupportedError
 from ...progress import track
@@ -30,9 +31,15 @@ _THREADS = min(8, os.cpu_count() or 1)
 _LOWERING = threading.RLock()  # of the process, as the filters of warnings are
 
 
-def check_concrete(arrays: Iterable[Any]) -> None:
-    """Raise UnsupportedError if one of `arrays` is traced."""
-    if any(isinstance(x, Tracer) for x in arrays):
+with ThreadPoolExecutor(1) as _elsewhere:  # where no trace is under way, whatever there is here
+    _UNTRACED = _elsewhere.submit(get_opaque_trace_state).result()
+
+
+def check_untraced(arrays: Iterable[Any] = ()) -> None:
+    """Raise UnsupportedError where one of `arrays`, or all that is put on a device, is traced."""
+    if get_opaque_trace_state() != _UNTRACED and any(
+        isinstance(x, Tracer) for x in (*arrays, jax.device_put(0))
+    ):
         raise UnsupportedError(TRACED)
 
 

@@ -112,7 +112,7 @@ class KernelOps(PlainOps):
         """See `PlainOps.linear`."""
         count = math.prod(x.shape[:-1])
         features, width = weight.data.shape
-        fused = activation is not None or residual is not None
+        fused = any(x is not None for x in (bias, activation, residual))
         how: dict[str, Any] = {"activation": activation, "gated": gated, "residual": residual}
         if not linear.serves(count, features, width, x.dtype.itemsize, fused):
             return super().linear(x, weight, bias, norm=norm, wide=wide, **how)

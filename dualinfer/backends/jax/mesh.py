@@ -57,6 +57,10 @@ class OneDevice:
         """A pytree's arrays on the device."""
         return jax.device_put(tree, self.device)
 
+    def operands(self, tree: Any) -> Any:
+        """NumPy arrays of a step as they are: it takes them there itself, and in less time."""
+        return tree
+
     def share(self, array: Any, spec: PartitionSpec) -> jax.Array:
         """An array on the device."""
         return jax.device_put(array, self.device)
@@ -152,6 +156,10 @@ class ManyDevices:
         if not self.mesh.is_multi_process:
             return jax.device_put(tree, self.sharding())
         return jax.tree.map(lambda x: self.join(lambda _, d: jax.device_put(x, d), None), tree)
+
+    def operands(self, tree: Any) -> Any:
+        """NumPy arrays of a step, whole, on every device."""
+        return self.put(tree)
 
     def share(self, array: Any, spec: PartitionSpec) -> jax.Array:
         """An array of one device or of host memory, split by `spec`."""

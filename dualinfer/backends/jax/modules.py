@@ -13,7 +13,7 @@ from ...agreement import Peers
 from ...arrays import kind_of, to_numpy
 from ...errors import ArgumentError, ModelError, UnsupportedError
 from ...profiling import Profiler
-from .graphs import Clock, Executables, check_compile, check_concrete
+from .graphs import Clock, Executables, check_compile, check_untraced
 from .mesh import ManyDevices, in_place
 from .parts import Parts, Target, is_array, join, take_apart
 
@@ -98,7 +98,7 @@ class JaxModuleRunner:
                 signature.append((type(leaf), leaf))
             else:
                 raise _bad_argument(args, kwargs, i)
-        check_concrete(arrays)
+        check_untraced(arrays)
         key = (tree, tuple(signature))
         try:
             hash(key)

@@ -29,7 +29,7 @@ from ..base import (
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
-from .graphs import Clock, Executables, Job, check_concrete
+from .graphs import Clock, Executables, Job, check_untraced
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
 from .params import Model, Params, split_model, split_notes
@@ -40,7 +40,6 @@ from .steps import Steps
 
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
-_STEPS_BLOCK = 8  # between two looks at whether all have ended, which the host waits for
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
 
@@ -65,8 +64,8 @@ class JaxRunner:
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
-        block = _STEPS_BLOCK if place.size == 1 and place.device.platform == "gpu" else 1
-        self.spec, self.steps, self.peers = spec, Steps(own, ops, block), peers
+        on_gpu = place.size == 1 and place.device.platform == "gpu"
+        self.spec, self.steps, self.peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
         self.params = split_model(module)
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
@@ -95,6 +94,7 @@ class JaxRunner:
         They are not waited for: where an exchange is given up they are NaN, and the next call says
         so.
         """
+        check_untraced()
         self._check()
         batch, tokens = inputs.ids.shape
         size = bucket(batch), bucket(tokens, _SMALLEST_PROMPT)
@@ -115,17 +115,19 @@ class JaxRunner:
             padded[:batch, :tokens] = array
             return padded
 
-        padded = self._place.put([None if x is None else pad(x) for x in arrays])
-        check_concrete(padded)
+        padded = self._place.operands([None if x is None else pad(x) for x in arrays])
         keep = inputs.output_hidden_states
+        outputs: Any = None
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            outputs, flags = self._executables.run(
-                ("forward", size, tuple(x is None for x in arrays), keep),
-                self._of_leaves(partial(self.steps.forward, keep=keep)),
-                self._leaves,
-                *padded,
-            )
-        self._note(flags)
+            for layers in [None] if keep else self.steps.parts:
+                outputs, flags = self._executables.run(
+                    ("forward", size, tuple(x is None for x in arrays), keep, layers),
+                    self._of_leaves(partial(self.steps.forward, keep=keep, layers=layers)),
+                    self._leaves,
+                    *padded,
+                    outputs,
+                )
+                self._note(flags)
         if size == (batch, tokens):
             return self._place.local(outputs)
 
@@ -234,7 +236,7 @@ class JaxRunner:
 
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
         """
-        args = *job.args[:3], *self._place.put(job.args[3:])
+        args = *job.args[:3], *self._place.operands(job.args[3:])
         try:
             self._cache, self._state, tokens, flags = self._executables.run(
                 job.key, job.function, *args, donate=job.donate

@@ -1,6 +1,7 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,16 +15,25 @@ from .params import Params
 from .plain import Attending, PlainOps
 from .sampler import SlotState, book, sample
 
+_BLOCK = 8
+_PARTS = 2
+
 
 class Steps:
     """A model's forward pass, prefill and decode, to be traced.
 
-    The last result of each is `ops.given_up()`. Decode looks whether all have ended once in `block`
-    steps, and each time where fewer are left: on a GPU the host waits for the answer.
+    The last result of each is `ops.given_up()`. With `on_gpu` decode looks whether all have
+    ended once in eight steps, and each time where fewer are left: on a GPU the host waits for the
+    answer. A forward pass is then cut into `parts`, so that the GPU starts while the host launches
+    the rest: what XLA has captured takes the host 2 us for each kernel before the first one runs.
     """
 
-    def __init__(self, spec: ModelSpec, ops: PlainOps, block: int = 1) -> None:
-        self.spec, self.ops, self.block = spec, ops, block
+    def __init__(self, spec: ModelSpec, ops: PlainOps, on_gpu: bool = False) -> None:
+        self.spec, self.ops, self.block = spec, ops, _BLOCK if on_gpu else 1
+        count = len(spec.layers)
+        bounds = [count * i // _PARTS for i in range(_PARTS + 1)]
+        is_cut = on_gpu and count >= 2 * _PARTS
+        self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
         self._kv_heads = max(layer.attention.kv_heads for layer in spec.layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
@@ -38,9 +48,16 @@ class Steps:
         mask: jax.Array | None,
         token_types: jax.Array | None,
         segments: jax.Array | None,
+        x: jax.Array | None = None,
+        *,
         keep: bool,
-    ) -> tuple[dict[str, Any], jax.Array | None]:
-        """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states."""
+        layers: range | None = None,
+    ) -> tuple[Any, jax.Array | None]:
+        """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
+
+        With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
+        the outputs where the last layer is among them.
+        """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         counted = None if mask is None else positions
@@ -55,7 +72,10 @@ class Steps:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
-        states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
+        given = *model, ids, positions, token_types, attend
+        states = decoder.hidden_states(*given, keep, layers, x)
+        if layers and layers.stop < len(self.spec.layers):
+            return states[-1], ops.given_up()
         outputs: dict[str, Any] = {}
         if self.spec.head:
             outputs["logits"] = decoder.logits(*model, states[-1])

@@ -53,7 +53,7 @@ class TileConfig(NamedTuple):
 def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
     """Whether `linear` is the one for `count` rows, or XLA's product, which is better at many.
 
-    `fused` says that an activation or a residual follows, which XLA would leave to a launch of its
+    `fused`: a bias, an activation or a residual follows, which XLA would leave to a launch of its
     own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16 bytes.
     """
     if count <= MOST_VECTORS and next_power_of_2(width) * itemsize > _WIDEST:
@@ -195,8 +195,8 @@ def default_config(
         if features >= 24 * sms:
             return TileConfig(64, 32, 128, 4, 3)
         if width <= 2048:
-            return TileConfig(64, 16, 128, 4, 4)
-        return TileConfig(128, 32, 64, 4, 4, 4)
+            return TileConfig(64, 16 if features <= 16 * sms else 32, 128, 4, 4)
+        return TileConfig(64, 32, 128, 4, 4, 4)
     m = 16 if count <= 16 else 32 if count <= 32 else 64
     if features >= 96 * sms:
         return TileConfig(16, 32, 256, 4, 3) if m == 16 else TileConfig(m, 64, 128, 4, 4)

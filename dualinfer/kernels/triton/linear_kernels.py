@@ -11,19 +11,24 @@ from .launch import dot, let_next_start, wait_for_inputs
 
 @triton.jit
 def _normed(x, inside, weight_ptr, bias_ptr, columns, eps, K: tl.constexpr, NORM: tl.constexpr):
-    """Float32 x of one row, normed over its K elements; what lies outside is 0."""
-    if NORM == "layer":
-        mean = tl.sum(x, 0) / K
-        x = tl.where(inside, x - mean, 0.0)
+    """Float32 x of one row, normed over its K elements; what lies outside is 0. And a factor.
+
+    The factor, RMSNorm's or 1, belongs to the products of this x: their sums need not wait for it.
+    """
+    factor = 1.0
     if NORM is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        if NORM == "rms_offset":
-            weight += 1.0
-        x = x * scale * weight
-    if NORM == "layer":
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    return x
+        if NORM == "layer":
+            mean = tl.sum(x, 0) / K
+            x = tl.where(inside, x - mean, 0.0)
+            x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps) * weight
+            x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+            if NORM == "rms_offset":
+                weight += 1.0
+            x *= weight
+    return x, factor
 
 
 @triton.jit
@@ -70,9 +75,9 @@ def matvec_kernel(
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
             x = tl.load(x_ptr + i * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            x = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
-            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-            u = tl.sum(up.to(tl.float32) * x[None, :], 1) if GATED else y
+            x, factor = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
+            u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor if GATED else y
             _finish(
                 y, u, rows, features, bias_ptr, residual_ptr, y_ptr, i * residual_stride,
                 tl.cast(features, tl.int64) * i, ACTIVATION, GATED,
@@ -80,18 +85,18 @@ def matvec_kernel(
     else:
         tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
         x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        x = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+        x, factor = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
         for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
             rows = block * ROWS + tl.arange(0, ROWS)
             following = rows + PROGRAMS * ROWS
             at = following.to(tl.int64)[:, None] * K + columns[None, :]
             mask = (following < features)[:, None] & inside[None, :]
             w_next = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = y
             if GATED:
                 up_next = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-                u = tl.sum(up.to(tl.float32) * x[None, :], 1)
+                u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor
                 up = up_next
             w = w_next
             _finish(
