@@ -311,7 +311,7 @@ def test_compile_kwargs_say_what_is_wrong():
 SIZES = {"batch_sizes": [1, 3], "prompt_lengths": [5, 40], "new_tokens": 30}
 
 
-def tiny_engine(name):
+def tiny_engine(name, **fields):
     pytest.importorskip("torch")
     import dualinfer
 
@@ -319,7 +319,7 @@ def tiny_engine(name):
 
     model = make_model(name, num_hidden_layers=1, vocab_size=97)
     return dualinfer.init_inference(
-        model, backend="jax", dtype="fp32", replace_with_kernel_inject=True
+        model, backend="jax", dtype="fp32", replace_with_kernel_inject=True, **fields
     )
 
 
@@ -334,10 +334,11 @@ def texts_of(engine):
     ]
 
 
-def test_what_a_model_has_no_positions_for_is_not_compiled_ahead():
-    with tiny_engine("gpt2") as engine:
+@pytest.mark.parametrize(("name", "fields"), [("gpt2", {}), ("llama-mqa", {"max_out_tokens": 40})])
+def test_what_generate_would_refuse_is_not_compiled_ahead(name, fields):
+    with tiny_engine(name, **fields) as engine:
         most = engine.max_tokens
-        with pytest.raises(LengthError, match=f"make {most + 1}, over .* positions"):
+        with pytest.raises(LengthError, match=f"make {most + 1}, over what generate allows"):
             engine.compile(compile_kwargs={**SIZES, "prompt_lengths": [5, most - 29]})
         assert engine.report().compilations == 0
 

@@ -72,7 +72,8 @@ def create_runner(
         model, note = load_model(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
-        runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, options)
+        most = spec.most_tokens(config.max_out_tokens)
+        runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, most, options)
     runner.notes += () if note is None else (note,)
     return runner
 

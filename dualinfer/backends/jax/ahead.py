@@ -53,14 +53,14 @@ class Wanted:
             raise ArgumentError(f"do_sample={given['do_sample']!r}; expected True or False.")
         return cls(**given)
 
-    def check_length(self, positions: int) -> None:
-        """Raise LengthError beyond the positions that a model has learned, 0 if none."""
+    def check_length(self, most: int) -> None:
+        """Raise LengthError beyond `most`, the tokens that generate takes and makes at most."""
         longest = max(self.prompt_lengths)
-        if positions and longest + self.new_tokens > positions:
+        if longest + self.new_tokens > most:
             raise LengthError(
                 f"prompt_lengths of {longest} and {self.new_tokens} new tokens make "
-                f"{longest + self.new_tokens}, over the number of the model's positions "
-                f"({positions}). Ask for shorter prompts or fewer new tokens."
+                f"{longest + self.new_tokens}, over what generate allows ({most}: max_out_tokens, "
+                "or the model's own limit). Ask for shorter prompts or fewer new tokens."
             )
 
 

@@ -61,12 +61,14 @@ class JaxRunner:
         place: Place,
         ops: PlainOps,
         peers: Peers,
+        most_tokens: int,
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
         on_gpu = place.size == 1 and place.device.platform == "gpu"
         self.spec, self.steps, self.peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
+        self._most_tokens = most_tokens
         self.params = split_model(module)
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self._exchange = ops.exchange
@@ -366,7 +368,7 @@ class JaxRunner:
                 f"compile_kwargs={dict(compile_kwargs or {})!r} name steps of generation, and the "
                 f"{self.spec.family} model does not generate. Call compile() without arguments."
             )
-        wanted.check_length(self.spec.learned_positions)
+        wanted.check_length(self._most_tokens)
         most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens
         self._check_room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE))
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
