@@ -73,7 +73,7 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
         )
     if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
         array = array.astype(np.float32)
-    if array.dtype.kind in "OSU" or not np.isin(array.astype(np.float32), (0, 1)).all():
+    if array.dtype.kind in "cOSU" or not np.isin(array.astype(np.float32), (0, 1)).all():
         raise ArgumentError("attention_mask holds other values than 0 and 1.")
     return array != 0
 

@@ -204,7 +204,11 @@ def test_fused_engine_inside_a_transformation_is_refused_and_lives_on(fused):
         for transform in (jax.jit, jax.vmap):
             with pytest.raises(UnsupportedError, match=r"inside of jax\.jit"):
                 transform(call)(jnp.ones_like(ids))
-    for call in (fused, lambda x: fused.generate(x, **GREEDY)):  # only staged, nothing traced
+    for call in (  # only staged, nothing traced
+        fused,
+        lambda x: fused.generate(x, **GREEDY),
+        lambda _: dualinfer.init_inference(dualinfer.embedded_model(), backend="jax"),
+    ):
         with pytest.raises(UnsupportedError, match=r"inside of jax\.jit"):
             jax.jit(lambda x, call=call: (call(ids), x)[1])(1.0)
     with pytest.raises(UnsupportedError, match=r"jax\.grad"):

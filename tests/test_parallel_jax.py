@@ -368,6 +368,9 @@ def test_a_mesh_of_the_callers_and_its_other_axes(llama, engines):
             assert relative_rms(found, expected) < 1e-5
             with pytest.raises(UnsupportedError, match=r"jax\.jit"):
                 jax.jit(engine.forward)(ids)
+            fields = {"mesh": mesh, "axis": "model"}
+            with make(llama, tensor_parallel=fields) as made_within:
+                assert relative_rms(made_within(ids).logits, expected) < 1e-5
     alone = jax.sharding.Mesh(np.array(jax.devices()[2:3]), ("tp",))
     with make(llama, tensor_parallel={"mesh": alone}) as engine:
         assert engine.device == jax.devices()[2]

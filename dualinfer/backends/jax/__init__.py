@@ -15,9 +15,9 @@ from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
 from .exchange import open_exchange
-from .graphs import compiler_options
+from .graphs import check_untraced, compiler_options
 from .kernels import KernelOps, runs_kernels, unserved
-from .mesh import ManyDevices, Place, find_place
+from .mesh import ManyDevices, Place, find_place, without_mesh
 from .modules import JaxModuleRunner
 from .parallel import Split
 from .params import load_model
@@ -49,7 +49,11 @@ def check_dtype(dtype: str) -> None:
 
 
 def join(config: InferenceConfig) -> Peers:
-    """This process among those that share the model, once its devices are known to suffice."""
+    """This process among those that share the model, once its devices are known to suffice.
+
+    The first that an engine asks of JAX; UnsupportedError inside of jax.jit and the like.
+    """
+    check_untraced()
     return join_processes(_place(config), config.tensor_parallel.timeout)
 
 
@@ -68,7 +72,7 @@ def create_runner(
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
-    with place.context():
+    with without_mesh():
         model, note = load_model(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)

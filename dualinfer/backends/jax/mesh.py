@@ -83,7 +83,7 @@ class OneDevice:
 
     def context(self) -> AbstractContextManager[Any]:
         """Within it no mesh is JAX's, whatever the caller has set. Not while tracing."""
-        return _within(Mesh(np.empty((), object), ()))
+        return without_mesh()
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,11 @@ def _within(mesh: Mesh) -> AbstractContextManager[Any]:
         return jax.set_mesh(mesh)
     except ValueError as error:
         raise UnsupportedError(TRACED) from error
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Within it no mesh is JAX's: what is made for one device after another wants none."""
+    return _within(Mesh(np.empty((), object), ()))
 
 
 Place = OneDevice | ManyDevices
