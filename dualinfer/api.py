@@ -238,9 +238,17 @@ def _loaded(peers: Peers, load: Callable[[], _E], made: list[Any]) -> _E:
 
 
 def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
-    """What of a config must be the same in every process; groups and units are objects of each."""
+    """What of a config must be the same in every process; groups and units are objects of each.
+
+    Sets have an order of their own in each.
+    """
     tp = settings.tensor_parallel.model_copy(update={"mpu": None, "tp_group": None, "mesh": None})
-    return [(name, repr(tp if name == "tensor_parallel" else v)) for name, v in settings]
+    policy = {
+        layer: sorted(names, key=repr) if isinstance(names, set | frozenset) else names
+        for layer, names in (settings.injection_policy or {}).items()
+    }
+    fields = dict(settings) | {"tensor_parallel": tp, "injection_policy": policy}
+    return [(name, repr(value)) for name, value in fields.items()]
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:

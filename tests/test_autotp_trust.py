@@ -242,6 +242,68 @@ def test_layers_that_take_more_are_split_as_units_only_if_a_policy_says_so():
     assert _becomes(net, {Asked: "fc2"})[0]["layers.1.mlp.fc2"] == "row"
 
 
+class _Sized(Block):
+    """Normalizes what no rank has the whole of, for inputs [B, T, E] of some sizes."""
+
+    def __init__(self, when=lambda rows, tokens: False):
+        super().__init__()
+        self.when = when
+
+    def forward(self, x):
+        h = self.mlp.fc1(x)
+        return x + self.mlp.fc2(h.softmax(-1) if self.when(*x.shape[:2]) else h)
+
+
+SIZES = {
+    "one token": lambda rows, tokens: tokens == 1,
+    "many tokens": lambda rows, tokens: tokens > 64,
+    "many rows": lambda rows, tokens: rows > 4,
+}
+
+
+@pytest.mark.parametrize("when", SIZES.values(), ids=SIZES)
+def test_layers_that_go_another_way_at_other_sizes_are_seen(when):
+    assert _becomes(Net(_Sized()))[0]["layers.0.mlp.fc2"] == "row"
+    found, notes = _becomes(Net(_Sized(when)))
+    assert found["layers.0.mlp.fc2"] == "gathered" and "gave other values" in notes
+
+
+class _CallsInside(Net):
+    """Its own forward calls a part of a block."""
+
+    def forward(self, ids):
+        aside = self.layers[0].mlp.fc1(self.wte(ids)).mean(-1, keepdim=True)
+        return super().forward(ids) + aside
+
+
+class _ReadsInside(Net):
+    """Its own forward uses what a block has left behind."""
+
+    def forward(self, ids):
+        kept = []
+        hook = self.layers[0].mlp.fc1.register_forward_hook(lambda *a: kept.append(a[-1]))
+        x = super().forward(ids)
+        hook.remove()
+        return torch.cat((x, kept[0]), -1)
+
+
+class _Noisy(Net):
+    """It never gives the same twice, so that the whole of it shows nothing."""
+
+    def forward(self, ids):
+        return super().forward(ids) + torch.rand(())
+
+
+@pytest.mark.parametrize("kind", [_CallsInside, _ReadsInside])
+def test_code_outside_of_a_block_that_uses_its_inside_is_seen(kind):
+    found, notes = _becomes(kind())
+    assert found["layers.0.mlp.fc2"] == "gathered" and "gave other values" in notes
+    with pytest.raises(ConfigError, match="other values"):
+        _becomes(kind(), {Block: "fc2"})
+    for plain in (Net(), _Noisy()):
+        assert _becomes(plain)[0]["layers.0.mlp.fc2"] == "row"
+
+
 def _split_in_place(model):
     plan, _ = make_plan(model, 2, 64, {})
     split_module(model, plan.changes, 0, RanksSeam(one(torch.device("cpu"))))

@@ -94,6 +94,7 @@ def make_net(between=nn.functional.silu):
 POLICIES = {
     "tuple": {Layer: ("attn.back", "mlp.narrow")},
     "list and str": {Layer: ["back", "narrow"], PlainLayer: "fc2"},
+    "set": {Layer: {"attn.back", "mlp.narrow"}},
     "direct child with a dot": {PlainLayer: ".fc2"},
     "a class for each": {Attention: ".back", Mlp: "narrow"},
     "none": {},
@@ -124,7 +125,7 @@ def test_policies_split_custom_layers_exactly(crew):
         assert kinds["layers.1.attn.back"] == kinds["layers.1.mlp.narrow"] == "RowLinear"
         assert kinds["layers.2.fc2"] == "RowLinear"  # found without a policy
         assert kv_width == _WIDTH // _HEADS, rank  # one of 2 KV heads, on each of 3 ranks
-        assert found["a class for each"][1] == kinds
+        assert found["a class for each"][1] == found["set"][1] == kinds
         assert found["direct child with a dot"][1]["layers.0.attn.back"] == "GatheredLinear"
         assert found["none"][1]["layers.1.mlp.wide.1"] == "GatheredLinear"
 

@@ -95,7 +95,8 @@ class Ranks:
             self._lost = True
             raise DistributedError(
                 f"Rank {self.rank} of {self.size} lost the others: a process ended, or did not "
-                f"come within the timeout. Its own output says why. ({_brief(error)})"
+                f"come within the timeout: it may have failed or stopped in code of the caller's. "
+                f"Its own output says why. ({_brief(error)})"
             ) from error
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

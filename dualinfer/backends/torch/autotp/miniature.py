@@ -14,6 +14,7 @@ from ..fill import is_hf, slots
 from .likeness import Likeness
 
 _TOKENS = 7
+_OTHER_SIZES = (2, 1), (1, 130), (9, 3)  # rows and tokens
 _MOST_WHOLE = 2**30  # bytes
 _MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs as much again
 
@@ -21,13 +22,15 @@ _MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs a
 class Call(NamedTuple):
     """A call of one part of the module; its path is "" for all of it.
 
-    `doubt` says why the module may call the part in other ways.
+    `doubt` says why the module may call the part in other ways. A `guess` need not work: it shows
+    what else a part may do.
     """
 
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     doubt: str = ""
+    guess: bool = False
 
 
 def pattern(path: str) -> str:
@@ -85,12 +88,13 @@ def sharing_copy(module: nn.Module) -> Any:
 def make_calls(module: nn.Module, rows: int) -> list[Call]:
     """Calls with random inputs: of a HF model as a whole, else of each kind of layer in a stack.
 
-    Raises ValueError where it is not known what the module takes.
+    The latter also with one token, with many, with more rows, and of the module as a whole, as far
+    as they work. Raises ValueError where it is not known what the module takes.
     """
     generator = torch.Generator().manual_seed(1)
     if is_hf(module):
         return [Call("", (), _hf_inputs(module, rows, generator))]
-    calls = []
+    calls, guesses = [], []
     likeness = Likeness()
     for path, stack in stacks(module):
         seen: list[Any] = []
@@ -102,9 +106,21 @@ def make_calls(module: nn.Module, rows: int) -> list[Call]:
                 seen.append(mark)
                 x = _uniform((rows, _TOKENS, width), generator)
                 calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}, _doubt(layer)))
+                for size in _OTHER_SIZES:
+                    x = _uniform((*size, width), generator)
+                    guesses.append(calls[-1]._replace(args=(x,), guess=True))
     if not calls:
         raise ValueError("it is no HF model and has no stack of layers")
-    return calls
+    vocabs = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+    width = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    for tokens in (_TOKENS, 1):
+        if vocabs:
+            shape = (rows, tokens)
+            x = torch.randint(0, min(vocabs), shape, generator=generator, device="cpu")
+        else:
+            x = _uniform((rows, tokens, width), generator)
+        guesses.append(Call("", (x,), {}, guess=True))
+    return [*calls, *guesses]
 
 
 def _doubt(layer: nn.Module) -> str:

@@ -107,7 +107,8 @@ def make_plan(
     if vouched:
         raise ConfigError(
             f"injection_policy: split as it says, the {kind} gives other values ({problem}). "
-            "Name every linear layer whose outputs are summed, and no other."
+            "Name every linear layer whose outputs are summed, and no other. Those whose outputs "
+            "are split are found before it, in the order in which its block registers them."
         )
     layers = [path for path, part in module.named_modules() if is_linear(part)]
     plan = Plan(size, (), dict.fromkeys(layers, "split, the module gave other values"))

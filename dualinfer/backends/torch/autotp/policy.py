@@ -46,7 +46,7 @@ def check_policy(module: torch.nn.Module, policy: Mapping[Any, Any], size: int) 
 
 def _policy_names(layer: type, outputs: Any) -> list[str]:
     names = [outputs] if isinstance(outputs, str) else outputs
-    if isinstance(names, type) or not isinstance(names, list | tuple):
+    if isinstance(names, type) or not isinstance(names, list | tuple | set | frozenset):
         raise ConfigError(
             f"injection_policy: the value for {layer.__name__} is {outputs!r}. DeepSpeed's policy "
             "classes replace layers by its own kernels, which dualinfer does not have; expected "
@@ -58,7 +58,7 @@ def _policy_names(layer: type, outputs: Any) -> list[str]:
             f"injection_policy: {outputs!r} for {layer.__name__}; expected names of linear layers, "
             "a str or a tuple of them."
         )
-    return list(names)
+    return list(names) if isinstance(names, list | tuple) else sorted(names)
 
 
 def policy_units(
