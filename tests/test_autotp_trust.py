@@ -256,7 +256,7 @@ class _Sized(Block):
 
 SIZES = {
     "one token": lambda rows, tokens: tokens == 1,
-    "many tokens": lambda rows, tokens: tokens > 64,
+    "many tokens": lambda rows, tokens: tokens > 32,
     "many rows": lambda rows, tokens: rows > 4,
 }
 

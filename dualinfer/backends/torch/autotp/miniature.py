@@ -14,7 +14,7 @@ from ..fill import is_hf, slots
 from .likeness import Likeness
 
 _TOKENS = 7
-_OTHER_SIZES = (2, 1), (1, 130), (9, 3)  # rows and tokens
+_OTHER_SIZES = (2, 1), (1, 40), (9, 3)  # rows and tokens
 _MOST_WHOLE = 2**30  # bytes
 _MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs as much again
 
