@@ -3,8 +3,9 @@
     TMPDIR=/dev/shm python benchmarks/start.py --shape llama-2-7b
 
 The checkpoint, with random weights, lies in TMPDIR. Processes start one after another: the first
-compiles, the others find what JAX has kept in a folder made for this run. Set PYTHONPYCACHEPREFIX
-where Python may not keep its bytecode beside its sources, else each of them compiles all imports.
+compiles, the others find what JAX has kept in a folder made for this run. Where Python may not keep
+its bytecode each of them compiles all imports: unset PYTHONDONTWRITEBYTECODE, and set
+PYTHONPYCACHEPREFIX where the sources' folders cannot be written.
 """
 
 import argparse

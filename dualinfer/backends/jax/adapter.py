@@ -3,14 +3,14 @@
 import functools
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 
 from ...config.dtypes import dtype_name
 from ...errors import UnsupportedError
-from ...outputs import FIELDS
+from ...outputs import make_outputs
 from .functional import batch_by_rows, traced_inputs
 from .graphs import TRACED, check_untraced
 from .params import Model, make_tree, read_tree
@@ -167,7 +167,7 @@ class _FusedEngine(_Engine):
         weights = read_tree(params, runner.params)
         inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
         forward = batch_by_rows(runner.pure_forward(output_hidden_states))
-        return _outputs(forward(weights, inputs))
+        return make_outputs(forward(weights, inputs))
 
 
 @functools.cache
@@ -177,38 +177,25 @@ def engine_type(base: type) -> type:
     if base.__name__ != "FusedEngine":
         return type(base.__name__, (_Engine, base), namespace)
     for name in ("forward", "generate", "stream"):
-        namespace[name] = _refuse_tracing(getattr(base, name), name != "forward")
+        namespace[name] = _refuse_tracing(getattr(base, name))
     return type(base.__name__, (_FusedEngine, base), namespace)
 
 
-def _refuse_tracing(method: Callable[..., Any], probe: bool) -> Callable[..., Any]:
+def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method`, with an UnsupportedError where JAX's transformations hide its arguments' values.
 
-    `probe`: also where nothing of the call is traced but jit stages what is done on the device;
-    forward's runner sees that for itself.
+    Also where nothing of the call is traced but jit stages what is done on the device.
     """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if probe:
-            check_untraced()
+        check_untraced()
         try:
             return method(*args, **kwargs)
         except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
             raise UnsupportedError(TRACED) from error
 
     return call
-
-
-def _outputs(fields: Mapping[str, Any]) -> Any:
-    """HF's ModelOutput of `fields`, in HF's order; they may be traced, or no arrays at all."""
-    from ...outputs import Outputs
-
-    outputs = Outputs()
-    for name in FIELDS:
-        if name in fields:
-            outputs[name] = fields[name]  # a None too, which __init__ leaves out
-    return outputs
 
 
 @functools.cache
@@ -223,6 +210,9 @@ def register_outputs() -> None:
         return tuple(outputs.values()), tuple(outputs)
 
     def unflatten(names: tuple[str, ...], values: Any) -> Any:
-        return _outputs(dict(zip(names, values, strict=True)))
+        outputs = Outputs()
+        for name, value in zip(names, values, strict=True):
+            outputs[name] = value  # a None too, which __init__ leaves out
+        return outputs
 
     jax.tree_util.register_pytree_with_keys(Outputs, flatten_with_keys, unflatten, flatten)

@@ -29,7 +29,7 @@ from ..base import (
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
-from .graphs import Clock, Executables, Job, check_untraced
+from .graphs import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
 from .params import Model, Params, split_model, split_notes
@@ -96,7 +96,6 @@ class JaxRunner:
         They are not waited for: where an exchange is given up they are NaN, and the next call says
         so.
         """
-        check_untraced()
         self._check()
         batch, tokens = inputs.ids.shape
         size = bucket(batch), bucket(tokens, _SMALLEST_PROMPT)
