@@ -4,15 +4,21 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dualinfer demo
 
 # The CPU suite. One thread a worker: two workers share two cores, and the models are tiny.
+PYTEST := CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -q
+
 test: $(INSTALLED)
-	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -q -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+# What takes longer than half a minute: fuzzers and the like.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
