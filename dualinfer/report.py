@@ -9,7 +9,9 @@ class Report:
     """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs, else `module`.
 
     `ops` names the implementation of each op; bytes are those on the device now; `compilations`
-    counts CUDA graphs captured, or XLA executables compiled, so far; `max_tokens` is 0 where there
+    counts CUDA graphs captured, or XLA executables compiled, so far, `executables` those that are
+    held now, `evictions` those that went to keep them few, and `executable_bytes` is the size of
+    their code, 0 where that is unknown: of CUDA graphs and on CPUs. `max_tokens` is 0 where there
     is no limit; `notes` say what was decided for the user.
     """
 
@@ -26,6 +28,9 @@ class Report:
     parameter_bytes: int
     cache_bytes: int
     compilations: int
+    executables: int
+    evictions: int
+    executable_bytes: int
     source: str
     max_tokens: int
     notes: tuple[str, ...]
@@ -38,12 +43,14 @@ class Report:
         """A short text for a terminal."""
         what = f" ({self.family}, {self.layers} layers)" if self.family else ""
         most = f"at most {self.max_tokens:,} tokens" if self.max_tokens else "no limit on tokens"
+        code = f" ({self.executable_bytes / 2**20:,.1f} MiB)" if self.executable_bytes else ""
         lines = [
             f"{self.architecture}{what} from {self.source}",
             f"  {self.mode} on {self.backend}, {self.device} ({self.device_name}), {self.dtype}",
             f"  {self.parameters:,} parameters in {self.parameter_bytes / 2**20:,.1f} MiB, "
             f"cache {self.cache_bytes / 2**20:,.1f} MiB, {most}",
-            f"  {self.compilations} captured or compiled so far",
+            f"  {self.compilations} captured or compiled so far, {self.executables} held{code}, "
+            f"{self.evictions} evicted",
             *(f"  {op}: {by}" for op, by in self.ops.items()),
             *(f"  note: {note}" for note in self.notes),
         ]

@@ -1,5 +1,6 @@
 """Compiling on JAX: ahead of time, in several threads, and what is kept on disk."""
 
+import gc
 import os
 import stat
 import subprocess
@@ -111,6 +112,56 @@ def test_the_one_unused_for_longest_goes():
     assert executables.compilations == 3
     executables.run(2, double, np.float32(1))
     assert executables.compilations == 4
+
+
+def live_executables():
+    gc.collect()
+    return len(DEVICE.client.live_executables())
+
+
+def test_what_went_is_freed_and_compiled_again_when_it_comes():
+    executables, x = Executables(most=3), np.float32(1)
+    before = live_executables()
+    for n in range(12):
+        executables.run(n, lambda x, n=n: x + n, x)
+    assert live_executables() - before == 3
+    facts = {"compilations": 12, "executables": 3, "evictions": 9, "executable_bytes": 0}
+    assert executables.facts == facts
+    assert executables.run(0, lambda x: x, x) == 1
+    assert executables.facts == {**facts, "compilations": 13, "evictions": 10}
+    executables.clear()
+    assert live_executables() == before
+
+
+def test_code_is_bounded_by_its_bytes_but_the_last_one_stays(monkeypatch):
+    """Of what was prepared the bytes neither count nor go."""
+    monkeypatch.setattr(graphs, "_code_bytes", lambda made: int(made(np.float32(0))))
+    executables = Executables(most_bytes=100)
+
+    def use(size):
+        before = executables.compilations
+        executables.run(size, lambda x: x + size, np.float32(1))
+        return executables.compilations - before
+
+    executables.prepare([Job(500, lambda x: x + 500, (shape(),))], "Compiling")
+    assert [use(size) for size in (40, 30, 20, 40, 25)] == [1, 1, 1, 0, 1]  # 30 went
+    assert executables.facts["executable_bytes"] == 500 + 40 + 20 + 25
+    assert [use(size) for size in (20, 30)] == [0, 1]  # 40 went
+    assert (use(200), use(500), len(executables)) == (1, 0, 2)
+    assert use(1) == 1 and use(200) == 1
+
+
+def test_results_of_many_sizes_are_cut_by_few_executables():
+    with tiny_engine("llama-mqa") as engine:
+        ids = np.ones((8, 32), np.int32)
+        assert engine(ids[:5, :17]).logits.shape[:2] == (5, 17)
+        before = live_executables()
+        for length in range(18, 32):
+            for rows in (5, 6, 7):
+                assert engine(ids[:rows, :length]).logits.shape[:2] == (rows, length)
+        report = engine.report()
+        assert (report.compilations, report.executables, report.evictions) == (1, 1, 0)
+        assert live_executables() - before <= graphs._MOST_HELPERS
 
 
 def test_only_the_known_deprecation_is_silent():

@@ -1,5 +1,9 @@
 """The runners' slots and cache: growth on demand, with sequences live."""
 
+import contextlib
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -22,6 +26,43 @@ def test_live_slots_reserve_little_and_reach_what_was_asked():
     assert live.reach == 42
     live.remove([0, 1])
     assert (len(live), live.width, live.reach, live.reserved) == (1, 4, 7, 7)
+
+
+def test_graphs_of_steps_are_bounded_and_the_least_used_goes_first(monkeypatch):
+    from dualinfer.backends.torch import graphs
+
+    alive, waits = weakref.WeakSet(), []
+
+    class Graph:
+        def __init__(self):
+            alive.add(self)
+
+        def replay(self):
+            pass
+
+    cuda = SimpleNamespace(
+        CUDAGraph=Graph,
+        graph_pool_handle=lambda: 1,
+        graph=lambda graph, **how: contextlib.nullcontext(),
+        synchronize=lambda: waits.append(1),
+    )
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+    steps = graphs.StepGraphs(most=3)
+    for key in (1, 2, 3):
+        steps.capture(key, lambda: None)
+    assert waits == []
+    steps.replay(1)
+    steps.capture(4, lambda: None)
+    assert waits == [1]  # the one that goes may be running
+    assert [key in steps for key in (1, 2, 3, 4)] == [True, False, True, True]
+    assert len(alive) == len(steps) == 3
+    steps.capture(2, lambda: None)
+    assert graphs.graph_facts(steps, None) == {
+        "compilations": 5,
+        "executables": 3,
+        "evictions": 2,
+        "executable_bytes": 0,
+    }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

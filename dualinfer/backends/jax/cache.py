@@ -1,7 +1,6 @@
 """The JAX KV cache: one pair of arrays a layer, a row a slot, donated to every step; its room."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from ...agreement import Peers, settle
 from ...memory import host_free_bytes
 from ..base import CacheSpec, no_room
+from .graphs import jit_few
 from .mesh import WHOLE, Place
 
 
@@ -34,18 +34,18 @@ def make_cache(
     shapes = tuple(
         (slots, s.kv_heads, tokens, dim) for s in specs for dim in (s.key_dim, s.value_dim)
     )
-    buffers = _zeros(place.put(np.zeros((), np.dtype(dtype))), shapes, place)
+    buffers = _zeros(shapes, place)(place.put(np.zeros((), np.dtype(dtype))))
     return [LayerCache(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _zeros(zero: jax.Array, shapes: tuple[tuple[int, ...], ...], place: Place) -> list[jax.Array]:
-    """Zeros beside `zero`, all by one call: one after another they take the host milliseconds."""
+@jit_few
+def _zeros(shapes: tuple[tuple[int, ...], ...], place: Place) -> Callable[..., list[jax.Array]]:
+    """Zeros beside a zero, all by one call: one after another they take the host milliseconds."""
 
     def make(zero: jax.Array) -> list[jax.Array]:
         return [jnp.broadcast_to(zero, shape) for shape in shapes]
 
-    return place.spread(make, WHOLE, place.over_heads)(zero)
+    return place.spread(make, WHOLE, place.over_heads)
 
 
 def free_bytes(device: jax.Device) -> int | None:
@@ -83,19 +83,19 @@ def grow(cache: Cache, slots: int, tokens: int, place: Place) -> Cache:
     """The same contents in buffers of at least `slots` by `tokens`."""
 
     def pad(x: jax.Array) -> jax.Array:
-        return _pad(x, (max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0), place)
+        return _pad((max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0), place)(x)
 
     return [LayerCache(pad(c.k), pad(c.v)) for c in cache]
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _pad(x: jax.Array, more: tuple[int, ...], place: Place) -> jax.Array:
-    """`x` with so many zeros behind each axis."""
+@jit_few
+def _pad(more: tuple[int, ...], place: Place) -> Callable[[jax.Array], jax.Array]:
+    """A buffer with so many zeros behind each axis."""
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, n) for n in more])
 
-    return place.spread(pad, place.over_heads, place.over_heads)(x)
+    return place.spread(pad, place.over_heads, place.over_heads)
 
 
 def write(cache: LayerCache, slots: jax.Array, k: jax.Array, v: jax.Array) -> LayerCache:

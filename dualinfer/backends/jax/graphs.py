@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,11 @@ _EAGER = (
     "An engine runs compiled steps, and jax.disable_jit (or JAX_DISABLE_JIT) is on. Turn it off "
     "around the engine; to follow a pass op by op, call engine.apply within it."
 )
-_MOST = 64
+# What varied calls of a server need: batches of 1 to 16, prompts of 16 to 512 tokens, caches of 64
+# to 2048, greedy and sampled, are 5 * (6 + 6) * 2 = 120. Each takes some 9 MB of host memory.
+_MOST = 128
+_MOST_BYTES = 1 << 30  # of their code, which takes the device's memory from weights and cache
+_MOST_HELPERS = 32  # of one kind; quickly compiled again
 _THREADS = min(8, os.cpu_count() or 1)
 _LOWERING = threading.RLock()  # of the process, as the filters of warnings are
 
@@ -81,23 +86,42 @@ class Job(NamedTuple):
 class Executables:
     """Compiled functions by key; the one unused for longest goes when there are too many.
 
-    A key must name everything that fixes the trace and the shapes. `compilations` counts the
-    executables ever made, `seconds` what it took, by the clock. Threads that ask for one key wait
-    for one compilation.
+    That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
+    go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
+    executables ever made, `evictions` those that went, `seconds` what compiling took, by the clock.
+    Threads that ask for one key wait for one compilation.
     """
 
-    def __init__(self, options: Mapping[str, str | bool] | None = None, most: int = _MOST) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, str | bool] | None = None,
+        most: int = _MOST,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
         self._options = dict(options) if options else None
-        self._most = most
+        self._most, self._most_bytes = most, most_bytes
         self._made: dict[Hashable, Any] = {}  # the last used one is last
+        self._bytes: dict[Hashable, int] = {}
+        self._asked: set[Hashable] = set()  # by `prepare`
         self._coming: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
-        self.compilations = 0
+        self.compilations = self.evictions = 0
         self.seconds = 0.0
 
     def __len__(self) -> int:
         """Number of executables held."""
         return len(self._made)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a report says of them; of code that XLA does not tell the size of, as on CPUs, 0."""
+        with self._lock:
+            return {
+                "compilations": self.compilations,
+                "executables": len(self._made),
+                "evictions": self.evictions,
+                "executable_bytes": sum(self._bytes.values()),
+            }
 
     def run(
         self,
@@ -127,11 +151,11 @@ class Executables:
 
         They are traced one after another, in this thread. A progress bar shows `description`.
         """
+        self._asked.update(job.key for job in jobs)  # what was asked for is not thrown away
         found = [(job, *self._find(job.key)) for job in jobs]
         new = [(job, coming) for job, coming, is_new in found if is_new]
         if not new:
             return
-        self._most = max(self._most, len(found) + _MOST)  # what was asked for is not thrown away
         pool = ThreadPoolExecutor(min(len(new), _THREADS), "dualinfer-compile")
         with self._book({job.key: coming for job, coming in new}):
             try:
@@ -173,9 +197,23 @@ class Executables:
                     del self._coming[key]
                     if future.exception() is None:
                         self.compilations += 1
-                        if len(self._made) >= self._most:
-                            del self._made[next(iter(self._made))]
                         self._made[key] = future.result()
+                        self._bytes[key] = _code_bytes(self._made[key])
+                self._evict()
+
+    def _evict(self) -> None:
+        """Drop what was unused for longest until the rest is within bounds, but not the last used.
+
+        A call that runs one holds it itself.
+        """
+        others = [key for key in self._made if key not in self._asked]
+        size = sum(self._bytes[key] for key in others)
+        for count, key in zip(range(len(others), 1, -1), others, strict=False):
+            if count <= self._most and size <= self._most_bytes:
+                return
+            del self._made[key]
+            size -= self._bytes.pop(key)
+            self.evictions += 1
 
     def _lower(self, job: Job) -> jax.stages.Lowered:
         with _LOWERING, warnings.catch_warnings():
@@ -192,6 +230,24 @@ class Executables:
         """Let go of every executable."""
         with self._lock:
             self._made.clear()
+            self._bytes.clear()
+
+
+def _code_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of its code on a device; 0 where XLA does not tell."""
+    executable: Any = compiled.runtime_executable()
+    return max(0, executable.size_of_generated_code_in_bytes())
+
+
+def jit_few(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """`make(*sizes)`, jitted; those last used are kept, where jax.jit of static sizes keeps all."""
+
+    @lru_cache(_MOST_HELPERS)
+    @wraps(make)
+    def made(*sizes: Any) -> Callable[..., Any]:
+        return jax.jit(make(*sizes))
+
+    return made
 
 
 class Clock:

@@ -73,7 +73,7 @@ class JaxModuleRunner:
         Compiled once for each signature: shapes and dtypes of the arrays (of JAX, NumPy or torch,
         anywhere in dicts, lists and other pytrees), and the values of all else: flags, strings,
         Python numbers, functions. A number that varies goes in as an array, or each of its values
-        is compiled; the last 64 signatures are kept. Raises ArgumentError for an argument that is
+        is compiled; the last 128 signatures are kept. Raises ArgumentError for an argument that is
         neither, UnsupportedError if Python control flow needs the values of arrays, or if they are
         traced; ModelError if a Linen module lacks variables.
         """
@@ -178,7 +178,7 @@ class JaxModuleRunner:
             "ops": {"forward": "the module's own, compiled by XLA"},
             "parameters": self._parts.parameters,
             "parameter_bytes": self._parts.parameter_bytes,
-            "compilations": self.compilations,
+            **self._executables.facts,
             "cache_bytes": 0,
         }
 

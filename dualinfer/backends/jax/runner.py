@@ -29,7 +29,7 @@ from ..base import (
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
-from .graphs import Clock, Executables, Job
+from .graphs import Clock, Executables, Job, jit_few
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
 from .params import Model, Params, split_model, split_notes
@@ -42,6 +42,16 @@ _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
+
+
+@jit_few
+def _cut(batch: int, tokens: int) -> Callable[[Any], Any]:
+    """A pytree of outputs without the rows and tokens that a bucket added."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        return x[(slice(batch), slice(tokens))[: x.ndim - 1]]
+
+    return lambda outputs: jax.tree.map(cut, outputs)
 
 
 class JaxRunner:
@@ -132,11 +142,7 @@ class JaxRunner:
         if size == (batch, tokens):
             return self._place.local(outputs)
 
-        def cut(x: jax.Array) -> jax.Array:
-            index = (slice(batch), slice(tokens))[: x.ndim - 1]
-            return x if x.shape[: len(index)] == (batch, tokens)[: len(index)] else x[index]
-
-        return self._place.local(jax.tree.map(cut, outputs))
+        return self._place.local(_cut(batch, tokens)(outputs))
 
     def _of_leaves(self, step: Callable[..., Any], cached: bool = False) -> Callable[..., Any]:
         """`step` on every device, with the parameters as a flat tuple: a call costs half as much.
@@ -382,7 +388,7 @@ class JaxRunner:
             "ops": dict(self.steps.ops.implementations),
             "parameters": sum(x.size for x in data),
             "parameter_bytes": sum(x.nbytes for x in data),
-            "compilations": self.compilations,
+            **self._executables.facts,
             "cache_bytes": sum(x.nbytes for layer in cache for x in layer),
         }
 

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, DualinferError, GraphError
 
-_MOST_STEPS = 32
+# More than the sizes that short prompts come in (about 50), and than a server's steps: batches of 1
+# to 16, caches of 64 to 2048, greedy and sampled, are 5 * 6 * 2 = 60. They share one memory.
+_MOST_STEPS = 64
 _WARM_UPS = 3
 _VALUES = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum),
@@ -24,13 +26,19 @@ _VALUES = (
 class StepGraphs:
     """Graphs by key. A key must name everything that fixes the launches and their addresses.
 
-    `captures` counts those ever made. The least recently used one goes when there are too many.
+    `captures` counts those ever made, `evictions` those that had to go: the least recently used one
+    when there are more than `most`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_STEPS) -> None:
+        self._most = most
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs' memory: they run one after another, on one stream
-        self.captures = 0
+        self.captures = self.evictions = 0
+
+    def __len__(self) -> int:
+        """Graphs held."""
+        return len(self._graphs)
 
     def __contains__(self, key: Hashable) -> bool:
         """True if the key's graph can be replayed."""
@@ -41,9 +49,10 @@ class StepGraphs:
 
         It must have run before, so that libraries are loaded and have their workspaces.
         """
-        if len(self._graphs) >= _MOST_STEPS:
+        if len(self._graphs) >= self._most:
             torch.cuda.synchronize()  # it may be running
             self._graphs.popitem(last=False)
+            self.evictions += 1
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -85,15 +94,15 @@ class CallGraphs:
     the device are new in every replay; warming up and capturing take none from the caller's
     generators.
 
-    `captures` counts the graphs ever made. The least recently used one goes when there are more
-    than `most`. `name` is what errors call the function. With `uploads` inputs may lie in host
-    memory: they go straight to the graph's buffers.
+    `captures` counts the graphs ever made, `evictions` those that had to go: the least recently
+    used one when there are more than `most`. `name` is what errors call the function. With
+    `uploads` inputs may lie in host memory: they go straight to the graph's buffers.
     """
 
     def __init__(
         self, device: torch.device, name: str, most: int = 16, uploads: bool = False
     ) -> None:
-        self.captures = 0
+        self.captures = self.evictions = 0
         self._uploads = uploads
         self._device, self._name, self._most = device, name, most
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
@@ -184,6 +193,7 @@ class CallGraphs:
         if len(self._graphs) >= self._most:
             self._synchronize()  # it may be running
             self._graphs.popitem(last=False)
+            self.evictions += 1
             if not self._graphs:
                 self._pool = None  # torch frees a pool with its last graph
         inputs = []
@@ -301,6 +311,17 @@ class CallGraphs:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def graph_facts(*kinds: StepGraphs | CallGraphs | None) -> dict[str, int]:
+    """What a report says of graphs. CUDA does not tell what memory one takes."""
+    found = [kind for kind in kinds if kind is not None]
+    return {
+        "compilations": sum(kind.captures for kind in found),
+        "executables": sum(map(len, found)),
+        "evictions": sum(kind.evictions for kind in found),
+        "executable_bytes": 0,
+    }
 
 
 class _Names:

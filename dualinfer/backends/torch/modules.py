@@ -19,7 +19,7 @@ from .autotp.surgery import split_module
 from .compiling import compile_options, is_optimized
 from .device import default_dtype, device_name
 from .fill import check_values, fill, listing, slots
-from .graphs import CallGraphs
+from .graphs import CallGraphs, graph_facts
 from .parallel import Ranks, forget_graphs_at_exit
 from .placing import check_room, convert_module
 from .precision import own_precision
@@ -333,7 +333,7 @@ class TorchModuleRunner:
             "parameters": sum(p.numel() for p in parameters),
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "cache_bytes": 0,
-            "compilations": 0 if self._calls is None else self._calls.captures,
+            **graph_facts(self._calls),
         }
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from . import decoder, sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
-from .graphs import CallGraphs, StepGraphs
+from .graphs import CallGraphs, StepGraphs, graph_facts
 from .parallel import Ranks
 from .params import Params
 from .plain import Attending, PlainOps
@@ -323,7 +323,6 @@ class TorchRunner:
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
         weights = self.params.weights()
-        graphs = (self._graphs, self._prompts.graphs, self._calls)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
@@ -331,7 +330,7 @@ class TorchRunner:
             "parameters": sum(w.data.numel() for w in weights),
             "parameter_bytes": sum(w.data.nbytes for w in weights),
             "cache_bytes": self._cache.bytes,
-            "compilations": sum(g.captures for g in graphs if g is not None),
+            **graph_facts(self._graphs, self._prompts.graphs, self._calls),
         }
 
     def close(self) -> None:
