@@ -30,9 +30,10 @@ class FusedEngine(InferenceEngine):
 
     @property
     def max_tokens(self) -> int:
-        """Most prompt plus new tokens of generate: `max_out_tokens`, else the model's own limit.
+        """Most prompt plus new tokens of generate: `max_out_tokens`, else what positions allow.
 
-        Never more than a table of positions has.
+        That is one token more than the model has positions, since the last new one takes none. A
+        table of positions bounds it in any case.
         """
         return self._spec.most_tokens(self.inference_config.max_out_tokens)
 
@@ -285,7 +286,9 @@ class FusedEngine(InferenceEngine):
             )
         width = prompts.block.shape[1]
         longest = max(len(row) for row in prompts.rows)  # without padding, which takes no room
-        new_tokens = options.new_tokens(width, self.max_tokens + width - longest)
+        asked = self.inference_config.max_out_tokens
+        default = self.max_tokens - (self.max_tokens != asked)  # HF's own fills the positions
+        new_tokens = options.new_tokens(width, default + width - longest)
         least_tokens = options.least_tokens(width)
         if least_tokens > new_tokens:
             warn_caller(
@@ -319,15 +322,19 @@ class FusedEngine(InferenceEngine):
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(len(row) for row in prompts.rows)
-        positions, asked = self._spec.learned_positions, self.inference_config.max_out_tokens
-        limit, name = self.max_tokens, "max_out_tokens"
-        if asked is None:
-            name = "the model's max_position_embeddings"
-        elif limit < asked:
-            name = "the number of the model's positions"
-        if longest + new_tokens > limit:
-            way = "" if positions and limit == positions else " or set a larger max_out_tokens"
-            raise LengthError(over_limit(longest, new_tokens, name, limit, way))
+        limit, asked = self.max_tokens, self.inference_config.max_out_tokens
+        if longest + new_tokens <= limit:
+            return
+        table = self._spec.learned_positions
+        way = "" if table and limit == table + 1 else " or set a larger max_out_tokens"
+        if limit == asked:
+            raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
+        own = "max_position_embeddings" if asked is None else "number of positions"
+        raise LengthError(
+            f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
+            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). Ask "
+            f"for fewer new tokens, a shorter prompt{way}."
+        )
 
     def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
         if seed is None:

@@ -148,9 +148,13 @@ class ModelSpec:
         return self.causal and self.head is not None and self.head.kind == "causal"
 
     def most_tokens(self, asked: int | None) -> int:
-        """Longest sequence: `asked`, else the model's own limit; never more than its positions."""
-        most = asked or self.max_positions
-        return min(most, self.learned_positions) if self.learned_positions else most
+        """Longest prompt with its new tokens: `asked`, else what fills the model's positions.
+
+        A table of positions always bounds it. The last new token is never fed back, so that it
+        takes no position.
+        """
+        most = asked or self.max_positions + 1
+        return min(most, self.learned_positions + 1) if self.learned_positions else most
 
     def __repr__(self) -> str:
         """A short form: nested layers would fill pages."""

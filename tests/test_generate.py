@@ -1077,3 +1077,56 @@ def test_the_longest_text_fits(backend, hf_model):
     equal(whole.generate(ids, max_new_tokens=38), theirs)
     ids = random_ids(1, 127, seed=2)
     equal(whole.generate(ids), hf_generate(hf_model("gpt2"), ids))  # HF's 20, cut to the limit
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")  # by HF
+@pytest.mark.parametrize(
+    ("name", "field", "positions"),  # what a bucket exceeds, and what a cache's bucket is
+    [
+        ("gpt2", "n_positions", 40),
+        ("bloom", "seq_length", 40),
+        ("llama-mqa", "max_position_embeddings", 64),
+    ],
+)
+def test_a_prompt_that_fills_the_context_gets_its_next_token(backend, name, field, positions):
+    """Also while another sequence goes on, beside which the ended one stays in every step."""
+    model = make_model(name, **{field: positions})
+    engine = dualinfer.init_inference(model, backend=backend, dtype="fp32", kernel_inject=True)
+    assert engine.max_tokens == positions + 1
+    ids, other = random_ids(2, positions), random_ids(1, 10, seed=3)
+    options = {"do_sample": False, "eos_token_id": None}
+    stream = engine.stream(other, max_new_tokens=positions - 9, **options)
+    first = [next(stream), next(stream)]
+    for cut in (0, 2):
+        prompt = ids[:, cut:]
+        theirs = hf_generate(model, prompt, max_new_tokens=cut + 1, eos_token_id=None)
+        equal(engine.generate(prompt, max_new_tokens=cut + 1, **options), theirs)
+    theirs = hf_generate(model, other, max_new_tokens=positions - 9, eos_token_id=None)
+    assert [*first, *stream] == theirs[0, 10:].tolist()
+    with pytest.raises(dualinfer.LengthError, match=rf"need {positions + 1}, over .*{positions}\)"):
+        engine.generate(ids, max_new_tokens=2)
+
+
+def test_every_way_to_ask_takes_a_prompt_that_fills_the_context(hf_model, engine_of):
+    class Words:
+        def decode(self, tokens, **kwargs):
+            return " ".join(map(str, tokens))
+
+    engine, ids = engine_of("gpt2", "torch"), random_ids(1, 128)
+    for options in (
+        {},  # HF's 20, cut to the one that fits
+        {"max_length": 129},
+        {"max_new_tokens": 1, "stop_strings": "7", "tokenizer": Words()},
+        {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 3, "seed": 1},
+    ):
+        found = engine.generate(ids, **options)
+        assert found.shape == (options.get("num_return_sequences", 1), 129)
+        assert len(list(engine.stream(ids, **options))) == 1
+    fields = {"kernel_inject": True, "dtype": "fp32"}
+    for most, fits in ((128, False), (129, True), (500, True)):
+        own = dualinfer.init_inference(hf_model("gpt2"), max_out_tokens=most, **fields)
+        if fits:
+            equal(own.generate(ids, max_new_tokens=1), engine.generate(ids, max_new_tokens=1))
+        else:  # as documented, it bounds prompt plus new tokens
+            with pytest.raises(dualinfer.LengthError, match=r"make 129, over max_out_tokens"):
+                own.generate(ids, max_new_tokens=1)

@@ -305,18 +305,18 @@ def test_min_out_tokens_promises_nothing_that_generate_refuses(backend, hf_model
     positions = hf_model("gpt2").config.n_positions
     for name, fields, message in [
         ("bert", {"min_out_tokens": 5}, "does not generate"),
-        (CAUSAL, {"min_out_tokens": 513}, "takes at most 512"),
-        ("gpt2", {"min_out_tokens": positions + 1}, f"at most {positions}"),
-        ("gpt2", {"min_out_tokens": positions + 1, "max_out_tokens": 9999}, f"most {positions}"),
+        (CAUSAL, {"min_out_tokens": 514}, "takes at most 513"),
+        ("gpt2", {"min_out_tokens": positions + 2}, f"at most {positions + 1}"),
+        ("gpt2", {"min_out_tokens": positions + 2, "max_out_tokens": 999}, f"most {positions + 1}"),
     ]:
         with pytest.raises(dualinfer.ConfigError, match=message):
             dualinfer.init_inference(hf_model(name), **fields, **options)
     engine = dualinfer.init_inference(hf_model("gpt2"), max_out_tokens=9999, **options)
-    assert engine.max_tokens == engine.report().max_tokens == positions
+    assert engine.max_tokens == engine.report().max_tokens == positions + 1
     prompt = random_ids(1, positions - 3)
     assert engine.generate(prompt, eos_token_id=None).shape == (1, positions)
     with pytest.raises(dualinfer.LengthError, match=f"positions \\({positions}\\)"):
-        engine.generate(prompt, max_new_tokens=4)
+        engine.generate(prompt, max_new_tokens=5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

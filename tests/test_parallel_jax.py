@@ -153,7 +153,9 @@ def test_streams_open_at_once_grow_the_cache(engines, monkeypatch):
         first = engine.stream([prompts[0]], max_new_tokens=70, **GREEDY)
         found = [next(first) for _ in range(3)]
         second = engine.generate([prompts[1]], max_new_tokens=4, **GREEDY)
-        texts.append([*found, *first, *np.asarray(second)[0].tolist()])
+        full = engine.generate(random_ids(1, 128), max_new_tokens=1, **GREEDY)  # all positions
+        rows = np.asarray(second)[0].tolist(), np.asarray(full)[0].tolist()
+        texts.append([*found, *first, *rows])
     assert texts[0] == texts[1]
 
 

@@ -374,7 +374,7 @@ class JaxRunner:
                 f"{self.spec.family} model does not generate. Call compile() without arguments."
             )
         wanted.check_length(self._most_tokens)
-        most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens
+        most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens - 1
         self._check_room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE))
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 

@@ -68,7 +68,7 @@ def find_problems(
     """
     problems: dict[Key, Problem] = {}
     layers = [Attending.of(spec, params, i) for i in range(len(spec.layers))]
-    most = spec.most_tokens(None)
+    most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
     for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
         for problem in _products(spec, params, ops, count):
