@@ -26,7 +26,7 @@ from dualinfer.bench import peers, runs, worker
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
-from dualinfer.bench.measure import Task, decode_row
+from dualinfer.bench.measure import Task, decode_row, measure
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import checkpoint, make_module
 from dualinfer.bench.shapes import SHAPES, open_model
@@ -701,6 +701,24 @@ def test_a_process_that_dies_costs_the_row_it_was_at(monkeypatch, tmp_path):
     assert "code 9" in rows[1]["error"]
     processes = [row.get("ok") for row in rows]
     assert processes[2] == processes[3] != processes[4] == processes[5]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "forward"])
+@pytest.mark.parametrize(("flops", "nbytes", "seconds"), [(600, 10, 6.0), (1, 400, 4.0)])
+def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, seconds):
+    if kind == "prefill":  # whose limit is multiplying alone
+        seconds = flops / 100
+    call = lambda *args: lambda: None  # noqa: E731
+    system: Any = SimpleNamespace(prefill=call, forward=call, facts=dict)
+    counts: Any = SimpleNamespace(
+        flops=lambda *args, **kwargs: flops, weight_bytes=lambda dtype: nbytes
+    )
+    device: Any = SimpleNamespace(start_peak=lambda: None, peak_bytes=lambda: 0)
+    limits = Limits("torch", "cpu", "float32", read_bandwidth=100.0, matrix_rate=100.0)
+    for tp in (1, 2):
+        task = Task(kind, "torch", "tiny", "float32", 1, 4, 0, 3, True, tp)
+        row = measure(task, SimpleNamespace(vocab=9), counts, system, device, limits)  # pyright: ignore
+        assert row["limit_ms"] == pytest.approx(seconds / tp * 1e3)
 
 
 @pytest.mark.xdist_group("ranks")

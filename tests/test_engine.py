@@ -81,6 +81,7 @@ def test_model_times_are_one_entry_a_forward_and_are_cleared(running):
         assert len(times) == 10
         assert all(0 < model < end_to_end for model, end_to_end in zip(times, whole, strict=True))
         assert engine.model_times() == []
+    run()  # its time is not taken, and goes
     engine.profile_model_time(enabled=False)
     run()
     assert not engine.model_profile_enabled
@@ -131,13 +132,23 @@ def test_every_pass_of_a_modules_own_generate_is_an_entry(hf_model):
 
 def test_closed_engine_says_so_and_may_be_closed_again(running):
     engine, run = running
+    engine.profile_model_time()
     run()
     engine.destroy()
     engine.close()
+    assert not engine.model_profile_enabled
     for use in (run, engine.report, engine.profile_model_time, lambda: engine.module):
         with pytest.raises(dualinfer.ClosedError, match="init_inference"):
             use()
     assert "closed" in repr(engine)
+
+
+def test_numpy_results_are_the_callers_to_write(engine_of, backend):
+    engine, ids = engine_of(CAUSAL, backend), random_ids(2, 16)  # a bucket, which nothing cuts
+    logits = engine(ids).logits
+    before = logits.copy()
+    logits[...] = 7
+    np.testing.assert_array_equal(engine(ids).logits, before)
 
 
 def test_engine_closed_while_a_call_is_on_its_way_says_so(backend, hf_model):

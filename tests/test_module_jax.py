@@ -410,6 +410,38 @@ def test_signatures_are_compiled_once_and_flags_are_told_apart():
     assert runner.report()["compilations"] == 10
 
 
+class Mixed(nnx.Module):
+    """Its result depends on what promotes in JAX, and on the type of a flag."""
+
+    def __init__(self):
+        self.one = nnx.Param(jnp.ones(3, jnp.bfloat16))
+
+    def __call__(self, x, flag=0):
+        y = x + self.one[...]
+        return -y if flag is True else y
+
+
+def test_a_signature_tells_weak_from_strong_types_and_a_flag_from_a_number():
+    runner = make(Mixed(), dtype="bf16")
+    module = runner.module
+    for x in (jnp.float32(2), jnp.asarray(2.0), jnp.float32(2)):
+        assert runner.forward((x,), {}).dtype == module(x).dtype
+    assert module(jnp.float32(2)).dtype != module(jnp.asarray(2.0)).dtype
+    x = jnp.float32(2)
+    assert [float(runner.forward((x,), {"flag": f})[0]) for f in (1, True, 1)] == [3, -3, 3]
+
+
+def test_an_input_of_host_memory_is_copied_before_the_call_returns():
+    """JAX would lend memory that is aligned as this is, and read it whenever the device comes."""
+    memory = np.zeros(4096 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    x = memory[start : start + 4096].view(np.float32)
+    runner = make(Mixed())
+    held = runner._put(x)
+    x[...] = 7
+    np.testing.assert_array_equal(held, 0)
+
+
 def test_executables_are_bounded_and_the_least_used_goes_first():
     made = Executables(most=3)
     one = jnp.ones(())
@@ -687,6 +719,26 @@ def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):
         tokens = runner.decode(11).fetch()[:, 0].tolist()
         assert tokens == expected[1:]
         runner.release([0])
+
+
+def test_step_that_fails_once_it_ran_has_taken_the_cache(hf_model, monkeypatch):
+    """It was donated; the next call makes another one."""
+    with dualinfer.init_inference(
+        hf_model("llama-mqa"), backend="jax", dtype="fp32", kernel_inject=True
+    ) as engine:
+        ids, options = random_ids(1, 5), {"max_new_tokens": 6, "do_sample": False}
+        expected = np.asarray(engine.generate(ids, **options))
+        run = engine.runner._executables.run
+
+        def fail(*args, **kwargs):
+            run(*args, **kwargs)
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner._executables, "run", fail)
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(ids, **options)
+        np.testing.assert_array_equal(engine.generate(ids, **options), expected)
 
 
 @pytest.mark.parametrize("count", [3, 4, 11])

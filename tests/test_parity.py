@@ -101,6 +101,22 @@ def test_compare_takes_candidates_closer_than_rounding_as_a_tie(engines, ids):
     assert result.tokens_agree
 
 
+@pytest.mark.parametrize("gaps", [(1, 1e-7), (1e-7, 1)])
+def test_compare_takes_no_tie_where_one_engine_is_clear(engines, ids, gaps):
+    torch, jax = engines
+
+    def prefer(best, other, gap):
+        def change(logits):
+            logits[0, 0, :] = 0
+            logits[0, 0, best], logits[0, 0, other] = 1 + gap, 1
+
+        return change
+
+    one, two = Shifted(jax, prefer(5, 6, gaps[0])), Shifted(torch, prefer(6, 5, gaps[1]))
+    result = compare(one, two, ids)
+    assert (result.differing, result.ties) == (1, 0)
+
+
 def test_compare_never_passes_nan(engines, ids):
     torch, jax = engines
 

@@ -9,7 +9,7 @@ import pytest
 
 import dualinfer
 from dualinfer.backends import base
-from dualinfer.backends.base import LiveSlots, Request
+from dualinfer.backends.base import LiveSlots, Request, Sampling, sampling_rows
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
 
@@ -26,6 +26,14 @@ def test_live_slots_reserve_little_and_reach_what_was_asked():
     assert live.reach == 42
     live.remove([0, 1])
     assert (len(live), live.width, live.reach, live.reserved) == (1, 4, 7, 7)
+
+
+def test_seeds_are_split_into_words_of_32_bits():
+    seeds = (5 << 32) + 7, 2**64 - 1, 3
+    requests = [Request(np.zeros(1, np.int32), 1, sampling=Sampling(seed=s)) for s in seeds]
+    rows = sampling_rows(requests, 1)
+    assert rows["seed_low"].tolist() == [7, 2**32 - 1, 3]
+    assert rows["seed_high"].tolist() == [5, 2**32 - 1, 0]
 
 
 def test_graphs_of_steps_are_bounded_and_the_least_used_goes_first(monkeypatch):
@@ -123,3 +131,19 @@ def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
         assert relative_rms(other, one) < 1e-6
     for one, other in zip(text, text_in_blocks, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_jax_step_of_a_state_that_marks_tokens_is_one_of_its_own(hf_model):
+    """A penalised sequence leaves the marks behind, for which no earlier step was compiled."""
+    pytest.importorskip("jax")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ids = random_ids(2, 5)
+    how = {"backend": "jax", "dtype": "fp32", "kernel_inject": True}
+    with dualinfer.init_inference(hf_model("llama-mqa"), **how) as engine:
+        expected = np.asarray(engine.generate(ids, **options))
+        plain = engine.stream(ids[:1], **options)
+        found = [next(plain)]
+        penalised = engine.stream(ids[1:], repetition_penalty=1.3, **options)
+        found += [next(penalised) and next(plain)]
+        penalised.close()
+        assert [*found, *plain] == expected[0, 5:].tolist()

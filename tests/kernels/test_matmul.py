@@ -36,3 +36,16 @@ def test_embed_takes_rows_exactly(backend, dtype, shape):
     rows = backend.embed(ids, table)
     assert rows.dtype == dtype
     np.testing.assert_array_equal(rows.astype(np.float32), reference.embed(ids, table))
+
+
+def test_jax_rounds_a_product_once_its_bias_is_added():
+    """257 is no bfloat16, and 258 is."""
+    put = pytest.importorskip("jax").numpy.ones
+    from dualinfer.backends.jax import ops
+    from dualinfer.backends.jax.params import Weight
+
+    x, weight, bias = (Weight(put(shape, "bfloat16"), axes=()) for shape in ((1, 257), (2, 257), 2))
+    y = ops.matmul(x.data, weight, bias)
+    assert y.dtype == "bfloat16" and y.astype("float32").tolist() == [[258, 258]]
+    part = ops.partial_product(x.data, weight)  # nor is a part rounded before the sum over devices
+    assert part.dtype == "float32" and part.tolist() == [[257, 257]]
