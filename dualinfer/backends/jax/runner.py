@@ -29,29 +29,19 @@ from ..base import (
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
-from .graphs import Clock, Executables, Job, jit_few
+from .graphs import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place
 from .packing import pack, unpack
 from .params import Model, Params, split_model, split_notes
 from .pending import PendingTokens
 from .plain import PlainOps
 from .sampler import WORDS, SlotState, copy_rows
-from .steps import Steps
+from .steps import Steps, cut
 
 _SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
-
-
-@jit_few
-def _cut(batch: int, tokens: int) -> Callable[[Any], Any]:
-    """A pytree of outputs without the rows and tokens that a bucket added."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        return x[(slice(batch), slice(tokens))[: x.ndim - 1]]
-
-    return lambda outputs: jax.tree.map(cut, outputs)
 
 
 class JaxRunner:
@@ -141,8 +131,7 @@ class JaxRunner:
                 self._note(flags)
         if size == (batch, tokens):
             return self._place.local(outputs)
-
-        return self._place.local(_cut(batch, tokens)(outputs))
+        return self._place.local(cut(batch, tokens)(outputs))
 
     def _of_leaves(self, step: Callable[..., Any], cached: bool = False) -> Callable[..., Any]:
         """`step` on every device, with the parameters as a flat tuple: a call costs half as much.

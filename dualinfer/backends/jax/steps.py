@@ -1,5 +1,6 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from ...spec import ModelSpec
 from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
 from . import decoder
 from .cache import Cache, LayerCache
+from .graphs import jit_few
 from .params import Params
 from .plain import Attending, PlainOps
 from .sampler import SlotState, book, sample
@@ -185,3 +187,13 @@ class Steps:
         out = jnp.where(state.active, token, NO_TOKEN)
         length = state.length + state.active.astype(jnp.int32)
         return filled, book(state._replace(length=length), token), ops.scratch, out
+
+
+@jit_few
+def cut(batch: int, tokens: int) -> Callable[[Any], Any]:
+    """A pytree of outputs without the rows and tokens that a bucket added."""
+
+    def part(x: jax.Array) -> jax.Array:
+        return x[(slice(batch), slice(tokens))[: x.ndim - 1]]
+
+    return lambda outputs: jax.tree.map(part, outputs)
