@@ -18,6 +18,7 @@ from .errors import (
     ModelError,
     OutOfMemoryError,
     ProfilingError,
+    StaleWeightsError,
     StepError,
     UnsupportedError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "OutOfMemoryError",
     "ProfilingError",
     "Report",
+    "StaleWeightsError",
     "StepError",
     "UnsupportedError",
     "default_inference_config",

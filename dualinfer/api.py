@@ -15,9 +15,11 @@ from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from .families import describe_model
 from .fused import FusedEngine
 from .hf_config import read_config, read_generation_config
-from .hf_module import check_parts, class_names
+from .hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
 from .limits import check_config
+from .live import Watch
 from .modules import ModuleEngine
+from .origin import Origin
 from .saving import Saved, check_free, save_checkpoint
 from .spec import ModelSpec
 from .weights import LoadPlan, TensorSource, make_load_plan, marks_of
@@ -125,7 +127,7 @@ class _Model(NamedTuple):
     class_names: list[str] | None
     generation_config: Any
     open_source: Callable[[], TensorSource]
-    notes: list[str]
+    other_way: str
 
 
 _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
@@ -133,26 +135,29 @@ _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
 
 def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> _Described:
     """What is known of a model before its weights are read; `notes` gets what users should know."""
+    other_way = _other_way(model, settings)
     if isinstance(model, str | os.PathLike):
-        found = _from_folder(model)
+        found = _from_folder(model, other_way)
     else:
-        found = _from_module(model, _other_way(model, settings))
-    open_source = found.open_source
+        found = _from_module(model, other_way)
     if settings.checkpoint is not None:
         if isinstance(model, str | os.PathLike):
             raise ConfigError(
                 f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder "
                 "already. Pass one of them."
             )
-        open_source = partial(open_weights, str(settings.checkpoint))
+        found = found._replace(open_source=partial(open_weights, str(settings.checkpoint)))
     found = found._replace(config=_overlay(found.config, settings.config))
-    notes.extend(found.notes)
+    return _describe(found, settings, notes)
+
+
+def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _Described:
     try:
         spec, table = describe_model(found.config.to_dict(), found.class_names)
     except ModelError as error:
-        raise ModelError(f"{error} {_other_way(model, settings)}") from error
+        raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
-    source = open_source()
+    source = found.open_source()
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
@@ -164,19 +169,28 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
 
 def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
     notes: list[str] = []
+    watches: list[Watch] = []
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
 
     def describe() -> _Described:
         if saving:
             check_free(saving)
-        return _describe_fused(model, settings, notes)
+        described = _describe_fused(model, settings, notes)
+        if isinstance(model, str | os.PathLike):
+            return described
+        notes.extend(warn_of_hooks(model, described[1].other_way))
+        if settings.checkpoint is None:
+            watches.append(Watch(model))
+        return described
 
     def alike(made: _Described) -> Any:
         config, _, spec, plan, source = made
         return _shared(config), spec, plan.rows, marks_of(source, plan)
 
     what = "The models and configs"
-    settings, found, spec, plan, source = agree(peers, what, describe, alike)
+    described = agree(peers, what, describe, alike)
+    settings, found, spec, plan, source = described
+    origin = _origin(model, described, *watches)
     made: list[Any] = []
 
     def load() -> FusedEngine:
@@ -186,7 +200,7 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
             _check_memory(runner, settings, notes)
         engine_type = backends.engine_type(settings.backend, FusedEngine)
         about = About(settings, found.config, found.generation_config, source.description, notes)
-        return engine_type(runner, about)
+        return engine_type(runner, about, origin)
 
     engine = _loaded(peers, load, made)
     if saving:
@@ -200,6 +214,26 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
             engine.close()
             raise
     return engine
+
+
+def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
+    """Where the weights are read again from; a live module is held no longer than by its owner."""
+    settings, found, spec, plan, _ = described
+    folder = model if isinstance(model, str | os.PathLike) else None
+    filled = found if settings.checkpoint is not None else None
+
+    def read() -> tuple[ModelSpec, LoadPlan, TensorSource]:
+        if filled is not None:
+            return _describe(filled, settings, [])[2:]
+        now = folder if watch is None else watch.module
+        if now is None:
+            raise ModelError(
+                "The model that this engine was made of is gone, so that nothing can be read "
+                "again. Keep it as long as refresh() is to be called, or make a new engine."
+            )
+        return _describe_fused(now, settings, [])[2:]
+
+    return Origin(spec, plan, read, watch)
 
 
 def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> ModuleEngine:
@@ -341,22 +375,25 @@ def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
 
 
 def _from_module(module: Any, other_way: str) -> _Model:
+    check_wrapper(module, other_way)
     if not hasattr(getattr(module, "config", None), "to_dict"):
         raise ModelError(
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
     check_parts(module, other_way)
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    notes = ["the module has forward hooks, which do not run here"] if hooked else []
     generation = getattr(module, "generation_config", None)
-    source = partial(open_module, module)
-    return _Model(module.config, class_names(module), generation, source, notes)
+
+    def open_source() -> TensorSource:
+        check_values(module)
+        return open_module(module)
+
+    return _Model(module.config, class_names(module), generation, open_source, other_way)
 
 
-def _from_folder(path: Any) -> _Model:
+def _from_folder(path: Any, other_way: str) -> _Model:
     folder = check_folder(path)
     config = read_config(folder)
     names = config.architectures
     source = partial(open_checkpoint, folder)
-    return _Model(config, names, read_generation_config(folder, config), source, [])
+    return _Model(config, names, read_generation_config(folder, config), source, other_way)

@@ -83,6 +83,10 @@ class InferenceEngine:
         """True if `generate` serves this model."""
         raise NotImplementedError
 
+    def refresh(self) -> None:
+        """Take the weights that the model has now, without new graphs or executables."""
+        raise NotImplementedError
+
     def profile_model_time(self, use_cuda_events: bool = True, enabled: bool = True) -> None:
         """Time every forward pass of the model from now on; `enabled=False` ends it.
 

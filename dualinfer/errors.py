@@ -68,6 +68,10 @@ class GraphError(DualinferError, RuntimeError):
     """A forward pass cannot be captured into a CUDA graph."""
 
 
+class StaleWeightsError(DualinferError, RuntimeError):
+    """The live model was changed after the engine had read its weights; nothing ran."""
+
+
 class ClosedError(DualinferError, RuntimeError):
     """The engine was closed; nothing of it is left on the device."""
 

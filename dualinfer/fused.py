@@ -1,6 +1,7 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from .backends.base import ForwardInputs, Request, Runner, Sampling
 from .engine import CLOSED, About, InferenceEngine
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from .generation import Generation, Loop, StopStrings
-from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts
+from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
 from .options import GenerationOptions, config_dict, make_options, over_limit
+from .origin import Origin
 from .outputs import FIELDS, make_outputs
 from .report import Report
 
@@ -23,9 +25,9 @@ _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
 
-    def __init__(self, runner: Runner, about: About) -> None:
+    def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
         super().__init__(runner, about)
-        self._spec = runner.spec
+        self._spec, self._origin = runner.spec, origin
         self._loop = Loop(runner, self._profiler, self._lock)
 
     @property
@@ -40,6 +42,19 @@ class FusedEngine(InferenceEngine):
     def can_generate(self) -> bool:
         """True for a causal model with a vocabulary head."""
         return self._spec.can_generate
+
+    def refresh(self) -> None:
+        """Read the weights again from the live model, or the folder, that the engine was made of.
+
+        They are written in place: no graph is captured and nothing compiled, unless the model has
+        other tensors in the place of some that the engine shared; these it then copies. Raises
+        ModelError or CheckpointError where the model is gone or is another one by its config,
+        UnsupportedError while a stream is open; the old weights stay. Where the reading itself
+        fails the engine refuses to run until a refresh succeeds. Every process that shares the
+        model must call it.
+        """
+        with self._lock:
+            self._origin.refresh(self.runner, self._loop.check_idle)
 
     def forward(
         self,
@@ -78,7 +93,8 @@ class FusedEngine(InferenceEngine):
             )
 
             def prepare() -> ForwardInputs:
-                _refuse_arguments("forward", unsupported)
+                self._origin.check()
+                refuse_arguments("forward", unsupported)
                 if use_cache:
                     raise ArgumentError(
                         "forward does not support use_cache=True: it returns no past_key_values. "
@@ -164,6 +180,7 @@ class FusedEngine(InferenceEngine):
             put(column)
         if failed:
             raise failed[0]
+        self._origin.check_late()
         if streamer is not None:
             streamer.end()
         return self._result(np.column_stack((block, *columns)), prompts)
@@ -194,8 +211,11 @@ class FusedEngine(InferenceEngine):
     ) -> Iterator[Any]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
-        for tokens in Generation(self._loop, requests, chunk, stop):
-            yield tokens[0] if len(tokens) == 1 else tokens
+        self._origin.check()
+        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+            for tokens in steps:
+                yield tokens[0] if len(tokens) == 1 else tokens
+                self._origin.check()  # the caller had the turn
 
     def _prepare(
         self,
@@ -222,6 +242,7 @@ class FusedEngine(InferenceEngine):
             given = share_inputs(peers, inputs, self.device)
 
             def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+                self._origin.check()
                 if streamer is not None and not (
                     hasattr(streamer, "put") and hasattr(streamer, "end")
                 ):
@@ -379,14 +400,4 @@ class FusedEngine(InferenceEngine):
 
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
-
-
-def _refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
-    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
-    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
-    if asked:
-        raise ArgumentError(
-            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
-            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
-            "return_tuple."
-        )
+        self._origin.close()

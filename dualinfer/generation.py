@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,14 @@ class Loop:
                 "first, or run both from one thread."
             )
 
+    def check_idle(self) -> None:
+        """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
+        if self._live:
+            raise UnsupportedError(
+                "A generation is under way, and what it has cached was computed with the weights "
+                "as they are. Finish its stream, or call close() on it, before engine.refresh()."
+            )
+
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
         while True:
@@ -196,7 +204,7 @@ class Generation:
         self._stop = stop
         self._lives = loop.start(requests)
 
-    def __iter__(self) -> Iterator[list[int | None]]:
+    def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
         step = 0
         try:

@@ -3,8 +3,9 @@
 import copy
 from typing import Any
 
-from .errors import ModelError
+from .errors import CheckpointError, ModelError, warn_caller
 
+_ACCELERATE = "accelerate.hooks"
 _ROUNDED = 1e-2  # what half precision may make of a number, relatively
 
 
@@ -25,16 +26,42 @@ def class_names(model: Any) -> list[str]:
     raise ModelError(f"{type(model).__name__} is no HF model.")
 
 
+def check_wrapper(module: Any, other_way: str) -> None:
+    """Raise ModelError for what compiles, spreads or adapts a HF module, with the way to that."""
+    kind = type(module)
+    if kind.__module__.startswith("torch._dynamo.") and hasattr(module, "_orig_mod"):
+        raise ModelError(
+            f"This {kind.__name__} is what torch.compile() made of a "
+            f"{type(module._orig_mod).__name__}; fused mode runs dualinfer's own decoder in its "
+            "place. Pass the module itself: model._orig_mod."
+        )
+    wraps = kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed."))
+    if wraps and hasattr(module, "module"):
+        raise ModelError(
+            f"This {kind.__name__} wraps a {type(module.module).__name__}. Pass the module itself: "
+            "model.module."
+        )
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith("peft.") and hasattr(part, "base_layer"):
+            raise ModelError(
+                f"{name} of this {kind.__name__} is a {_path(type(part))}: fused mode does not run "
+                "the adapters of peft. Merge them into the weights and pass what comes back: model "
+                f"= peft_model.merge_and_unload(). {other_way}"
+            )
+    if kind.__module__.startswith("peft."):
+        raise ModelError(
+            f"This {kind.__name__} adds to its inputs what peft has learned, which fused mode does "
+            f"not run and no merge takes in. {other_way}"
+        )
+
+
 def check_parts(module: Any, other_way: str) -> None:
     """Raise ModelError where a part of a HF module is not what its config makes."""
     kind = type(module).__name__
     for name, part in module.named_modules():
         what = f"{name} of this" if name else "This"
-        if "forward" in vars(part) and not hasattr(part, "_hf_hook"):  # accelerate's own is fine
-            raise ModelError(
-                f"{what} {kind} has a forward of its own set on it, which fused mode would not "
-                f"run. Remove it. {other_way}"
-            )
+        if "forward" in vars(part):
+            _check_forward(part, f"{what} {kind}", other_way)
     _check_attention(module, other_way)
     expected = _made_by_config(module)
     for name, part in module.named_modules():
@@ -51,10 +78,93 @@ def check_parts(module: Any, other_way: str) -> None:
                 name, found, wanted = f"{name}.{buffer}", "of other values", "computed"
             else:
                 continue
+        elif found == wanted:  # a class of another package by the same name
+            found, wanted = _path(type(part)), _path(type(other))
         raise ModelError(
             f"{name} of this {kind} is {found}, and {wanted} by its config, which fused mode goes "
             f"by. {other_way}"
         )
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _check_forward(part: Any, what: str, other_way: str) -> None:
+    """Raise ModelError for a forward set on a part, unless it is accelerate's that only places."""
+    hook = vars(part).get("_hf_hook")
+    hooks = _chained(hook)
+    foreign = next((h for h in hooks if _path(type(h)) != f"{_ACCELERATE}.AlignDevicesHook"), None)
+    if foreign is not None:
+        raise ModelError(
+            f"{what} has a hook of accelerate's kind, {_path(type(foreign))}, which fused mode "
+            "would not run. Remove it with accelerate.hooks.remove_hook_from_module(module). "
+            f"{other_way}"
+        )
+    set_on = getattr(vars(part)["forward"], "func", None)  # accelerate's is a partial
+    old = getattr(vars(part).get("_old_forward"), "__func__", None)
+    is_hook = getattr(set_on, "__module__", None) == _ACCELERATE and old is type(part).forward
+    if not (hooks and is_hook):
+        raise ModelError(
+            f"{what} has a forward of its own set on it, which fused mode would not run. Remove "
+            f"it. {other_way}"
+        )
+
+
+def _chained(hook: Any) -> list[Any]:
+    """The hooks that accelerate runs one after another."""
+    if hook is None:
+        return []
+    if _path(type(hook)) == f"{_ACCELERATE}.SequentialHook":
+        return [inner for part in hook.hooks for inner in _chained(part)]
+    return [hook]
+
+
+def check_values(module: Any) -> None:
+    """Raise CheckpointError where accelerate keeps weights elsewhere while they are not in use."""
+    for name, part in module.named_modules():
+        hooks = _chained(vars(part).get("_hf_hook"))
+        tensors = (*part._parameters.values(), *part._buffers.values())
+        if any(getattr(h, "offload", False) for h in hooks) and any(
+            t is not None and t.device.type == "meta" for t in tensors
+        ):
+            raise CheckpointError(
+                f"accelerate keeps weights of this {type(module).__name__} on the host or on disk "
+                f"(cpu_offload, disk_offload or a device_map), and {name or 'it'} holds none of "
+                "its own. Load the model without offloading, pass the checkpoint's folder, or "
+                "after cpu_offload bring them back: "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+            )
+
+
+def warn_of_hooks(module: Any, other_way: str) -> list[str]:
+    """A note of the parts that have forward hooks, where there are any, after a warning.
+
+    Those that transformers sets are left out: they record what is asked for, and change nothing.
+    """
+    from torch.nn.modules import module as common
+
+    def own(hooks: Any) -> bool:
+        functions = (getattr(hook, "func", hook) for hook in hooks.values())
+        return any(
+            not str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions
+        )
+
+    names = [
+        name or type(module).__name__
+        for name, part in module.named_modules()
+        if own(part._forward_hooks) or own(part._forward_pre_hooks)
+    ]
+    if common._global_forward_hooks or common._global_forward_pre_hooks:
+        names.append("every module of this process")
+    if not names:
+        return []
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    warn_caller(
+        f"The model has forward hooks, which fused mode does not run: those of {listed}. What they "
+        f"change or record is left out. {other_way}"
+    )
+    return [f"the module has forward hooks, which do not run here: those of {listed}"]
 
 
 def _check_attention(module: Any, other_way: str) -> None:

@@ -1,5 +1,6 @@
 """The caller's token ids, checked and brought into host memory: for forward and for generate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,3 +211,14 @@ def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
     starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
     segments = starts.cumsum(axis=1).astype(np.int32)
     return segments if segments.any() else None
+
+
+def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
+    if asked:
+        raise ArgumentError(
+            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
+            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
+            "return_tuple."
+        )

@@ -35,6 +35,17 @@ class ModuleEngine(InferenceEngine):
         with self._lock:
             return self.runner.forward(*self._alike("forward()", args, kwargs))
 
+    def refresh(self) -> None:
+        """Take the weights that the caller's module has now.
+
+        On torch it is his own module that runs, so that there is nothing to do. On JAX the engine
+        keeps arrays of its own until this is called, and nothing is compiled again; a Linen
+        module's variables are values: UnsupportedError. Raises ModelError where the module is gone
+        or has other parts or shapes.
+        """
+        with self._lock:
+            agree(self.runner.peers, "Reading the weights again", self.runner.refresh)
+
     def can_generate(self) -> bool:
         """What the module says, if it says; else whether it has a generate."""
         module = self.runner.module

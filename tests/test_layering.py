@@ -40,6 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"checkpoint_files", "errors", "sharded_checkpoint", "weights"},
     "hf_config": {"checkpoint_files", "errors", "families.*"},
     "hf_module": {"errors"},
+    "live": set(),
+    "origin": {"agreement", "backends.base", "errors", "live", "spec", "weights"},
     "loading": {"arrays", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {
         *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
@@ -49,7 +51,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families.*": {"errors", "families.*", "spec", "weights"},
     "agreement": {"arrays", "errors"},
     "sharding": {"errors", "spec", "weights"},
-    "backends.base": {"agreement", "errors", "profiling", "spec"},  # the neutral contract
+    "backends.base": {
+        "agreement",
+        "errors",
+        "profiling",
+        "spec",
+        "weights",
+    },  # the neutral contract
     "backends": {"agreement", "backends.base", "config.*", "errors", "spec", "weights"},
     "inputs": {"arrays", "backends.base", "errors", "spec"},
     "generation": {"agreement", "backends.base", "errors", "profiling", "spec"},
@@ -66,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},
     "fused": {
         *("agreement", "arrays", "backends.base", "engine", "errors", "generation", "inputs"),
-        *("options", "outputs", "report"),
+        *("options", "origin", "outputs", "report"),
     },
     "modules": {
         *("agreement", "arrays", "backends.base", "engine", "errors", "options", "report"),
@@ -74,7 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "limits": {"config.*", "errors"},
     "api": {
         *("agreement", "backends", "checkpoint", "config.*", "engine", "errors", "families.*"),
-        *("fused", "hf_config", "hf_module", "limits", "modules", "saving", "spec", "weights"),
+        *("fused", "hf_config", "hf_module", "limits", "live", "modules", "origin", "saving"),
+        *("spec", "weights"),
     },
     "parity": {"arrays", "engine", "errors"},
     "text": {"checkpoint", "errors"},

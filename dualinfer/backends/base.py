@@ -10,6 +10,7 @@ from ..agreement import Peers
 from ..errors import OutOfMemoryError
 from ..profiling import Profiler, Stopwatch
 from ..spec import ModelSpec
+from ..weights import LoadPlan, TensorSource
 
 NO_TOKEN = -1
 MAX_STEPS = 32  # of one `decode` call
@@ -256,6 +257,13 @@ class Runner(Protocol):
         """End these slots; their cache may be reused."""
         ...
 
+    def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
+        """Read the same weights again, in place and without compiling; nothing is live meanwhile.
+
+        Where it fails, some may be new and others old.
+        """
+        ...
+
     def draw_seeds(self, count: int) -> list[int]:
         """Fresh seeds below 2**63 from the backend's customary source of randomness."""
         ...
@@ -301,6 +309,13 @@ class ModuleRunner(Protocol):
 
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's own `generate` returns; only called where `module` has one."""
+        ...
+
+    def refresh(self) -> None:
+        """Take the weights that the caller's module has now; nothing to do where they are its own.
+
+        Raises UnsupportedError or ModelError where it cannot be done.
+        """
         ...
 
     def watch(self, profiler: Profiler) -> None:

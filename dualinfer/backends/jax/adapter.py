@@ -138,8 +138,10 @@ class _FusedEngine(_Engine):
 
         A fresh dict of the engine's own buffers, which must not be donated: copy them first. Of
         several devices each array is one over all of them, sharded: along the axis that is split,
-        each device's block, padded to equal size, follows that of the one before.
+        each device's block, padded to equal size, follows that of the one before. Raises
+        StaleWeightsError if the live model has changed.
         """
+        self._origin.check()
         return make_tree(self.runner.params)
 
     def apply(
@@ -176,7 +178,7 @@ def engine_type(base: type) -> type:
     namespace: dict[str, Any] = {"__doc__": base.__doc__, "__module__": base.__module__}
     if base.__name__ != "FusedEngine":
         return type(base.__name__, (_Engine, base), namespace)
-    for name in ("forward", "generate", "stream"):
+    for name in ("forward", "generate", "stream", "refresh"):
         namespace[name] = _refuse_tracing(getattr(base, name))
     return type(base.__name__, (_FusedEngine, base), namespace)
 

@@ -1,13 +1,15 @@
 """Module mode on JAX: a Flax module of the caller's, cast, placed, compiled per signature."""
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from flax import errors as flax_errors
+from flax import nnx
 
 from ...agreement import Peers
 from ...arrays import kind_of, to_numpy
@@ -55,6 +57,9 @@ class JaxModuleRunner:
     ) -> None:
         self.dtype, self._place, self.peers = target.dtype, target.place, peers
         self.device = self._place.device
+        self._target = target
+        is_nnx = isinstance(module, nnx.Module)
+        self._given = weakref.ref(module) if is_nnx else None
         self._parts = take_apart(module, target)
         self.module: Any = self._parts.make(self._parts.arrays)
         self.notes = self._parts.notes
@@ -157,6 +162,33 @@ class JaxModuleRunner:
         if kind_of(array) != "jax":
             array = np.array(to_numpy(array))
         return self._place.put(array)
+
+    @in_place
+    def refresh(self) -> None:
+        """Take the arrays that the caller's nnx module has now; no executable is compiled.
+
+        Raises UnsupportedError for a Linen module, whose variables are values, and ModelError where
+        the module is gone or has other parts, shapes or flags than before.
+        """
+        if self._given is None:
+            raise UnsupportedError(
+                f"{self._name} is a Linen module, whose variables are values: others are another "
+                "model. Make an engine of them with init_inference()."
+            )
+        module = self._given()
+        if module is None:
+            raise ModelError(
+                f"The {self._name} that this engine was made of is gone, so that nothing can be "
+                "read again. Keep it as long as refresh() is to be called, or make a new engine."
+            )
+        parts = take_apart(module, self._target)
+        if parts.form != self._parts.form:
+            raise ModelError(
+                f"The {self._name} has other parts, shapes or flags than when this engine was made "
+                "of it, and refresh() takes new values alone. Make a new engine."
+            )
+        self._parts = replace(self._parts, arrays=parts.arrays)
+        self.module = self._parts.make(self._parts.arrays)
 
     def watch(self, profiler: Profiler) -> None:
         """Follow `profiler`: each forward, and each generate, is one entry while it is enabled."""

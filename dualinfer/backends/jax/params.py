@@ -201,8 +201,24 @@ def load_model(
     how much was read, and how fast; None where nothing was.
     """
     model = Model(tp_plan.shards[0].spec, tp_plan.size)
+    return model, read_into(model, place, tp_plan, plan, source, dtype)
+
+
+def read_into(
+    model: Model,
+    place: Place,
+    tp_plan: Plan,
+    plan: LoadPlan,
+    source: TensorSource,
+    dtype: Any,
+    shown: bool = True,
+) -> str | None:
+    """Put the plan's rows into `model`, in the place of those there; gives `load_model`'s note.
+
+    One old array goes for each new one, if nothing else holds it. `shown`: with a progress bar.
+    """
     own = [tp_plan.shards[rank] for rank in place.ranks]
-    with RowReader(own, plan, source, shown=jax.process_index() == 0) as reader:
+    with RowReader(own, plan, source, shown=shown and jax.process_index() == 0) as reader:
         for row, found in reader:
             by_rank = dict(zip(place.ranks, found, strict=True))
 
@@ -215,7 +231,7 @@ def load_model(
             param = nnx.Param(array.block_until_ready(), axes=row.axes)
             layer, name = row.place
             (model if layer is None else model.layers[layer]).put(name.split("."), param)
-    return model, reader.summary()
+    return reader.summary()
 
 
 def split_model(model: Model) -> Params:

@@ -24,7 +24,7 @@ FORMS = "a flax nnx.Module, a bound Linen module (module.bind(variables)) or (mo
 class Parts:
     """A module taken apart into arrays and other leaves, each list with None in the other's places.
 
-    `build` makes the module from all leaves.
+    `build` makes the module from all leaves; what `form` says of an nnx module is all but values.
     """
 
     arrays: list[Any]
@@ -33,6 +33,7 @@ class Parts:
     parameters: int
     parameter_bytes: int
     notes: tuple[str, ...] = ()
+    form: Any = None
 
     def make(self, arrays: list[Any]) -> Any:
         """The module with `arrays` for its own."""
@@ -97,7 +98,10 @@ def _take_nnx(module: nnx.Module, target: Target) -> Parts:
     notes = policy_notes(specs, target.place)
     if pinned:
         notes += (f"parts that compute in a dtype of their own: {', '.join(pinned)}",)
-    return Parts(*_split(leaves), build, *_sizes(nnx.state(copy, nnx.Param), target.place), notes)
+    arrays, others = _split(leaves)
+    sizes = _sizes(nnx.state(copy, nnx.Param), target.place)
+    shapes = [None if x is None else (x.shape, x.dtype) for x in arrays]
+    return Parts(arrays, others, build, *sizes, notes, (graph, tree, shapes, others))
 
 
 def _settle_dtypes(module: nnx.Module, copy: nnx.Module, dtype: Any) -> list[str]:

@@ -15,6 +15,7 @@ from ...agreement import Peers
 from ...errors import StepError, UnsupportedError
 from ...sharding import Plan
 from ...spec import ModelSpec
+from ...weights import LoadPlan, TensorSource
 from ..base import (
     MAX_STEPS,
     SMALLEST_CACHE,
@@ -25,20 +26,18 @@ from ..base import (
     bucket,
     cache_bytes,
     cache_specs,
-    sampling_rows,
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
 from .graphs import Clock, Executables, Job
-from .mesh import WHOLE, Place, in_place
+from .mesh import WHOLE, Place, in_place, without_mesh
 from .packing import pack, unpack
-from .params import Model, Params, split_model, split_notes
+from .params import Model, Params, read_into, split_model, split_notes
 from .pending import PendingTokens
 from .plain import PlainOps
-from .sampler import WORDS, SlotState, copy_rows
+from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, prompt_rows
 from .steps import Steps, cut
 
-_SMALLEST_PROMPT = 16
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
@@ -68,13 +67,10 @@ class JaxRunner:
         on_gpu = place.size == 1 and place.device.platform == "gpu"
         self.spec, self.steps, self.peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
-        self._most_tokens = most_tokens
-        self.params = split_model(module)
-        self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
+        self._most_tokens, self._tp_plan = most_tokens, tp_plan
         self._exchange = ops.exchange
-        table = None if ops.exchange is None else ops.exchange.table
-        given = self.params._replace(mailboxes=table)
-        self._leaves, self._tree = jax.tree.flatten(given)
+        self._take(module)
+        self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
         self._shardings = place.sharding(), place.sharding(place.over_heads)
@@ -83,6 +79,24 @@ class JaxRunner:
         self._cache: Cache = []
         self._state: SlotState | None = None
         self._live = LiveSlots()
+
+    def _take(self, module: Model) -> None:
+        """Hold the weights as the steps take them."""
+        self.params = split_model(module)
+        table = None if self._exchange is None else self._exchange.table
+        self._leaves, self._tree = jax.tree.flatten(self.params._replace(mailboxes=table))
+
+    @in_place
+    def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
+        """Put the plan's rows, read again, in the place of the old ones."""
+        assert self.module is not None
+        self.params, self._leaves = Params({}, ()), []  # so that each old one goes as it is read
+        where = self._place, self._tp_plan
+        try:
+            with without_mesh():
+                read_into(self.module, *where, plan, source, self.dtype, shown=False)
+        finally:
+            self._take(self.module)
 
     @property
     def compilations(self) -> int:
@@ -98,7 +112,7 @@ class JaxRunner:
         """
         self._check()
         batch, tokens = inputs.ids.shape
-        size = bucket(batch), bucket(tokens, _SMALLEST_PROMPT)
+        size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
         if mask is None and not self.spec.causal and size != (batch, tokens):
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
@@ -186,25 +200,8 @@ class JaxRunner:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
         features = SamplingFeatures.of(requests)
         free, eos_width = state.eos.shape
-        count = bucket(len(requests))
-        longest = max(len(r.tokens) for r in requests)
-        ids = np.zeros((count, bucket(longest, _SMALLEST_PROMPT)), np.int32)
-        lengths = np.ones(count, np.int32)
-        where = np.full(count, free, np.int32)  # rows of the bucket beyond the requests: dropped
-        where[: len(slots)] = slots
-        for i, r in enumerate(requests):
-            ids[i, : len(r.tokens)] = r.tokens
-            lengths[i] = len(r.tokens)
-        padded = [*requests, *[requests[0]] * (count - len(requests))]
-        columns = sampling_rows(padded, eos_width)
-        columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
-        rows = SlotState.make(count, 1, self.spec.vocab, features.penalty)._replace(
-            active=np.ones(count, bool), length=lengths, **columns
-        )
-        if rows.seen is not None:
-            for i, r in enumerate(requests):
-                rows.seen[i, r.tokens] = True
-        arrays = ids, where, rows
+        arrays = prompt_rows(requests, slots, free, eos_width, self.spec.vocab)
+        ids = arrays[0]
 
         def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
             ids, where, rows = unpack(packed, arrays)

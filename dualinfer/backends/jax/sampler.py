@@ -4,14 +4,16 @@ Meaning and order of the filters: transformers `generation/logits_process.py`. T
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..base import NO_TOKEN, SamplingFeatures
+from ..base import NO_TOKEN, Request, SamplingFeatures, bucket, sampling_rows
 
+SMALLEST_PROMPT = 16
 WORDS = ("seed_low", "seed_high", "return_index")
 
 
@@ -59,6 +61,35 @@ class SlotState(NamedTuple):
     def fits(self, slots: int, eos_width: int, penalty: bool) -> bool:
         """Whether `make` of these would give arrays of the same shapes."""
         return self.eos.shape == (slots, eos_width) and (self.seen is not None) == penalty
+
+
+def prompt_rows(
+    requests: Sequence[Request], slots: Sequence[int], free: int, eos_width: int, vocab: int
+) -> tuple[np.ndarray, np.ndarray, SlotState]:
+    """Prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
+
+    Rows beyond the requests go to slot `free`, which there is not: they are dropped.
+    """
+    count = bucket(len(requests))
+    longest = max(len(r.tokens) for r in requests)
+    ids = np.zeros((count, bucket(longest, SMALLEST_PROMPT)), np.int32)
+    lengths = np.ones(count, np.int32)
+    where = np.full(count, free, np.int32)
+    where[: len(slots)] = slots
+    for i, r in enumerate(requests):
+        ids[i, : len(r.tokens)] = r.tokens
+        lengths[i] = len(r.tokens)
+    padded = [*requests, *[requests[0]] * (count - len(requests))]
+    columns = sampling_rows(padded, eos_width)
+    columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
+    penalty = SamplingFeatures.of(requests).penalty
+    rows = SlotState.make(count, 1, vocab, penalty)._replace(
+        active=np.ones(count, bool), length=lengths, **columns
+    )
+    if rows.seen is not None:
+        for i, r in enumerate(requests):
+            rows.seen[i, r.tokens] = True
+    return ids, where, rows
 
 
 def book(state: SlotState, token: jax.Array) -> SlotState:

@@ -146,6 +146,12 @@ class _FusedEngine(_Engine, _FusedWeights):
         _refuse_change(fn, self)
         return self
 
+    def _follow(self: Any) -> None:
+        """Show the weights where they lie now, in every view of them."""
+        fresh = dict(_weights_module(self.runner.params).named_parameters())
+        for name, shown in self._modules["module"].named_parameters():
+            shown.data = fresh[name].data
+
 
 class _ModuleEngine(_Engine):
     """Of a ModuleEngine: the caller's module is the one part, and answers for what it has."""
@@ -206,5 +212,13 @@ def engine_type(base: type) -> type:
         "close": close,
     }
     if from_torch is _FusedEngine:
-        namespace["module"] = _FusedEngine.module
+
+        def refresh(self: Any) -> None:
+            try:
+                base.refresh(self)  # pyright: ignore
+            finally:
+                self._follow()
+
+        refresh.__doc__ = base.refresh.__doc__  # pyright: ignore
+        namespace |= {"module": _FusedEngine.module, "refresh": refresh}
     return type(base.__name__, (base, from_torch), namespace)

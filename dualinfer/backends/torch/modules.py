@@ -276,6 +276,9 @@ class TorchModuleRunner:
             with self._watch.also(self.module._orig_mod):  # whose generate it is
                 return self.module.generate(*args, **kwargs)
 
+    def refresh(self) -> None:
+        """Nothing to do: what is written to the module is what runs, and graphs follow it."""
+
     def watch(self, profiler: Profiler) -> None:
         """Time the module's forward passes while `profiler` is enabled; see `base.ModuleRunner`.
 

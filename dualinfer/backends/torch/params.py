@@ -1,5 +1,6 @@
 """Parameters on a torch device: assembled row by row from a source of named tensors."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ class Params(NamedTuple):
     """The weights outside the layers, those of each layer, and constants of the spec, float32.
 
     `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `note` says how much
-    was read, and how fast; None where nothing was.
+    was read, and how fast; None where nothing was. `lent` names the rows that lie in memory of the
+    source, which is never written.
     """
 
     outer: Weights
@@ -25,6 +27,7 @@ class Params(NamedTuple):
     frequencies: dict[Rope, torch.Tensor]
     slopes: dict[tuple[float, ...], torch.Tensor]
     note: str | None = None
+    lent: frozenset[str] = frozenset()
 
     def weights(self) -> list[Weight]:
         """Every leaf."""
@@ -47,12 +50,45 @@ def load_params(
     frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
+    lent = set()
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
+            memory = _memory(found)
             data = _assemble(shard, plan.table, row, found, dtype, device)
+            if data.untyped_storage().data_ptr() in memory:
+                lent.add(row.name)
             layer, name = row.place
             (params.outer if layer is None else params.layers[layer])[name] = Weight(data, row.axes)
-    return params._replace(note=reader.summary())
+    return params._replace(note=reader.summary(), lent=frozenset(lent))
+
+
+def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorSource) -> Params:
+    """`params` with the plan's rows read again, written where they lie.
+
+    What was lent and is still the source's memory stays; what was lent and is it no more is copied
+    into memory of its own: the old tensors may be in use elsewhere. Then `lent` has fewer rows.
+    """
+    lent = set(params.lent)
+    with RowReader([shard], plan, source, shown=False) as reader:
+        for row, (found,) in reader:
+            layer, name = row.place
+            group = params.outer if layer is None else params.layers[layer]
+            old = group[name].data
+            data = _assemble(shard, plan.table, row, found, old.dtype, old.device)
+            if row.name not in lent:
+                old.copy_(data)
+            elif (data.data_ptr(), data.shape) != (old.data_ptr(), old.shape):
+                with torch.inference_mode(False):  # else no later call outside of it may write it
+                    own = torch.empty_like(old)
+                group[name] = replace(group[name], data=own.copy_(data))
+                lent.discard(row.name)
+    return params._replace(lent=frozenset(lent))
+
+
+def _memory(found: list[Found]) -> set[int]:
+    """Where the torch tensors among what was read lie."""
+    arrays = (part.array for part in found)
+    return {a.untyped_storage().data_ptr() for a in arrays if isinstance(a, torch.Tensor)}
 
 
 def _assemble(

@@ -9,6 +9,7 @@ import torch
 
 from ...profiling import Stopwatch
 from ...sharding import Shard
+from ...weights import LoadPlan, TensorSource
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
@@ -27,7 +28,7 @@ from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
 from .parallel import Ranks
-from .params import Params
+from .params import Params, refresh_params
 from .plain import Attending, PlainOps
 from .precision import own_precision
 from .profiling import make_stopwatch, span
@@ -81,7 +82,7 @@ class TorchRunner:
         forward_graphs: bool = False,
     ) -> None:
         spec, device = shard.spec, peers.device
-        self.spec, self.params, self.ops = spec, params, ops
+        self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
         self.dtype, self.device, self.peers = dtype, device, peers
         self.notes: tuple[str, ...] = () if params.note is None else (params.note,)
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
@@ -286,6 +287,17 @@ class TorchRunner:
             size = self._state.active.shape[0]  # a prefill that failed may not have got so far
             rows = [slot for slot in slots if slot < size]
             self._state.active[torch.tensor(rows, dtype=torch.int64, device=self.device)] = False
+
+    @in_order
+    @torch.inference_mode()
+    def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
+        """Read the plan's rows again, in place; graphs go where a weight must lie elsewhere now."""
+        lent = self.params.lent
+        try:
+            self.params = refresh_params(self.params, self._shard, plan, source)
+        finally:
+            if self.params.lent != lent:
+                self.forget_graphs()
 
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from torch's global generator, so that `torch.manual_seed` governs them."""
