@@ -130,8 +130,7 @@ class Steps:
         @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
-            moved = self._step(params, cache, state, scratch, features, tokens, i)
-            return i + 1, *moved
+            return i + 1, *self._step(params, cache, state, scratch, features, tokens, i)
 
         def several(carry: tuple) -> tuple:
             return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
