@@ -130,7 +130,9 @@ class Steps:
         @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
-            return i + 1, *self._step(params, cache, state, scratch, features, tokens, i)
+            given = cache, state, scratch, features, tokens, i
+            cache, state, scratch, tokens = self._step(params, *given)
+            return i + 1, cache, state, scratch, tokens
 
         def several(carry: tuple) -> tuple:
             return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
