@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.jax import steps  # noqa: E402
+from dualinfer.backends.jax import sampler  # noqa: E402
 
 from .models import randomize, relative_rms  # noqa: E402
 from .test_gpu import make_model  # noqa: E402
@@ -57,7 +57,7 @@ def with_logits(
     They come out of the very steps that generate runs.
     """
     by_position: dict[int, np.ndarray] = {}
-    original = steps.sample
+    original = sampler.sample
 
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.array(logits)[: len(ids)]
@@ -67,7 +67,7 @@ def with_logits(
         return original(logits, state, position, features)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "sample", sample)
+        patch.setattr(sampler, "sample", sample)
         text = torch.tensor(text_of(engine, ids, max_new_tokens=new))
         jax.effects_barrier()
     places = range(ids.shape[1], ids.shape[1] + new)

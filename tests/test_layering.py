@@ -58,17 +58,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "spec",
         "weights",
     },  # the neutral contract
+    "backends.contract": {"backends.base", "spec", "weights"},  # of the ops
+    "decoder.*": {"backends.contract", "decoder.*", "spec", "weights"},
     "backends": {"agreement", "backends.base", "config.*", "errors", "spec", "weights"},
     "inputs": {"arrays", "backends.base", "errors", "spec"},
     "generation": {"agreement", "backends.base", "errors", "profiling", "spec"},
     "backends.torch.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.torch.*", "bench.case", "kernels.triton.*"),
+        *("backends.base", "backends.contract", "backends.torch.*", "bench.case", "decoder.*"),
+        "kernels.triton.*",
         *("agreement", "loading", "private_folder", "sharding", "weights"),
     },
     "backends.jax.*": {
         *("arrays", "config.*", "errors", "memory", "profiling", "progress", "spec"),
-        *("backends.base", "backends.jax.*", "bench.case", "kernels.pallas.*", "outputs"),
+        *("backends.base", "backends.contract", "backends.jax.*", "bench.case", "decoder.*"),
+        *("kernels.pallas.*", "outputs"),
         *("agreement", "loading", "private_folder", "sharding", "weights"),
     },
     "engine": {"backends.base", "config.*", "errors", "profiling", "report"},

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.jax import ahead, steps  # noqa: E402
+from dualinfer.backends.jax import ahead, sampler  # noqa: E402
 from dualinfer.backends.jax.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
@@ -162,7 +162,7 @@ def with_logits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The greedy text of prompts, and the logits float32 [B, new, V] by which it was chosen."""
     by_position: dict[int, np.ndarray] = {}
-    original = steps.sample
+    original = sampler.sample
 
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
@@ -172,7 +172,7 @@ def with_logits(
         return original(logits, state, position, features)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "sample", sample)
+        patch.setattr(sampler, "sample", sample)
         text = np.asarray(engine.generate(prompts, max_new_tokens=new, **GREEDY))
         jax.effects_barrier()
     first = len(prompts[0])

@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 
 import torch
 
+from dualinfer import decoder
 from dualinfer.backends import torch as backend
-from dualinfer.backends.torch import decoder, problems, tuned, tuning
+from dualinfer.backends.torch import problems, tuned, tuning
 from dualinfer.backends.torch.cache import LayerCache
 from dualinfer.backends.torch.kernels import KernelOps
-from dualinfer.backends.torch.plain import Attending
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
@@ -284,12 +284,13 @@ def test_problems_are_those_that_the_models_steps_look_up(name, runner_of, monke
     positions = torch.arange(8)[None]
 
     def attend(i, qkv):
-        return ops.attend(Attending.of(spec, params, i), qkv, positions, positions=positions)
+        layer = ops.layer_attention(spec, params, i)
+        return ops.attend(layer, qkv, positions, positions=positions)[0]
 
     x = decoder.hidden_states(spec, params, ops, ids, positions, None, attend)[-1]
     decoder.logits(spec, params, ops, x[:, 0] if spec.causal else x, wide=spec.causal)
     if spec.causal:
-        layer = Attending.of(spec, params, 0)
+        layer = ops.layer_attention(spec, params, 0)
         a = layer.spec
         cache = LayerCache(*torch.zeros((2, 1, a.kv_heads, 64, a.head_dim), dtype=torch.bfloat16))
         qkv = torch.zeros((1, 1, sum(a.qkv_sizes)), dtype=torch.bfloat16)
@@ -331,7 +332,7 @@ def test_autotune_measures_once_and_reads_the_cache_from_then_on(runner_of, monk
         known = Configurations([(tuned.HERE, tuned.load_cache(machine))])
         ops = KernelOps(device, known)
         tuning.autotune(spec, params, ops)
-        assert ops.configurations.linear(*KEY[1:]) == VectorConfig(2, 4)
+        assert ops.configurations.find(KEY) == VectorConfig(2, 4)
         report = ops.implementations["configurations"]
         assert report == "1 tuned on this machine, defaults; in use: 1 tuned on this machine"
         ran, fake.ran = fake.ran, []
@@ -365,7 +366,7 @@ def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch)
     ops = KernelOps(torch.device("cpu"))
     with pytest.warns(UserWarning, match="1 of 2 shapes.*next start"):
         tuning.autotune(spec, params, ops)
-    assert ops.configurations.linear(*KEY[1:]) == VectorConfig(2, 4)
+    assert ops.configurations.find(KEY) == VectorConfig(2, 4)
     assert list(tuned.load_cache(tuned.Machine.of(ops.device))) == [KEY]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from dualinfer.kernels.triton import tuning
+from dualinfer.kernels.triton import attention_choice, decode_attention, linear, tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
 from dualinfer.kernels.triton.linear import MOST_VECTORS, TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
@@ -15,21 +15,21 @@ SMS = 132
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEYS = [
     *(
-        tuning.linear_key(rows, features, width, itemsize, gated)
+        linear.tuning_key(rows, features, width, itemsize, gated)
         for rows in ROWS
         for features, width in ((4096, 4096), (1001, 63), (256000, 2304), (11008, 4096), (1, 11008))
         for itemsize in (2, 4)
         for gated in (False, True)
     ),
     *(
-        tuning.decode_key(pairs, reach, group, dim, itemsize)
+        decode_attention.tuning_key(pairs, reach, group, dim, itemsize)
         for pairs in (1, 8, 32, 1024)
         for reach in (64, 1000, 8192)
         for group, dim in ((1, 64), (4, 128), (8, 256), (71, 80))
         for itemsize in (2, 4)
     ),
     *(
-        tuning.attention_key(itemsize, dim, tokens, 32, True)
+        attention_choice.tuning_key(itemsize, dim, tokens, 32, True)
         for itemsize in (2, 4)
         for dim in (64, 80, 96, 128, 256)
         for tokens in (1, 63, 1000, 8192)
@@ -51,7 +51,7 @@ def test_every_key_has_about_a_dozen_candidates_that_a_table_can_hold():
             table = {key: Measured(config, 1.0)}
             assert tuning.to_table(json.loads(json.dumps(tuning.to_entries(table)))) == table
     assert all(len(tuning.candidates(("linear", n, *SHAPE), SMS)) >= 8 for n in ROWS)
-    assert len(tuning.candidates(tuning.decode_key(32, 2048, 1, 128, 2), SMS)) >= 8
+    assert len(tuning.candidates(decode_attention.tuning_key(32, 2048, 1, 128, 2), SMS)) >= 8
 
 
 def test_candidates_hold_what_measured_best_by_hand():
@@ -65,25 +65,32 @@ def test_candidates_hold_what_measured_best_by_hand():
         (16, 11008, 4096, True): [TileConfig(16, 32, 256, 4, 2)],
     }
     for (rows, features, width, gated), configs in best.items():
-        key = tuning.linear_key(rows, features, width, 2, gated)
+        key = linear.tuning_key(rows, features, width, 2, gated)
         assert set(configs) <= set(tuning.candidates(key, SMS))
 
 
 def test_counts_share_a_key_up_to_the_next_power_of_two():
-    assert tuning.linear_key(3, 10, 20, 2, True) == tuning.linear_key(4, 10, 20, 2, True)
-    assert tuning.linear_key(3, 10, 20, 2, True) != tuning.linear_key(2, 10, 20, 2, True)
-    assert tuning.decode_key(33, 1000, 4, 80, 2) == ("decode_attention", 64, 1024, 4, 80, 2)
-    assert tuning.attention_key(2, 80, 100, 40, True) == ("attention", 2, 80, 128, 64, True)
+    assert linear.tuning_key(3, 10, 20, 2, True) == linear.tuning_key(4, 10, 20, 2, True)
+    assert linear.tuning_key(3, 10, 20, 2, True) != linear.tuning_key(2, 10, 20, 2, True)
+    assert decode_attention.tuning_key(33, 1000, 4, 80, 2) == (
+        "decode_attention",
+        64,
+        1024,
+        4,
+        80,
+        2,
+    )
+    assert attention_choice.tuning_key(2, 80, 100, 40, True) == ("attention", 2, 80, 128, 64, True)
 
 
 def test_tables_are_asked_in_their_order_and_then_the_kernels_default():
     known = Configurations([("tuned on this machine", TUNED), ("shipped for H100", SHIPPED)])
     assert str(known).endswith("2 shipped for H100, defaults; in use: none yet")
     for _ in range(2):
-        assert known.linear(1, *SHAPE) == VectorConfig(2, 16)
-        assert known.linear(5, *SHAPE) == SHIPPED["linear", 8, *SHAPE].config
-        assert known.linear(9, *SHAPE) is None
-        assert known.decode_attention(8, 256, 4, 128, 2) is None
+        assert known.find(linear.tuning_key(1, *SHAPE)) == VectorConfig(2, 16)
+        assert known.find(linear.tuning_key(5, *SHAPE)) == SHIPPED["linear", 8, *SHAPE].config
+        assert known.find(linear.tuning_key(9, *SHAPE)) is None
+        assert known.find(decode_attention.tuning_key(8, 256, 4, 128, 2)) is None
     used = "in use: 1 tuned on this machine, 1 shipped for H100, 2 defaults"
     assert str(known) == f"1 tuned on this machine, 2 shipped for H100, defaults; {used}"
     assert str(Configurations()) == "defaults; in use: none yet"
@@ -91,7 +98,7 @@ def test_tables_are_asked_in_their_order_and_then_the_kernels_default():
 
 def test_a_later_search_goes_before_all_others():
     known = Configurations([("shipped for H100", SHIPPED)]).having("tuned on this machine", TUNED)
-    assert known.linear(1, *SHAPE) == VectorConfig(2, 16)
+    assert known.find(linear.tuning_key(1, *SHAPE)) == VectorConfig(2, 16)
     more = {("linear", 2, *SHAPE): Measured(VectorConfig(1, 4), 32.0)}
     assert (
         known.having("tuned on this machine", more).table("tuned on this machine") == TUNED | more
@@ -186,5 +193,5 @@ def test_kind_of_device(name, capability, sms, kinds):
 
 
 def test_decode_entries_round_trip():
-    table = {tuning.decode_key(32, 256, 1, 128, 2): Measured(DecodeConfig(32, 4, 8), 5.5)}
+    table = {decode_attention.tuning_key(32, 256, 1, 128, 2): Measured(DecodeConfig(32, 4, 8), 5.5)}
     assert tuning.to_table(tuning.to_entries(table)) == table

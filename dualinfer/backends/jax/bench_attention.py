@@ -10,10 +10,11 @@ from ...bench.case import OpCase
 from ...kernels.pallas.attention import attention
 from ...kernels.pallas.attention_choice import cudnn_serves
 from ...spec import Attention, Rope
+from ..contract import LayerAttention
 from . import ops as primitives
 from .bench_inputs import Bench, Op, Shape
 from .cache import LayerCache
-from .plain import Attending, PlainOps
+from .plain import PlainOps
 
 _THETA = 500000.0
 _CUDNN = "cudnn"
@@ -30,7 +31,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     frequencies = tuple(_THETA ** (-i / shape.head_dim) for i in range(0, shape.head_dim, 2))
     rope = Rope("default", frequencies) if shape.gated else None  # GPT-2 has none
     a = Attention(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope=rope)
-    layer = Attending(a, None, None)
+    layer = LayerAttention(a)
     past = tokens - 1
     row = sum(a.qkv_sizes)  # as many elements are written: the result, a key and a value
     cached = 2 * past * a.kv_heads * a.head_dim
@@ -82,7 +83,7 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
     most = min(a.window or tokens, tokens)
     visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
     moved = batch * tokens * 2 * (a.heads + a.kv_heads) * a.head_dim * bench.dtype.itemsize
-    layer = Attending(a, None, None)
+    layer = LayerAttention(a)
 
     def inputs() -> tuple[None, tuple[Any, ...]]:
         return None, (bench.draws()(batch, tokens, sum(a.qkv_sizes)),)

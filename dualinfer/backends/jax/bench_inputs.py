@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from ...bench.case import OpCase, TracedCall
 from ...spec import Norm
 from ...weights import Weight
+from ..contract import NormOf
 from .kernels import KernelOps, runs_kernels
-from .plain import NormOf, PlainOps
+from .plain import PlainOps
 
 EPS = 1e-5
 _PAIRS = 1024  # of slots and KV heads that the cases have at most

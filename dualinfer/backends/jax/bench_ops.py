@@ -15,6 +15,7 @@ from ...bench.case import OpCase, TracedCall
 from ...kernels.pallas import linear as products_by_pallas
 from ...kernels.pallas import norm as norms
 from ...spec import Attention
+from ..contract import Neighbours
 from .bench_attention import decode, prompts
 from .bench_inputs import EPS, Bench, Op, Shape, make_norm, make_weight, rows_of
 from .kernels import runs_kernels
@@ -104,16 +105,15 @@ def _product(
 
     def run(ops: PlainOps, state: None, *given: Any) -> tuple[jax.Array, None]:
         x, weight, bias, scale, shift, added = given
-        return ops.linear(
-            x,
-            make_weight(weight),
+        by = Neighbours(
             None if bias is None else make_weight(bias),
-            norm=None if scale is None else make_norm(scale, shift),
+            None if scale is None else make_norm(scale, shift),
             activation=activation,
             gated=gated,
             residual=added,
             wide=wide,
-        ), state
+        )
+        return ops.linear(x, make_weight(weight), by), state
 
     names = {"norm": norm, "bias": biased, "SiLU gate": gated, "residual": residual}
     names |= {"GELU": activation is not None and not gated, "float32": wide}

@@ -1,4 +1,4 @@
-"""The decoder's fused ops by Pallas kernels; plain.py has the same ones by plain XLA.
+"""The ops of the contract by Pallas kernels; plain.py has the same ones by plain XLA.
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
 once, with everything around them fused; those with many are XLA's, as are prompts' norms and
@@ -23,11 +23,12 @@ from ...kernels.pallas import (
 )
 from ...kernels.pallas import norm as norms
 from ...kernels.pallas.linear import NormArguments
-from ...spec import Activation, ModelSpec
+from ...spec import ModelSpec
 from ...weights import Weight
+from ..contract import ALONE, LayerAttention, Neighbours, NormOf
 from .cache import LayerCache
 from .parallel import Split
-from .plain import Attending, NormOf, PlainOps
+from .plain import PlainOps, scoring
 
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 
@@ -97,43 +98,33 @@ class KernelOps(PlainOps):
             assert bias is not None
             return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        bias: Weight | None = None,
-        *,
-        norm: NormOf | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: jax.Array | None = None,
-        wide: bool = False,
-    ) -> jax.Array:
-        """See `PlainOps.linear`."""
+    def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.linear`."""
         count = math.prod(x.shape[:-1])
         features, width = weight.data.shape
-        fused = any(x is not None for x in (bias, activation, residual))
-        how: dict[str, Any] = {"activation": activation, "gated": gated, "residual": residual}
+        fused = any(part is not None for part in (by.bias, by.activation, by.residual))
         if not linear.serves(count, features, width, x.dtype.itemsize, fused):
-            return super().linear(x, weight, bias, norm=norm, wide=wide, **how)
+            return super().linear(x, weight, by)
         fused_norm = None
-        if norm is not None and count <= linear.MOST_VECTORS:
-            kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
-            norm_bias = None if norm.bias is None else norm.bias.data
-            fused_norm = NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
-        elif norm is not None:
-            x = self.norm(x, norm)
+        if by.norm is not None and count <= linear.MOST_VECTORS:
+            kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
+            norm_bias = None if by.norm.bias is None else by.norm.bias.data
+            fused_norm = NormArguments(kind, by.norm.weight.data, norm_bias, by.norm.spec.eps)
+        elif by.norm is not None:
+            x = self.norm(x, by.norm)
         with jax.named_scope("matmul"):
             y, self._counters = linear.linear(
                 x,
                 weight.data,
-                None if bias is None else bias.data,
+                None if by.bias is None else by.bias.data,
                 norm=fused_norm,
-                dtype=jnp.float32 if wide else None,
+                activation=by.activation,
+                gated=by.gated,
+                residual=by.residual,
+                dtype=jnp.float32 if by.wide else None,
                 counters=self._counters,
                 sms=self.sms,
                 interpret=self.interpret,
-                **how,
             )
         return y
 
@@ -142,11 +133,11 @@ class KernelOps(PlainOps):
         count, (features, width) = math.prod(x.shape[:-1]), weight.data.shape
         if not linear.serves(count, features, width, x.dtype.itemsize, False):
             return super().partial_product(x, weight)
-        return self.linear(x, weight, wide=True)
+        return self.linear(x, weight, Neighbours(wide=True))
 
     def attend(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
         *,
@@ -159,7 +150,7 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
-        how |= layer.scoring()
+        how |= scoring(layer)
         scale = how.pop("scale")
         positions = None if how["alibi"] is None else positions
         run = {"sms": self.sms, "interpret": self.interpret}
@@ -198,7 +189,7 @@ class KernelOps(PlainOps):
 
     def attend_token(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
         cache: LayerCache,
@@ -219,12 +210,12 @@ class KernelOps(PlainOps):
                 sms=self.sms,
                 interpret=self.interpret,
                 **_norms_of(layer),
-                **layer.scoring(),
+                **scoring(layer),
             )
         return y[:, None], LayerCache(keys, values)
 
 
-def _norms_of(layer: Attending) -> dict[str, Any]:
+def _norms_of(layer: LayerAttention) -> dict[str, Any]:
     """How a layer's heads are paired and normed, as the kernels take it."""
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {

@@ -1,75 +1,29 @@
-"""The decoder's fused ops, composed of plain XLA primitives; kernels.py has the same by Pallas.
+"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Pallas.
 
-A fused op is what one kernel can do in one reading of the weights: its neighbours (a norm before a
-product; bias, activation and residual after it) are its arguments. Everything is traced. Shapes by
-letter: see `spec.py`.
+Everything is traced.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from ...spec import Activation, Attention, ModelSpec, Norm, Rope
+from ...spec import ModelSpec, Rope
 from ...weights import Weight
-from . import ops
+from ..base import SamplingFeatures
+from ..contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from . import ops, sampler
 from .cache import LayerCache, write
 from .exchange import Exchange
 from .parallel import Split
-from .params import Params, Weights
-
-
-class NormOf(NamedTuple):
-    """A norm with its weights."""
-
-    spec: Norm
-    weight: Weight
-    bias: Weight | None
-
-    @classmethod
-    def named(cls, spec: Norm, w: Weights, name: str) -> "NormOf":
-        """The norm whose weights begin with `name`."""
-        return cls(spec, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-
-class Attending(NamedTuple):
-    """What one layer's attention needs beside its projections.
-
-    `slopes` are ALiBi's where they are not those of the spec.
-    """
-
-    spec: Attention
-    q_norm: NormOf | None
-    k_norm: NormOf | None
-    slopes: jax.Array | None = None
-
-    @classmethod
-    def of(
-        cls, spec: ModelSpec, params: Params, layer: int, split: Split | None = None
-    ) -> "Attending":
-        """Layer number `layer`, of which a device has its share by `split`."""
-        a, w = spec.layers[layer].attention, params.layers[layer]
-        q_norm, k_norm = (
-            NormOf.named(a.qk_norm, w, name) if a.qk_norm else None for name in ("q_norm", "k_norm")
-        )
-        return cls(a, q_norm, k_norm, split.slopes(layer) if split else None)
-
-    def scoring(self) -> dict[str, Any]:
-        """How attention scores the layer's keys: arguments that are facts of the layer."""
-        slopes = self.slopes
-        if slopes is None and self.spec.alibi is not None:
-            slopes = jnp.array(self.spec.alibi, jnp.float32)
-        return {
-            "scale": self.spec.scale,
-            "window": self.spec.window,
-            "softcap": self.spec.softcap,
-            "alibi": slopes,
-        }
+from .params import Params
+from .sampler import SlotState
 
 
 class PlainOps:
-    """Fused ops on any device, as primitives of XLA."""
+    """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
 
@@ -99,6 +53,10 @@ class PlainOps:
         """int32 [1], not 0 once this device gave up an exchange; None where there is none."""
         return None
 
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`."""
+        return jax.named_scope(name)
+
     def embed(
         self,
         spec: ModelSpec,
@@ -107,7 +65,7 @@ class PlainOps:
         positions: jax.Array,
         token_types: jax.Array | None,
     ) -> jax.Array:
-        """Embedded tokens [B, T, E], with positions and token types where the model has them."""
+        """See `contract.BlockOps.embed`."""
         x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
@@ -130,7 +88,7 @@ class PlainOps:
         return self.split.sum(jnp.where(here[..., None], ops.embed(rows, weight), 0))
 
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
-        """`x` [..., E], plus the residual if given, normed over the last axis."""
+        """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
         if norm.spec.kind == "rms":
@@ -138,55 +96,51 @@ class PlainOps:
         assert norm.bias is not None
         return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        bias: Weight | None = None,
-        *,
-        norm: NormOf | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: jax.Array | None = None,
-        wide: bool = False,
-    ) -> jax.Array:
-        """residual + activation(norm(x) weight^T + bias): x [..., in] to [..., out].
+    def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.linear`."""
+        y = ops.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
+        if by.activation is not None:
+            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+        if by.residual is not None:
+            y = by.residual + y
+        return y.astype(jnp.float32) if by.wide else y
 
-        With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide.
-        `wide` asks for float32 results.
-        """
-        y = ops.matmul(PlainOps.norm(self, x, norm) if norm else x, weight, bias)
-        if activation is not None:
-            y = (ops.gated_activation if gated else ops.activation)(y, activation)
-        if residual is not None:
-            y = residual + y
-        return y.astype(jnp.float32) if wide else y
-
-    def row_product(
-        self, x: jax.Array, weight: Weight, bias: Weight | None, residual: jax.Array | None
-    ) -> jax.Array:
-        """residual + x weight^T + bias, where each device has a share of the columns.
-
-        Bias and residual are added once, after the sum over devices.
-        """
+    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.row_product`."""
         if self.split is None:
-            return self.linear(x, weight, bias, residual=residual)
+            return self.linear(x, weight, by)
         y = self.split.sum(self.partial_product(x, weight))
-        if bias is not None:
-            y = y + bias.data.astype(y.dtype)
+        if by.bias is not None:
+            y = y + by.bias.data.astype(y.dtype)
         y = y.astype(x.dtype)
-        return y if residual is None else residual + y
+        return y if by.residual is None else by.residual + y
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """x weight^T of this device's columns, before the sum; float32 where rows are few."""
         return ops.partial_product(x, weight)
 
+    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.add`."""
+        return x + y
+
+    def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
+        """See `contract.BlockOps.softcap`."""
+        return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
+
     def gather_logits(self, logits: jax.Array) -> jax.Array:
-        """Logits [..., V] from each device's share of the vocabulary."""
+        """See `contract.BlockOps.gather_logits`."""
         return logits if self.split is None else self.split.gather_logits(logits)
 
-    def angles(self, spec: ModelSpec, positions: jax.Array) -> Any:
-        """What `attend` and `attend_token` need of the tokens' positions [B, T], once a pass."""
+    def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
+        """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
+        a = spec.layers[index].attention
+        slopes = self.split.slopes(index) if self.split else None
+        if slopes is None and a.alibi is not None:
+            slopes = jnp.array(a.alibi, jnp.float32)
+        return LayerAttention.named(a, params.layers[index], slopes=slopes)
+
+    def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
+        """See `contract.Ops.angles`."""
         found: dict[Rope, tuple[jax.Array, jax.Array]] = {}
         for layer in spec.layers:
             rope = layer.attention.rope
@@ -196,7 +150,7 @@ class PlainOps:
                 found[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
         return found
 
-    def _heads(self, layer: Attending, qkv: jax.Array, angles: Any) -> list[jax.Array]:
+    def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
         a = layer.spec
         query, key, _ = a.qkv_sizes
@@ -211,7 +165,7 @@ class PlainOps:
 
     def attend(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
         *,
@@ -221,11 +175,7 @@ class PlainOps:
         cache: LayerCache | None = None,
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
-
-        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With `cache`, keys and values
-        are in it from the start of its `slots` [B]; slots that it does not have are left out.
-        """
+        """See `contract.Ops.attend`; slots that the cache does not have are left out."""
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -238,23 +188,47 @@ class PlainOps:
             mask=mask,
             segments=segments,
             positions=positions,
-            **layer.scoring(),
+            **scoring(layer),
         )
         return y.reshape(*y.shape[:2], -1), cache
 
     def attend_token(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
         cache: LayerCache,
         lengths: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
-
-        Its key and value are in the cache at position lengths[n].
-        """
+        """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
         cache = ops.append(cache, k[:, 0], v[:, 0], lengths)
-        y = ops.decode_attention(q[:, 0], cache, lengths + 1, **layer.scoring())
+        y = ops.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
         return y.reshape(len(lengths), 1, -1), cache
+
+    def sample(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        position: jax.Array,
+        features: SamplingFeatures,
+    ) -> jax.Array:
+        """See `contract.Ops.sample`."""
+        return sampler.sample(logits, state, position, features)
+
+    def advance(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: jax.Array,
+        step: jax.Array,
+    ) -> tuple[SlotState, jax.Array]:
+        """See `contract.Ops.advance`; `step` is a scalar."""
+        return sampler.advance(logits, state, features, out, step)
+
+
+def scoring(layer: LayerAttention) -> dict[str, Any]:
+    """How attention scores the layer's keys: arguments that are facts of the layer."""
+    a = layer.spec
+    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, "alibi": layer.slopes}

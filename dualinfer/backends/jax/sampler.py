@@ -110,6 +110,20 @@ def book(state: SlotState, token: jax.Array) -> SlotState:
     )
 
 
+def advance(
+    logits: jax.Array,
+    state: SlotState,
+    features: SamplingFeatures,
+    out: jax.Array,
+    step: jax.Array,
+) -> tuple[SlotState, jax.Array]:
+    """Choose each active slot's next token and book it; row `step` of `out` int32 [R, N] has it."""
+    token = sample(logits, state, state.length + 1, features)
+    shown = jnp.where(state.active, token, NO_TOKEN)
+    length = state.length + state.active.astype(jnp.int32)
+    return book(state._replace(length=length), token), out.at[step].set(shown)
+
+
 def copy_rows(old: SlotState, new: SlotState) -> SlotState:
     """`new` with the rows of a smaller `old`."""
     for name, column in old._asdict().items():

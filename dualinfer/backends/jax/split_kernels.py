@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ...kernels.pallas import exchange as kernels
 from ...weights import Weight
+from ..contract import ALONE, Neighbours
 from . import ops
 from .exchange import Exchange
 from .kernels import KernelOps
@@ -61,14 +62,12 @@ class SplitKernelOps(KernelOps):
         assert self._counters is not None
         return kernels.given_up(self._row, self.exchange.mailboxes, self._counters)
 
-    def row_product(
-        self, x: jax.Array, weight: Weight, bias: Weight | None, residual: jax.Array | None
-    ) -> jax.Array:
+    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
         if not self._serves(math.prod(x.shape[:-1]) * weight.data.shape[0]):
-            return super().row_product(x, weight, bias, residual)
+            return super().row_product(x, weight, by)
         y = self.partial_product(x, weight)
-        return self._sum(y, None if bias is None else bias.data, residual, x.dtype)
+        return self._sum(y, None if by.bias is None else by.bias.data, by.residual, x.dtype)
 
     def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps._tokens`."""

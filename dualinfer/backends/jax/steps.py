@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ... import decoder
 from ...spec import ModelSpec
 from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
-from . import decoder
 from .cache import Cache, LayerCache
 from .graphs import jit_few
 from .params import Params
-from .plain import Attending, PlainOps
-from .sampler import SlotState, book, sample
+from .plain import PlainOps
+from .sampler import SlotState, book
 
 _BLOCK = 8
 _PARTS = 2
@@ -67,10 +67,10 @@ class Steps:
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
             token_types = jnp.zeros_like(ids)
-        angles = ops.angles(self.spec, positions)
+        angles = ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i, ops.split)
+            layer = ops.layer_attention(self.spec, params, i)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
@@ -78,18 +78,7 @@ class Steps:
         states = decoder.hidden_states(*given, keep, layers, x)
         if layers and layers.stop < len(self.spec.layers):
             return states[-1], ops.given_up()
-        outputs: dict[str, Any] = {}
-        if self.spec.head:
-            outputs["logits"] = decoder.logits(*model, states[-1])
-        if keep or not self.spec.head:
-            states[-1] = decoder.finished(*model, states[-1])
-        if not self.spec.head:
-            outputs["last_hidden_state"] = states[-1]
-        if "pooler.weight" in params.outer:
-            outputs["pooler_output"] = decoder.pooled(params, ops, states[-1])
-        if keep:
-            outputs["hidden_states"] = tuple(states)
-        return outputs, ops.given_up()
+        return decoder.outputs(*model, states, keep), ops.given_up()
 
     @jax.named_scope("dualinfer")
     def prefill(
@@ -110,17 +99,17 @@ class Steps:
         model = self.spec, params, ops
         filled: list[LayerCache | None] = list(cache)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        angles = ops.angles(self.spec, positions)
+        angles = ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i, ops.split)
+            layer = ops.layer_attention(self.spec, params, i)
             y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
             return y
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(*model, last, wide=True)
-        token = sample(scores, rows, rows.length, features)
+        token = ops.sample(scores, rows, rows.length, features)
         rows = book(rows, token)
         merged = {
             name: column.at[slots].set(getattr(rows, name), mode="drop")
@@ -143,8 +132,9 @@ class Steps:
         @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
-            cache, state, scratch, token = self._step(params, cache, state, scratch, features)
-            return i + 1, cache, state, scratch, tokens.at[i].set(token)
+            given = cache, state, scratch, features, tokens, i
+            cache, state, scratch, tokens = self._step(params, *given)
+            return i + 1, cache, state, scratch, tokens
 
         def several(carry: tuple) -> tuple:
             return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
@@ -168,25 +158,25 @@ class Steps:
         state: SlotState,
         scratch: Any,
         features: SamplingFeatures,
+        tokens: jax.Array,
+        i: jax.Array,
     ) -> tuple[Cache, SlotState, Any, jax.Array]:
-        """One token for each active slot."""
+        """One token for each active slot, in row `i` of `tokens`."""
         ops = self.ops.using(scratch)
         model = self.spec, params, ops
         filled = list(cache)
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = ops.angles(self.spec, positions)
+        angles = ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = Attending.of(self.spec, params, i, ops.split)
+            layer = ops.layer_attention(self.spec, params, i)
             y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
             return y
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
-        token = sample(scores, state, state.length + 1, features)
-        out = jnp.where(state.active, token, NO_TOKEN)
-        length = state.length + state.active.astype(jnp.int32)
-        return filled, book(state._replace(length=length), token), ops.scratch, out
+        state, tokens = ops.advance(scores, state, features, tokens, i)
+        return filled, state, ops.scratch, tokens
 
 
 @jit_few

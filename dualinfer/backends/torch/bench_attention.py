@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...bench.case import OpCase
 from ...spec import Attention
+from ..contract import LayerAttention
 from . import ops as primitives
 from .bench_inputs import Bench, Op, Shape, rows_of
 from .cache import LayerCache
-from .plain import Attending
 
 _THETA = 500000.0
 _SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -43,7 +43,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         return layer, qkv, q.transpose(1, 2).contiguous(), cache, lengths
 
     def ours(layer: Any, qkv: Any, q: Any, cache: Any, lengths: Any) -> torch.Tensor:
-        return bench.ops.attend_token(layer, qkv, None, cache, lengths)
+        return bench.ops.attend_token(layer, qkv, None, cache, lengths)[0]
 
     def theirs(
         backend: SDPBackend, layer: Any, qkv: Any, q: Any, cache: Any, lengths: Any
@@ -75,14 +75,15 @@ def prompts(
         return (bench.draws()(batch, tokens, row),)
 
     def ours(qkv: torch.Tensor) -> torch.Tensor:
-        return bench.ops.attend(Attending(a, None, None, None, None), qkv, None)
+        return bench.ops.attend(LayerAttention(a), qkv, None)[0]
 
     def our_kernel(qkv: torch.Tensor) -> torch.Tensor:
         from ...kernels.triton.attention import attention
+        from ...kernels.triton.attention_choice import tuning_key
 
         q, k, v = _heads(a, qkv)
-        key = bench.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
-        config = bench.ops.configurations.attention(*key)
+        shape = bench.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
+        config = bench.ops.configurations.find(tuning_key(*shape))
         pdl = bench.ops.pdl
         return attention(q, k, v, scale=a.scale, causal=a.causal, config=config, pdl=pdl)
 
@@ -152,14 +153,14 @@ def _backends(bench: Bench) -> dict[str, SDPBackend]:
     return _WIDE_SDPA if bench.dtype == torch.float32 else _SDPA
 
 
-def _layer(bench: Bench, a: Attention) -> Attending:
+def _layer(bench: Bench, a: Attention) -> LayerAttention:
     """A layer whose whole heads are turned."""
     pairs = torch.arange(0, a.head_dim, 2, dtype=torch.float32, device=bench.device)
-    return Attending(a, None, None, _THETA ** (-pairs / a.head_dim), None)
+    return LayerAttention(a, frequencies=_THETA ** (-pairs / a.head_dim))
 
 
 def _turned(
-    layer: Attending, qkv: torch.Tensor, positions: torch.Tensor
+    layer: LayerAttention, qkv: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values by torch, turned by positions [B, T]."""
     assert layer.frequencies is not None

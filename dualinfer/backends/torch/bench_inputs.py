@@ -10,7 +10,7 @@ import torch
 from ...bench.case import OpCase
 from ...spec import Norm
 from ...weights import Weight
-from .plain import NormOf
+from ..contract import NormOf
 
 EPS = 1e-5
 

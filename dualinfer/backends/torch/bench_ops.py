@@ -15,6 +15,7 @@ from ...bench.case import OpCase
 from ...errors import UnsupportedError
 from ...spec import Attention, ModelSpec
 from ..base import SamplingFeatures
+from ..contract import Neighbours
 from . import sampler
 from .bench_attention import decode, prompts, rotary
 from .bench_inputs import EPS, Bench, Op, Shape, make_norm, make_weight, rows_of
@@ -90,15 +91,14 @@ def _product(
         return x, weight, scale, draw(rows, 1, results) if residual else None
 
     def ours(x: Any, weight: Any, scale: Any, added: Any) -> torch.Tensor:
-        return bench.ops.linear(
-            x,
-            make_weight(weight),
+        by = Neighbours(
             norm=None if scale is None else make_norm(scale),
             activation="silu" if gated else None,
             gated=gated,
             residual=added,
             wide=wide,
         )
+        return bench.ops.linear(x, make_weight(weight), by)
 
     def theirs(x: Any, weight: Any, scale: Any, added: Any) -> torch.Tensor:
         y = x if scale is None else F.rms_norm(x, (width,), scale, EPS)

@@ -1,4 +1,4 @@
-"""The decoder's fused ops by Triton kernels; plain.py has the same ones by plain torch.
+"""The ops of the contract by Triton kernels; plain.py has the same ones by plain torch.
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
 once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
@@ -24,15 +24,16 @@ from ...kernels.triton import (
 )
 from ...kernels.triton import norm as norms
 from ...kernels.triton.launch import has_pdl
-from ...kernels.triton.linear import NormArguments, TileConfig, VectorConfig
-from ...kernels.triton.tuning import Configurations
-from ...spec import Activation, ModelSpec
+from ...kernels.triton.linear import LinearConfig, NormArguments
+from ...kernels.triton.tuning import Configurations, Key
+from ...spec import ModelSpec
 from ...weights import Weight
 from ..base import SamplingFeatures, bucket
+from ..contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .cache import LayerCache
 from .parallel import Split
-from .params import Params, Weights
-from .plain import Attending, Chunk, NormOf, PlainOps
+from .params import Params
+from .plain import Chunk, PlainOps
 from .profiling import named
 from .sampler import SlotState
 
@@ -134,94 +135,67 @@ class KernelOps(PlainOps):
         self,
         x: torch.Tensor,
         weight: Weight,
-        bias: Weight | None = None,
-        *,
-        norm: NormOf | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        spend: bool = False,
-        wide: bool = False,
+        by: Neighbours = ALONE,
+        config: LinearConfig | None = None,
     ) -> torch.Tensor:
-        """See `PlainOps.linear`."""
+        """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
         count = x.numel() // x.shape[-1]
+        if by.norm is not None and count != 1:
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
+        if not self.is_narrow(x, weight, by):
+            return self._wide_product(x, weight, by)
+        if config is None:
+            config = self.configurations.find(linear_key(x, weight, by))
         fused_norm = None
-        if norm is not None and count == 1:
-            kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
-            norm_bias = None if norm.bias is None else norm.bias.data
-            fused_norm = NormArguments(kind, norm.weight.data, norm_bias, norm.spec.eps)
-        elif norm is not None:
-            x = self.norm(x, norm)
-        fused = activation is not None or residual is not None
-        features, width = weight.data.shape
-        epilogue = bias, activation, gated, residual, wide
-        if linear.serves(count, features, width, x.element_size(), fused):
-            if gated:
-                features //= 2
-            config = self.configurations.linear(count, features, width, x.element_size(), gated)
-            return self.narrow_product(x, weight, fused_norm, *epilogue, config)
-        return self.wide_product(x, weight, *epilogue, spend)
-
-    def narrow_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormArguments | None,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-        config: VectorConfig | TileConfig | None,
-    ) -> torch.Tensor:
-        """Few rows, by the kernel; see `linear.linear`."""
+        if by.norm is not None:
+            kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
+            norm_bias = None if by.norm.bias is None else by.norm.bias.data
+            fused_norm = NormArguments(kind, by.norm.weight.data, norm_bias, by.norm.spec.eps)
         return linear.linear(
             x,
             weight.data,
-            None if bias is None else bias.data,
-            norm=norm,
-            activation=activation,
-            gated=gated,
-            residual=residual,
-            dtype=torch.float32 if wide else None,
+            None if by.bias is None else by.bias.data,
+            norm=fused_norm,
+            activation=by.activation,
+            gated=by.gated,
+            residual=by.residual,
+            dtype=torch.float32 if by.wide else None,
             config=config,
             counters=self._zeros(linear.MOST_TILES),
             sms=self.sms,
-            pdl=self.starts_early(x.numel() // x.shape[-1]),
+            pdl=self.starts_early(count),
         )
 
-    def wide_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-        spend: bool = False,
-    ) -> torch.Tensor:
+    def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
+        """Whether the kernel for few rows serves a product, or cuBLAS."""
+        count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+        fused = by.activation is not None or by.residual is not None
+        return linear.serves(count, features, width, x.element_size(), fused)
+
+    def _wide_product(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> torch.Tensor:
         """Many rows, by cuBLAS."""
-        if residual is not None and bias is None and activation is None:
-            add = torch.Tensor.addmm_ if spend else torch.addmm  # which copies the residual first
+        bias, residual = by.bias, by.residual
+        if residual is not None and bias is None and by.activation is None:
+            # addmm copies the residual first.
+            add = torch.Tensor.addmm_ if by.spend else torch.addmm
             y = add(residual.flatten(0, -2), x.flatten(0, -2), weight.data.t()).view(residual.shape)
         else:
             y = F.linear(x, weight.data, None if bias is None else bias.data)
-            if activation is not None:
-                act = activations.gated_activation if gated else activations.activation
-                y = act(y, activation, pdl=self.pdl)
+            if by.activation is not None:
+                act = activations.gated_activation if by.gated else activations.activation
+                y = act(y, by.activation, pdl=self.pdl)
             if residual is not None:
-                y = residual.add_(y) if spend else residual + y
-        return y.float() if wide else y
+                y = residual.add_(y) if by.spend else residual + y
+        return y.float() if by.wide else y
 
-    def angles(self, params: Params, positions: torch.Tensor) -> Any:
+    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
         """The positions: kernels turn by them as they read queries and keys."""
         return positions
 
     @named("attention")
     def attend(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
         *,
@@ -231,7 +205,7 @@ class KernelOps(PlainOps):
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
         chunk: Chunk | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, LayerCache | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
         a = layer.spec
         start = chunk.start if chunk else 0
@@ -273,28 +247,30 @@ class KernelOps(PlainOps):
         else:
             counted = positions if layer.slopes is not None else None
             pairs = q.shape[0] * a.heads
-            key = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
-            how |= {"positions": counted, "config": self.configurations.attention(*key)}
+            shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
+            config = self.configurations.find(attention_choice.tuning_key(*shape))
+            how |= {"positions": counted, "config": config}
             y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
-        return y.flatten(-2)
+        return y.flatten(-2), cache
 
     @named("decode_attention")
     def attend_token(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
         cache: LayerCache,
         lengths: torch.Tensor,
         config: decode_attention.DecodeConfig | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, LayerCache]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
         a = layer.spec
         if config is None:
             slots, kv_heads, reach, dim = cache.k.shape
             shape = a.heads // kv_heads, dim, qkv.element_size()
             reach = min(reach, a.window or reach)
-            config = self.configurations.decode_attention(slots * kv_heads, reach, *shape)
+            key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+            config = self.configurations.find(key)
         y = decode_attention.decode_attention(
             qkv[:, 0],
             cache,
@@ -310,7 +286,7 @@ class KernelOps(PlainOps):
             pdl=self.starts_early(len(lengths)),
             **_heads(layer),
         )
-        return y[:, None]
+        return y[:, None], cache
 
     def sample(
         self,
@@ -333,12 +309,13 @@ class KernelOps(PlainOps):
         features: SamplingFeatures,
         out: torch.Tensor,
         step: torch.Tensor,
-    ) -> None:
-        """See `sampler.advance`."""
+    ) -> tuple[SlotState, torch.Tensor]:
+        """See `PlainOps.advance`."""
         work = self._workspace(*logits.shape)
         sampling.sample_step(
             logits, state, features, out, step, workspace=work, pdl=self.starts_early(len(logits))
         )
+        return state, out
 
     def clear(self) -> None:
         """See `PlainOps.clear`; no graph may be replayed after it."""
@@ -366,7 +343,14 @@ class KernelOps(PlainOps):
         return self._workspaces[rows, vocab]
 
 
-def _heads(layer: Attending) -> dict[str, Any]:
+def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
+    """The tuning key of a product with few rows."""
+    count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+    features = features // 2 if by.gated else features
+    return linear.tuning_key(count, features, width, x.element_size(), by.gated)
+
+
+def _heads(layer: LayerAttention) -> dict[str, Any]:
     """How a layer's queries and keys are normed and turned, as the kernels take it."""
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {

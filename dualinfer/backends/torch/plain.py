@@ -1,59 +1,24 @@
-"""The decoder's fused ops, composed of plain torch primitives; kernels.py has the same by Triton.
-
-A fused op is what one kernel can do in one reading of the weights: its neighbours (a norm before a
-product; bias, activation and residual after it) are its arguments. Shapes by letter: see `spec.py`.
-"""
+"""The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...spec import Activation, Attention, ModelSpec, Norm, Rope
+from ...spec import ModelSpec, Rope
 from ...weights import Weight
 from ..base import SamplingFeatures
+from ..contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from . import ops, sampler
 from .cache import LayerCache
 from .parallel import Split
-from .params import Params, Weights
+from .params import Params
+from .profiling import span
 from .sampler import SlotState
 
 if TYPE_CHECKING:
     from .exchange import Exchange  # needs Triton
-
-
-class NormOf(NamedTuple):
-    """A norm with its weights."""
-
-    spec: Norm
-    weight: Weight
-    bias: Weight | None
-
-    @classmethod
-    def named(cls, spec: Norm, w: Weights, name: str) -> "NormOf":
-        """The norm whose weights begin with `name`."""
-        return cls(spec, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-
-class Attending(NamedTuple):
-    """What one layer's attention needs beside its projections."""
-
-    spec: Attention
-    q_norm: NormOf | None
-    k_norm: NormOf | None
-    frequencies: torch.Tensor | None  # of its rotary embedding, radians per position [R/2]
-    slopes: torch.Tensor | None  # of its ALiBi, float32 [H]
-
-    @classmethod
-    def of(cls, spec: ModelSpec, params: Params, layer: int) -> "Attending":
-        """Layer number `layer`."""
-        a, w = spec.layers[layer].attention, params.layers[layer]
-        q_norm, k_norm = (
-            NormOf.named(a.qk_norm, w, name) if a.qk_norm else None for name in ("q_norm", "k_norm")
-        )
-        frequencies = params.frequencies[a.rope] if a.rope else None
-        slopes = params.slopes[a.alibi] if a.alibi else None
-        return cls(a, q_norm, k_norm, frequencies, slopes)
 
 
 class Chunk(NamedTuple):
@@ -64,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 class PlainOps:
-    """Fused ops on any device, as primitives of torch one after another."""
+    """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
 
     takes_chunks = False  # whether `attend` can go on behind what the cache holds already
     implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
@@ -76,6 +41,10 @@ class PlainOps:
     def clear(self) -> None:
         """Let go of memory on the device."""
 
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`: `dualinfer::name`."""
+        return span(name)
+
     def embed(
         self,
         spec: ModelSpec,
@@ -84,7 +53,7 @@ class PlainOps:
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Embedded tokens [B, T, E], with positions and token types where the model has them."""
+        """See `contract.BlockOps.embed`."""
         x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
@@ -111,7 +80,7 @@ class PlainOps:
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` [..., E], plus the residual if given, normed over the last axis."""
+        """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
         if norm.spec.kind == "rms":
@@ -119,63 +88,52 @@ class PlainOps:
         assert norm.bias is not None
         return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None = None,
-        *,
-        norm: NormOf | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        spend: bool = False,
-        wide: bool = False,
-    ) -> torch.Tensor:
-        """residual + activation(norm(x) weight^T + bias): x [..., in] to [..., out].
+    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        """See `contract.BlockOps.linear`."""
+        y = ops.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
+        if by.activation is not None:
+            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+        if by.residual is not None:
+            y = by.residual + y
+        return y.float() if by.wide else y
 
-        With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide.
-        With `spend` the residual may become the result. `wide` asks for float32 results.
-        """
-        y = ops.matmul(self.norm(x, norm) if norm else x, weight, bias)
-        if activation is not None:
-            y = (ops.gated_activation if gated else ops.activation)(y, activation)
-        if residual is not None:
-            y = residual + y
-        return y.float() if wide else y
-
-    def row_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        residual: torch.Tensor | None,
-        spend: bool = False,
-    ) -> torch.Tensor:
-        """residual + x weight^T + bias, where each rank has a share of the columns.
-
-        Bias and residual are added once, after the sum over ranks. `spend` as in `linear`.
-        """
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        """See `contract.BlockOps.row_product`."""
         if self.split is None:
-            return self.linear(x, weight, bias, residual=residual, spend=spend)
+            return self.linear(x, weight, by)
         y = self.split.sum(self.linear(x, weight))
-        if bias is not None:
-            y = y + bias.data
-        return y if residual is None else residual + y
+        if by.bias is not None:
+            y = y + by.bias.data
+        return y if by.residual is None else by.residual + y
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.add`."""
+        return x + y
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `contract.BlockOps.softcap`."""
+        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] from each rank's share of the vocabulary."""
+        """See `contract.BlockOps.gather_logits`."""
         return logits if self.split is None else self.split.gather_logits(logits)
 
-    def angles(self, params: Params, positions: torch.Tensor) -> Any:
-        """What `attend` and `attend_token` need of the tokens' positions [B, T], once a pass."""
+    def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
+        """See `contract.Ops.layer_attention`."""
+        a = spec.layers[index].attention
+        frequencies = params.frequencies[a.rope] if a.rope else None
+        slopes = params.slopes[a.alibi] if a.alibi else None
+        return LayerAttention.named(a, params.layers[index], frequencies, slopes)
+
+    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
+        """See `contract.Ops.angles`."""
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope, frequencies in params.frequencies.items():
             turned = positions[..., None].float() * frequencies
             angles[rope] = turned.cos() * rope.scaling, turned.sin() * rope.scaling
         return angles
 
-    def _heads(self, layer: Attending, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
+    def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
         a = layer.spec
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
@@ -188,7 +146,7 @@ class PlainOps:
 
     def attend(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
         *,
@@ -198,12 +156,10 @@ class PlainOps:
         cache: LayerCache | None = None,
         slots: torch.Tensor | None = None,
         chunk: Chunk | None = None,
-    ) -> torch.Tensor:
-        """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D].
+    ) -> tuple[torch.Tensor, LayerCache | None]:
+        """See `contract.Ops.attend`; the cache is written in place.
 
-        `positions` [B, T] are what ALiBi counts, None for 0 to T-1.
-        With `cache`, the keys and values are written to the start of its `slots` [B], or with
-        `chunk` behind what is there, which is then attended to as well.
+        With `chunk` keys and values go behind what the cache holds, which is attended to as well.
         """
         assert chunk is None, "plain ops take whole prompts"
         a = layer.spec
@@ -224,20 +180,17 @@ class PlainOps:
             positions=positions,
             softcap=a.softcap,
         )
-        return y.flatten(-2)
+        return y.flatten(-2), cache
 
     def attend_token(
         self,
-        layer: Attending,
+        layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
         cache: LayerCache,
         lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D].
-
-        Its key and value are written to the cache at position lengths[n].
-        """
+    ) -> tuple[torch.Tensor, LayerCache]:
+        """See `contract.Ops.attend_token`; the cache is written in place."""
         a = layer.spec
         q, k, v = self._heads(layer, qkv, angles)
         ops.append(cache, k[:, 0], v[:, 0], lengths)
@@ -250,7 +203,7 @@ class PlainOps:
             alibi=layer.slopes,
             softcap=a.softcap,
         )
-        return y.flatten(-2)[:, None]
+        return y.flatten(-2)[:, None], cache
 
     def sample(
         self,
@@ -259,7 +212,7 @@ class PlainOps:
         position: torch.Tensor,
         features: SamplingFeatures,
     ) -> torch.Tensor:
-        """The next token [N] from float32 logits [N, V]; see `sampler.sample`."""
+        """See `contract.Ops.sample`."""
         return sampler.sample(logits, state, position, features)
 
     def advance(
@@ -269,6 +222,7 @@ class PlainOps:
         features: SamplingFeatures,
         out: torch.Tensor,
         step: torch.Tensor,
-    ) -> None:
-        """Choose each slot's next token from float32 logits [N, V]; see `sampler.advance`."""
+    ) -> tuple[SlotState, torch.Tensor]:
+        """See `contract.Ops.advance`; all is written in place, as `sampler.advance` says."""
         sampler.advance(logits, state, features, out, step)
+        return state, out

@@ -1,24 +1,24 @@
 """What a model's steps ask of the kernels, as problems to measure: its own weights, real shapes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...kernels.triton import attention, attention_choice, tuning
-from ...kernels.triton.linear import NormArguments
+from ... import decoder
+from ...kernels.triton import attention, attention_choice, decode_attention, tuning
 from ...kernels.triton.tuning import Config, Key
-from ...spec import Activation, ModelSpec
+from ...spec import ModelSpec
 from ...weights import Weight
 from ..base import bucket
-from . import decoder
+from ..contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .cache import LayerCache
 from .device import free_bytes
-from .kernels import KernelOps
-from .params import Params, Weights
-from .plain import Attending, NormOf
+from .kernels import KernelOps, linear_key
+from .params import Params
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
 FORWARD_ROWS = (1, 16, 32, 64, 128)  # of models that only run whole sequences
@@ -43,15 +43,10 @@ class Problem(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """The arguments of a product with few rows, but for x and the values of the residual."""
+    """A product with few rows, but for x and the values of the residual."""
 
     weight: Weight
-    norm: NormArguments | None
-    bias: Weight | None
-    activation: Activation | None
-    gated: bool
-    residual: bool
-    wide: bool
+    by: Neighbours
 
 
 def find_problems(
@@ -67,7 +62,7 @@ def find_problems(
     One row comes first, and what matters less later: the time may not last.
     """
     problems: dict[Key, Problem] = {}
-    layers = [Attending.of(spec, params, i) for i in range(len(spec.layers))]
+    layers = [ops.layer_attention(spec, params, i) for i in range(len(spec.layers))]
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
     for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
@@ -82,12 +77,18 @@ def find_problems(
     return list(problems.values())
 
 
-class _Recorder(KernelOps):
-    """Ops that launch nothing: they note the products with few rows of a pass."""
+class _Recorder:
+    """Ops of the contract that launch nothing: they note the products with few rows of a pass.
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.products: list[_Product] = []
+    What they give is empty, of the right shape; `ops` says which kernel would serve.
+    """
+
+    def __init__(self, ops: KernelOps):
+        self.ops = ops
+        self.products: dict[Key, list[_Product]] = {}
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def embed(
         self,
@@ -97,52 +98,37 @@ class _Recorder(KernelOps):
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Of the right shape."""
         return w["embed.weight"].data.new_empty((*ids.shape, spec.embed))
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` itself."""
         return x
 
-    def narrow_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormArguments | None,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-        config: Any,
-    ) -> torch.Tensor:
-        """Note the product; what it gives is empty."""
-        has_residual = residual is not None
-        product = _Product(weight, norm, bias, activation, gated, has_residual, wide)
-        self.products.append(product)
-        return self.wide_product(x, weight, bias, activation, gated, residual, wide)
+    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        if x.numel() > x.shape[-1]:
+            by = by._replace(norm=None)  # a launch of its own
+        if self.ops.is_narrow(x, weight, by):
+            product = _Product(weight, by)
+            self.products.setdefault(linear_key(x, weight, by), []).append(product)
+        return x.new_empty((*x.shape[:-1], weight.data.shape[0] // (2 if by.gated else 1)))
 
-    def wide_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        activation: Activation | None,
-        gated: bool,
-        residual: torch.Tensor | None,
-        wide: bool,
-        spend: bool = False,
-    ) -> torch.Tensor:
-        """Nothing is computed: empty, of the result's shape."""
-        features = weight.data.shape[0] // (2 if gated else 1)
-        return x.new_empty((*x.shape[:-1], features))
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        return self.linear(x, weight, by)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
 
 def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[Problem]:
     """The products with few rows of a step with `rows` rows, those of a shape together."""
-    recorder = _Recorder(ops.device)
+    recorder = _Recorder(ops)
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
 
     def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -152,17 +138,10 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
         x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
         if spec.head is not None:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
-    groups: dict[Key, list[_Product]] = {}
-    for product in recorder.products:
-        features, width = product.weight.data.shape
-        features //= 2 if product.gated else 1
-        itemsize = product.weight.data.element_size()
-        key = tuning.linear_key(rows, features, width, itemsize, product.gated)
-        groups.setdefault(key, []).append(product)
     total = sum(weight.data.nbytes for weight in params.weights())
     return [
         Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
-        for key, group in groups.items()
+        for key, group in recorder.products.items()
     ]
 
 
@@ -180,17 +159,15 @@ def _product_maker(
             weight = replace(product.weight, data=product.weight.data.clone())
             products.append(product._replace(weight=weight))
         x = _random(first, rows, first.shape[1])
-        features = first.shape[0] // (2 if group[0].gated else 1)
+        features = first.shape[0] // (2 if group[0].by.gated else 1)
         residual = _random(first, rows, features)
 
         def run(config: Any) -> torch.Tensor:
             y = None
-            for p in products:
-                added = residual if p.residual else None
-                made = ops.narrow_product(
-                    *(x, p.weight, p.norm, p.bias, p.activation, p.gated, added, p.wide),
-                    config,
-                )
+            for weight, by in products:
+                if by.residual is not None:
+                    by = by._replace(residual=residual)
+                made = ops.linear(x, weight, by, config)
                 y = made if y is None else y
             assert y is not None
             return y
@@ -201,7 +178,7 @@ def _product_maker(
 
 
 def _decodes(
-    layers: list[Attending], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
+    layers: list[LayerAttention], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
 ) -> Iterable[Problem]:
     """Attention of one token of `slots` sequences, by kind of layer and length."""
     like = params.outer["embed.weight"].data
@@ -212,13 +189,13 @@ def _decodes(
             shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
             if 2 * slots * reach * a.kv_heads * a.head_dim * like.element_size() > _MOST_CACHE:
                 continue
-            key = tuning.decode_key(slots * a.kv_heads, seen, *shape)
+            key = decode_attention.tuning_key(slots * a.kv_heads, seen, *shape)
             maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
             yield Problem(key, tuning.candidates(key, ops.sms), maker)
 
 
 def _decode_maker(
-    layer: Attending, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
@@ -233,7 +210,7 @@ def _decode_maker(
         def run(config: Any) -> torch.Tensor:
             y = None
             for cache in caches:
-                made = ops.attend_token(layer, qkv, None, cache, lengths, config)
+                made, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
                 y = made if y is None else y
             assert y is not None
             return y
@@ -244,7 +221,7 @@ def _decode_maker(
 
 
 def _prompts(
-    layers: list[Attending], ops: KernelOps, params: Params, tokens: int
+    layers: list[LayerAttention], ops: KernelOps, params: Params, tokens: int
 ) -> Iterable[Problem]:
     """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
     like = params.outer["embed.weight"].data
@@ -257,14 +234,15 @@ def _prompts(
         shape = like.new_empty((1, tokens, 1, a.head_dim))
         if attention_choice.sdpa_backends(shape, **how):
             continue
-        key = tuning.attention_key(like.element_size(), a.head_dim, tokens, a.heads, a.causal)
+        numbers = like.element_size(), a.head_dim, tokens, a.heads, a.causal
+        key = attention_choice.tuning_key(*numbers)
         how["scale"] = a.scale
         maker = _prompt_maker(layer, ops, like, tokens, how)
         yield Problem(key, tuning.candidates(key, ops.sms), maker)
 
 
 def _prompt_maker(
-    layer: Attending, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
         a = layer.spec

@@ -6,17 +6,17 @@ GRAIN tokens it is one launch. A long one would need memory for all of its token
 
 from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ... import decoder
 from ...spec import ModelSpec
-from . import decoder
 from .cache import KVCache
 from .graphs import StepGraphs
 from .params import Params
-from .plain import Attending, Chunk, PlainOps
+from .plain import Chunk, PlainOps
 
 GRAIN = 64  # tokens
 _MOST_REPLAYED = 1024  # tokens of all prompts of a call
@@ -129,13 +129,12 @@ class Prompts:
         """One pass over ids [B, T]: the hidden state [B, E] of the tokens at `last` [B]."""
         start = chunk.start if chunk else 0
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
-        angles = self._ops.angles(params, positions)
+        angles = self._ops.angles(self._spec, params, positions)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = Attending.of(self._spec, params, i)
-            return self._ops.attend(
-                layer, qkv, angles, cache=cache.layer(i), slots=slots, chunk=chunk
-            )
+            layer = self._ops.layer_attention(self._spec, params, i)
+            how: dict[str, Any] = {"cache": cache.layer(i), "slots": slots, "chunk": chunk}
+            return self._ops.attend(layer, qkv, angles, **how)[0]
 
         model = self._spec, params, self._ops
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]

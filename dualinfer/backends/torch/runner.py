@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import decoder
 from ...profiling import Stopwatch
 from ...sharding import Shard
 from ...weights import LoadPlan, TensorSource
@@ -22,14 +23,14 @@ from ..base import (
     cache_specs,
     sampling_rows,
 )
-from . import decoder, sampler
+from . import sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
 from .parallel import Ranks
 from .params import Params, refresh_params
-from .plain import Attending, PlainOps
+from .plain import PlainOps
 from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts
@@ -125,28 +126,16 @@ class TorchRunner:
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         model = self.spec, self.params, self.ops
-        angles = self.ops.angles(self.params, positions)
+        angles = self.ops.angles(self.spec, self.params, positions)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = Attending.of(self.spec, self.params, i)
-            return self.ops.attend(
-                layer, qkv, angles, mask=mask, segments=segments, positions=counted
-            )
+            layer = self.ops.layer_attention(self.spec, self.params, i)
+            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
+            return self.ops.attend(layer, qkv, angles, **how)[0]
 
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
-        outputs: dict[str, Any] = {}
-        if self.spec.head:
-            outputs["logits"] = decoder.logits(*model, states[-1])
-        if keep or not self.spec.head:
-            states[-1] = decoder.finished(*model, states[-1])
-        if not self.spec.head:
-            outputs["last_hidden_state"] = states[-1]
-        if "pooler.weight" in self.params.outer:
-            outputs["pooler_output"] = decoder.pooled(self.params, self.ops, states[-1])
-        if keep:
-            outputs["hidden_states"] = tuple(states)
-        return outputs
+        return decoder.outputs(*model, states, keep)
 
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
@@ -222,11 +211,11 @@ class TorchRunner:
         """One token for each active slot, all in place: ready for capture."""
         model = self.spec, self.params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = self.ops.angles(self.params, positions)
+        angles = self.ops.angles(self.spec, self.params, positions)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = Attending.of(self.spec, self.params, i)
-            return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)
+            layer = self.ops.layer_attention(self.spec, self.params, i)
+            return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import torch
 
-from ...kernels.triton import embedding, linear
+from ...kernels.triton import embedding
 from ...kernels.triton.tuning import Configurations
 from ...spec import ModelSpec
 from ...weights import Weight
+from ..contract import ALONE, Neighbours, Weights
 from .exchange import Exchange
 from .kernels import KernelOps
 from .parallel import Split
-from .params import Weights
 from .profiling import named
 
 
@@ -77,21 +77,12 @@ class SplitKernelOps(KernelOps):
         return self._sum(x, None, None, x.dtype)
 
     @named("matmul")
-    def row_product(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        residual: torch.Tensor | None,
-        spend: bool = False,
-    ) -> torch.Tensor:
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
-        count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
-        narrow = linear.serves(count, features, width, x.element_size(), False)
-        partial = self.linear(
-            x, weight, wide=narrow and self._exchange_for(count * features) is not None
-        )
-        return self._sum(partial, None if bias is None else bias.data, residual, x.dtype)
+        values = x.numel() // x.shape[-1] * weight.data.shape[0]
+        wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
+        partial = self.linear(x, weight, Neighbours(wide=wide))
+        return self._sum(partial, None if by.bias is None else by.bias.data, by.residual, x.dtype)
 
     @named("gather")
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from .launch import INTERPRETED
+from .launch import INTERPRETED, next_power_of_2
+from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 
 class Config(NamedTuple):
@@ -74,3 +75,41 @@ def sdpa_backends(
     if q.element_size() != 2 or dim not in _SDPA_DIMS or tokens < _SDPA_FROM:
         return ()
     return ("cudnn", "flash")
+
+
+def tuning_key(itemsize: int, dim: int, tokens: int, pairs: int, causal: bool) -> Key:
+    """Of whole sequences' attention: `pairs` of sequence and query head."""
+    return "attention", itemsize, dim, next_power_of_2(tokens), next_power_of_2(pairs), causal
+
+
+def _fits(key: Key, config: Config) -> bool:
+    _, itemsize, dim, *_ = key
+    held = config.block_m + 2 * config.block_n * config.stages
+    return held * next_power_of_2(dim) * itemsize <= SHARED_BYTES
+
+
+def _candidates(key: Key, sms: int) -> list[Config]:
+    _, itemsize, dim, tokens, pairs, _ = key
+    shape: dict[str, int] = {"itemsize": itemsize, "head_dim": dim, "pairs": pairs}
+    few, default, many = (
+        attention_configs(**shape, tokens=tokens, processors=n) for n in (1 << 31, sms, 0)
+    )
+    return [*default, *many, *few]
+
+
+TUNABLE = Tunable(
+    op="attention",
+    fields=("itemsize", "dim", "tokens", "pairs", "causal"),
+    flags=("causal",),
+    kinds={
+        "attention": Kind(
+            Config,
+            {
+                **{"block_m": powers(16, 256), "block_n": powers(16, 256)},
+                **{"warps": powers(1, 16), "stages": range(1, 9)},
+            },
+        )
+    },
+    fits=_fits,
+    candidates=_candidates,
+)

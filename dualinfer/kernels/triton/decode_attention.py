@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .activation import activate
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 
 class DecodeConfig(NamedTuple):
@@ -308,6 +309,48 @@ def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int)
     block = 16 if dim * itemsize > 256 else 32 if capacity <= 512 else 64  # as registers allow
     splits = max(1, min(round(2 * sms / pairs), triton.cdiv(capacity, block), 32))
     return DecodeConfig(block, 4, splits, 2 if splits > 1 else 3)
+
+
+def tuning_key(pairs: int, reach: int, group: int, dim: int, itemsize: int) -> Key:
+    """Of one token's attention: `pairs` of slot and KV head, `reach` tokens that may be seen."""
+    return "decode_attention", next_power_of_2(pairs), next_power_of_2(reach), group, dim, itemsize
+
+
+def _fits(key: Key, config: DecodeConfig) -> bool:
+    dim, itemsize = key[4:]
+    return 2 * config.stages * config.block * next_power_of_2(dim) * itemsize <= SHARED_BYTES
+
+
+def _candidates(key: Key, sms: int) -> list[DecodeConfig]:
+    _, pairs, reach, _, dim, itemsize = key
+    default = default_config(pairs, reach, dim, itemsize, sms)
+    base = next_power_of_2(default.splits)
+    splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
+    found = [default]
+    for n in splits:
+        for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2)):
+            if n > triton.cdiv(reach, block) or block * dim > 8192:
+                continue
+            found += [DecodeConfig(block, warps, n, stages) for stages in (2, 3)]
+    return found
+
+
+TUNABLE = Tunable(
+    op="decode_attention",
+    fields=("pairs", "capacity", "group", "dim", "itemsize"),
+    kinds={
+        "decode": Kind(
+            DecodeConfig,
+            {
+                **{"block": powers(16, 256), "warps": powers(1, 16)},
+                **{"splits": range(1, 65), "stages": range(1, 9)},
+            },
+            bound_by_memory=True,
+        )
+    },
+    fits=_fits,
+    candidates=_candidates,
+)
 
 
 def _check(

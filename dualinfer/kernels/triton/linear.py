@@ -6,13 +6,14 @@ split over programs are joined in a fixed order, so that results are the same bi
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import triton
 
 from .activation import KINDS
 from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
+from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _NORMS = ("rms", "rms_offset", "layer")
 MOST_ROWS = 128
@@ -48,6 +49,9 @@ class TileConfig(NamedTuple):
     splits: int = 1
 
 
+LinearConfig: TypeAlias = VectorConfig | TileConfig
+
+
 def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
     """Whether `linear` is the one for `count` rows, or cuBLAS, which is better at many.
 
@@ -79,7 +83,7 @@ def linear(
     gated: bool = False,
     residual: Any = None,
     dtype: Any = None,
-    config: VectorConfig | TileConfig | None = None,
+    config: LinearConfig | None = None,
     counters: Any = None,
     sms: int = 132,
     pdl: bool = False,
@@ -156,10 +160,10 @@ def linear(
 
 def default_config(
     count: int, features: int, width: int, itemsize: int, gated: bool, sms: int
-) -> VectorConfig | TileConfig:
+) -> LinearConfig:
     """A configuration for a shape that nobody measured, after those that were, on an H100."""
     if count <= MOST_VECTORS:
-        elements = next_power_of_2(width) * (2 if gated else 1)
+        elements = _elements(width, gated)
         rows = max(1, min(8, (16384 if count == 1 else 8192) // elements))
         while rows > 1 and features // rows < 2 * sms:
             rows //= 2
@@ -180,6 +184,104 @@ def default_config(
     tiles = triton.cdiv(count, m) * triton.cdiv(features, 32)
     splits = max(1, min(round(1.5 * sms / tiles), width // 1024, 4))
     return TileConfig(m, 32, 128, 4, 4, splits)
+
+
+def tuning_key(rows: int, features: int, width: int, itemsize: int, gated: bool) -> Key:
+    """Of a product of x [rows, width] with `features` results a row; gate and up count once."""
+    return "linear", next_power_of_2(rows), features, width, itemsize, gated
+
+
+def _elements(width: int, gated: bool) -> int:
+    """Weights that one result of the matrix-vector kernel is made of, as it holds them."""
+    return next_power_of_2(width) * (2 if gated else 1)
+
+
+def _fits(key: Key, config: LinearConfig) -> bool:
+    _, rows, _, width, itemsize, gated = key
+    if isinstance(config, VectorConfig):
+        per_thread = _elements(width, gated) * config.rows / (32 * config.warps)
+        return rows <= MOST_VECTORS and per_thread <= 256
+    held = config.stages * config.k * (config.m + config.n * (2 if gated else 1)) * itemsize
+    # A norm is fused into the product of one row, which only the other kernel does.
+    return rows > 1 and held <= SHARED_BYTES
+
+
+def _candidates(key: Key, sms: int) -> list[LinearConfig]:
+    _, rows, features, width, itemsize, gated = key
+    default = default_config(rows, features, width, itemsize, gated, sms)
+    vectors: list[VectorConfig] = []
+    if rows <= MOST_VECTORS:
+        vectors = _vector_candidates(rows, features, _elements(width, gated), sms)
+    if rows == 1 or itemsize == 4:
+        return [default, *vectors]
+    return [default, *vectors[:5], *_tile_candidates(rows, features, width, gated, sms)]
+
+
+def _vector_candidates(rows: int, features: int, elements: int, sms: int) -> list[VectorConfig]:
+    """Those with 32 to 64 weights a thread first: the rule that measurements have shown."""
+    found = []
+    for block in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16):
+            per_thread = block * elements / (32 * warps)
+            distance = max(per_thread / 64, 32 / per_thread)
+            if distance > 2 or features < block * sms // 2:
+                continue
+            found.append((distance, VectorConfig(block, warps)))
+            if rows == 1 and per_thread <= 64:  # the next block's weights take registers, too
+                found += [(distance + 0.1 * n, VectorConfig(block, warps, n)) for n in (2, 3)]
+    return [config for _, config in sorted(found, key=lambda item: item[0])]
+
+
+# Weight rows, columns and stages of a tile by its rows of x.
+_TILES = {
+    16: [(32, 256, 3), (16, 256, 3), (32, 128, 4), (64, 128, 4), (16, 128, 5)],
+    32: [(32, 128, 4), (64, 128, 4), (32, 256, 3), (16, 256, 3)],
+    64: [(32, 128, 4), (64, 128, 3), (64, 64, 4), (128, 64, 4)],
+    128: [(32, 64, 4), (64, 64, 4), (128, 64, 3)],
+}
+
+
+def _tile_candidates(
+    rows: int, features: int, width: int, gated: bool, sms: int
+) -> list[TileConfig]:
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    sizes = [(m, *size) for size in _TILES[m]]
+    if rows > 64:
+        sizes += [(128, *size) for size in _TILES[128]]
+    whole, split = [], []
+    for m, n, k, stages in sizes:
+        stages = max(2, stages - 1) if gated and n * k >= 8192 else stages
+        warps = 8 if m * n >= 8192 else 4
+        whole.append(TileConfig(m, n, k, warps, stages))
+        tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
+        for wave in (1, 2):
+            parts = min(round(wave * sms / tiles), width // max(k, 512), 8)
+            if parts > 1:
+                split.append(TileConfig(m, n, k, warps, stages, parts))
+    return [*split[:5], *whole, *split[5:]]
+
+
+TUNABLE = Tunable(
+    op="linear",
+    fields=("rows", "features", "width", "itemsize", "gated"),
+    flags=("gated",),
+    kinds={
+        "vector": Kind(
+            VectorConfig,
+            {"rows": powers(1, 32), "warps": powers(1, 16), "per_sm": range(9)},
+            bound_by_memory=True,
+        ),
+        "tile": Kind(
+            TileConfig,
+            {
+                **{"m": powers(16, 128), "n": powers(16, 256), "k": powers(16, 512)},
+                **{"warps": powers(1, 16), "stages": range(1, 9), "splits": range(1, 17)},
+            },
+        ),
+    },
+    fits=_fits,
+    candidates=_candidates,
+)
 
 
 def _check(

@@ -1,0 +1,225 @@
+"""The ops contract: what the decoder asks of a backend's fused ops, and what they give.
+
+A fused op is what one kernel can do in one reading of the weights: its neighbours (a norm before a
+product; bias, activation and residual after it) are its arguments. A backend has plain ops, which
+its framework's primitives compose, and ops by kernels. Over several devices the ops of each see its
+share of the model, as `ModelSpec` describes it, and join the others where the contract says so.
+
+Arrays are the backend's own. The decoder hands them on, and slices leading axes, no more. Unless an
+op says otherwise, arrays have the model's dtype, results have x's dtype, sums are made in float32,
+and no argument is written. What an op may overwrite its caller reads no more; on a backend whose
+arrays are values nothing happens to it. Shapes by letter: see `spec.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from ..spec import Activation, Attention, ModelSpec, Norm
+from ..weights import Weight
+from .base import SamplingFeatures
+
+Array: TypeAlias = Any
+Weights: TypeAlias = Mapping[str, Weight]
+
+
+class Params(Protocol):
+    """A model's weights: those outside the layers, and those of each layer, by name."""
+
+    @property
+    def outer(self) -> Weights:
+        """The weights outside the layers."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[Weights]:
+        """The weights of each layer."""
+        ...
+
+
+class NormOf(NamedTuple):
+    """A norm with its weights."""
+
+    spec: Norm
+    weight: Weight
+    bias: Weight | None
+
+    @classmethod
+    def named(cls, spec: Norm, w: Weights, name: str) -> "NormOf":
+        """The norm whose weights begin with `name`."""
+        return cls(spec, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+class Neighbours(NamedTuple):
+    """What a product carries: residual + activation(norm(x) weight^T + bias).
+
+    With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide. The
+    residual has the result's shape; with `spend` it may be overwritten and become the result.
+    `wide` asks for float32 results.
+    """
+
+    bias: Weight | None = None
+    norm: NormOf | None = None
+    activation: Activation | None = None
+    gated: bool = False
+    residual: Array | None = None
+    spend: bool = False
+    wide: bool = False
+
+
+ALONE = Neighbours()
+
+
+class LayerAttention(NamedTuple):
+    """What one layer's attention needs beside its projections.
+
+    `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
+    the spec's as arrays on the device; None where there are none, or where the ops make their own.
+    """
+
+    spec: Attention
+    q_norm: NormOf | None = None
+    k_norm: NormOf | None = None
+    frequencies: Array | None = None
+    slopes: Array | None = None
+
+    @classmethod
+    def named(
+        cls,
+        spec: Attention,
+        w: Weights,
+        frequencies: Array | None = None,
+        slopes: Array | None = None,
+    ) -> "LayerAttention":
+        """The attention of the layer whose weights are `w`."""
+        q_norm, k_norm = (
+            NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
+            for name in ("q_norm", "k_norm")
+        )
+        return cls(spec, q_norm, k_norm, frequencies, slopes)
+
+
+class BlockOps(Protocol):
+    """What the decoder's blocks compute with."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A range by which profilers, and a compiled program, name the ops within."""
+        ...
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: Array,
+        positions: Array,
+        token_types: Array | None,
+    ) -> Array:
+        """Embedded tokens [B, T, E] of int ids [B, T], summed over devices.
+
+        int positions [B, T] and token types [B, T] count where the model has them.
+        """
+        ...
+
+    def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
+        """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
+        ...
+
+    def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+        """x [..., in] times weight [out, in], with its neighbours: [..., out].
+
+        The result is x's dtype, or float32 as the neighbours ask. The residual may be overwritten
+        as they say.
+        """
+        ...
+
+    def row_product(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+        """As `linear`, where each device has a share of the columns: x [..., in/devices].
+
+        Of the neighbours it knows bias, residual and spend; bias and residual are added once, after
+        the sum over devices.
+        """
+        ...
+
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y, of one shape."""
+        ...
+
+    def softcap(self, logits: Array, cap: float) -> Array:
+        """cap * tanh(logits / cap), computed in float32."""
+        ...
+
+    def gather_logits(self, logits: Array) -> Array:
+        """Logits [..., V] of each device's share of the vocabulary, in their dtype."""
+        ...
+
+
+class Ops(BlockOps, Protocol):
+    """All that a model's steps compute with: the blocks', attention and sampling.
+
+    A cache is the backend's view of one layer's keys and values, and a state its sampling state.
+    Where these are memory, ops write them in place and give the same objects back; where they are
+    values, the result has taken their place.
+    """
+
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """What serves each op, for people."""
+        ...
+
+    def layer_attention(self, spec: ModelSpec, params: Any, index: int) -> LayerAttention:
+        """What `attend` and `attend_token` need of the layer with this number."""
+        ...
+
+    def angles(self, spec: ModelSpec, params: Any, positions: Array) -> Any:
+        """What `attend` and `attend_token` need of int positions [B, T], made once a pass."""
+        ...
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: Array,
+        angles: Any,
+        *,
+        mask: Array | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        cache: Any = None,
+        slots: Array | None = None,
+    ) -> tuple[Array, Any]:
+        """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
+
+        `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
+        [B, T] number packed sequences, which do not see each other; int `positions` [B, T] are what
+        ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
+        start of its int `slots` [B].
+        """
+        ...
+
+    def attend_token(
+        self, layer: LayerAttention, qkv: Array, angles: Any, cache: Any, lengths: Array
+    ) -> tuple[Array, Any]:
+        """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
+
+        Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        """
+        ...
+
+    def sample(
+        self, logits: Array, state: Any, position: Array, features: SamplingFeatures
+    ) -> Array:
+        """The next tokens, int [N], from float32 logits [N, V]; `position` [N] is the tokens' own.
+
+        Only the parts of sampling that `features` names are computed.
+        """
+        ...
+
+    def advance(
+        self, logits: Array, state: Any, features: SamplingFeatures, out: Array, step: Array
+    ) -> tuple[Any, Array]:
+        """Choose each active slot's next token from float32 logits [N, V]: the state, and `out`.
+
+        The state has booked the token; a row of int `out` [R, N] has it, `step` says which one, and
+        NO_TOKEN for slots that are not active. A slot's length is the position of the token before,
+        which is in the cache by now, and grows by one. What is given may be overwritten.
+        """
+        ...

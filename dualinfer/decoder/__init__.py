@@ -1,0 +1,12 @@
+"""The decoder: every family's forward pass, read off its ModelSpec, once for all backends.
+
+It computes by a backend's ops (`backends/contract.py`) alone: whether kernels or plain ops serve,
+on one device or a share of several, is theirs. How a layer attends (a whole sequence, a prompt into
+the cache, one token from the cache) is the `attend` function that the runner passes in.
+"""
+
+from .blocks import Attend
+from .forward import hidden_states
+from .head import last_hidden_state, logits, outputs, pooled
+
+__all__ = ["Attend", "hidden_states", "last_hidden_state", "logits", "outputs", "pooled"]

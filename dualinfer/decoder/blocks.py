@@ -1,0 +1,44 @@
+"""The blocks of a layer: attention and feed-forward, with their norms and residuals."""
+
+from collections.abc import Callable
+
+from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
+from ..spec import Layer
+
+# Attention of a layer, by its number, over packed queries, keys and values.
+Attend = Callable[[int, Array], Array]
+
+
+def block(
+    layer: Layer, w: Weights, ops: BlockOps, x: Array, index: int, attend: Attend, spend: bool
+) -> Array:
+    """One layer's output; with `spend` its input may be overwritten."""
+
+    def norm(name: str) -> NormOf:
+        return NormOf.named(layer.norm, w, name)
+
+    def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
+        """Attention of `x`, normed first where there is a norm, plus the residual if given."""
+        y = attend(index, ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm)))
+        by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
+        return ops.row_product(y, w["out.weight"], by)
+
+    def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """Feed-forward of `x`, likewise; the residual may be overwritten."""
+        by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
+        h = ops.linear(x, w["up.weight"], by)
+        by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
+        return ops.row_product(h, w["down.weight"], by)
+
+    if layer.parallel:
+        total = attention(norm("attn_norm"), x, spend=False)
+        return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
+    if layer.placement == "pre":
+        x = attention(norm("attn_norm"), x, spend)
+        return mlp(x, norm("mlp_norm"), x)
+    if layer.placement == "around":
+        y = attention(norm("attn_norm"), None, spend=False)
+        x = ops.add(x, ops.norm(y, norm("attn_post_norm")))
+        return ops.add(x, ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm")))
+    x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
+    return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)

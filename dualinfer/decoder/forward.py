@@ -1,0 +1,36 @@
+"""The pass through a model's layers."""
+
+from ..backends.contract import Array, BlockOps, NormOf, Params
+from ..spec import ModelSpec
+from .blocks import Attend, block
+
+
+def hidden_states(
+    spec: ModelSpec,
+    params: Params,
+    ops: BlockOps,
+    ids: Array,
+    positions: Array,
+    token_types: Array | None,
+    attend: Attend,
+    keep: bool = False,
+    layers: range | None = None,
+    x: Array | None = None,
+) -> list[Array]:
+    """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
+
+    With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
+    its packed queries, keys and values. With `layers` the output of the last one of these, `x`
+    being what the ones before them gave, None at the first.
+    """
+    if x is None:
+        x = ops.embed(spec, params.outer, ids, positions, token_types)
+        if spec.embed_norm:
+            x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+    kept = [x]
+    # One after another, not a scan over stacked weights: docs/architecture.md says why.
+    for i in layers or range(len(spec.layers)):
+        with ops.span(f"layer.{i}"):
+            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, spend=not keep)
+        kept = [*kept, x] if keep else [x]
+    return kept
