@@ -153,6 +153,7 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
         raise ModelError(f"{error} {_other_way(model, settings)}") from error
     _check_least_tokens(spec, settings)
     source = open_source()
+    notes.extend(source.notes)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
@@ -207,6 +208,7 @@ def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> 
 
     def describe() -> tuple[InferenceConfig, TensorSource | None]:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+        notes.extend(source.notes if source else ())
         return _with_dtype(settings, notes, _stored_dtypes(model, source)), source
 
     settings, source = agree(

@@ -1,7 +1,7 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -123,6 +123,7 @@ class TensorSource(Protocol):
     """Named tensors of a checkpoint or a module; nothing is read before `read`."""
 
     description: str
+    notes: tuple[str, ...]  # on how it was chosen, for people
 
     def names(self) -> Iterable[str]:
         """Names as stored."""
@@ -187,10 +188,36 @@ def _is_same(source: TensorSource, one: str, other: str) -> bool:
     return all(same_tensor(source.read(one, p), source.read(other, p)) for p in parts)
 
 
+_PREFIXES = {
+    "module.": ", as DistributedDataParallel and DeepSpeed save them",
+    "_orig_mod.": ", as torch.compile saves them",
+}
+
+
+def prefix_hint(wanted: Iterable[Sequence[str]], stored: Collection[str]) -> str:
+    """What to do about a prefix that all missing tensors have in the file; empty if there is none.
+
+    `wanted` are the names that a checkpoint may have for each missing tensor; `stored` are those
+    of what nothing asked for.
+    """
+    wanted, names = list(wanted), set(stored)
+    ends = [f".{name}" for name in wanted[0]] if wanted else []
+    found = (s[: len(s) - len(end) + 1] for s in stored for end in ends if s.endswith(end))
+    for prefix in found:
+        if all(any(prefix + name in names for name in each) for each in wanted):
+            by = _PREFIXES.get(prefix, "")
+            return (
+                f" The names in the file begin with {prefix!r}{by}: save it again without, such as "
+                f"{{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}."
+            )
+    return ""
+
+
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def _listing(names: Sequence[str], most: int = 8) -> str:
+def listing(names: Sequence[str], most: int = 8) -> str:
+    """The first few names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -247,7 +274,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
     extra = sorted(set(left_over) - set(unused))
     problems = [
-        f"{what} {len(names)}: {_listing(names)}"
+        f"{what} {len(names)}: {listing(names)}"
         for what, names in (
             ("missing", missing),
             ("misshaped", misshaped),
@@ -257,7 +284,9 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         if names
     ]
     if problems:
+        hint = prefix_hint(map(table.candidates, missing), extra)
         raise CheckpointError(
             f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
+            f"{hint}"
         )
     return LoadPlan(table, tuple(matched.values()), tuple(unused))

@@ -135,7 +135,7 @@ def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
                     np.testing.assert_array_equal(array, source.read(name)[read.index])
                     assert array.dtype == np.float32  # of an idle device's empty part as well
     assert rows == [row for row, _ in plan.rows]
-    assert re.fullmatch(r"loaded 0\.\d MB in 0\.\d\d s \(.* [MG]B/s\)", reader.summary())
+    assert re.fullmatch(r"loaded 0\.\d MB in 0\.\d\d s \(.* [MG]B/s\)", reader.notes()[0])
 
 
 def test_what_shards_read_alike_is_read_once(llama):

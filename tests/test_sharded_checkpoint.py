@@ -15,7 +15,8 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import CheckpointError, ConfigError
-from dualinfer.checkpoint import SafetensorsSource, open_checkpoint
+from dualinfer.checkpoint import open_checkpoint
+from dualinfer.checkpoint_files import TensorFile
 from dualinfer.sharded_checkpoint import INDEX, ShardedSource
 
 from .checkpoints import write_byte_tokenizer, write_llama
@@ -329,7 +330,7 @@ def test_a_damaged_checkpoint_is_told(written, tmp_path, kind):
 def test_reading_a_part_touches_only_the_pieces_that_hold_it(written, monkeypatch):
     source = ShardedSource(written)
     source._files.pop("shard-01-of-02.safetensors")
-    whole = SafetensorsSource(written, ["shard-00-of-02.safetensors"])
+    whole = TensorFile(written / "shard-00-of-02.safetensors")
     key = next(n for n in whole.names() if n.startswith("model.embed_tokens.weight["))
     rows = whole.shape(key)[0]
     part = source.read("model.embed_tokens.weight", np.s_[3:rows, 0:84])

@@ -194,11 +194,11 @@ class Model(Part):
 
 def load_model(
     place: Place, tp_plan: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
-) -> tuple[Model, str | None]:
+) -> tuple[Model, tuple[str, ...]]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
     A weight is one array over all devices, with their blocks one after another. Beside the model,
-    how much was read, and how fast; None where nothing was.
+    notes for people: how much was read, and how fast.
     """
     model = Model(tp_plan.shards[0].spec, tp_plan.size)
     own = [tp_plan.shards[rank] for rank in place.ranks]
@@ -215,7 +215,7 @@ def load_model(
             param = nnx.Param(array.block_until_ready(), axes=row.axes)
             layer, name = row.place
             (model if layer is None else model.layers[layer]).put(name.split("."), param)
-    return model, reader.summary()
+    return model, reader.notes()
 
 
 def split_model(model: Model) -> Params:

@@ -16,15 +16,15 @@ Weights = dict[str, Weight]
 class Params(NamedTuple):
     """The weights outside the layers, those of each layer, and constants of the spec, float32.
 
-    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `note` says how much
-    was read, and how fast; None where nothing was.
+    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `notes` are for
+    people: how much was read, and how fast.
     """
 
     outer: Weights
     layers: list[Weights]
     frequencies: dict[Rope, torch.Tensor]
     slopes: dict[tuple[float, ...], torch.Tensor]
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
     def weights(self) -> list[Weight]:
         """Every leaf."""
@@ -52,7 +52,7 @@ def load_params(
             data = _assemble(shard, plan.table, row, found, dtype, device)
             layer, name = row.place
             (params.outer if layer is None else params.layers[layer])[name] = Weight(data, row.axes)
-    return params._replace(note=reader.summary())
+    return params._replace(notes=reader.notes())
 
 
 def _assemble(
