@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any, Protocol
 
@@ -188,28 +189,26 @@ def _is_same(source: TensorSource, one: str, other: str) -> bool:
     return all(same_tensor(source.read(one, p), source.read(other, p)) for p in parts)
 
 
+_TRIED = 16  # missing names that are looked for with a prefix
 _PREFIXES = {
     "module.": ", as DistributedDataParallel and DeepSpeed save them",
     "_orig_mod.": ", as torch.compile saves them",
 }
 
 
-def prefix_hint(wanted: Iterable[Sequence[str]], stored: Collection[str]) -> str:
-    """What to do about a prefix that all missing tensors have in the file; empty if there is none.
+def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
+    """What to do about a prefix that all tensors have in the file; empty if there is none.
 
-    `wanted` are the names that a checkpoint may have for each missing tensor; `stored` are those
-    of what nothing asked for.
+    `missing` are names that a checkpoint should have; `stored` those of what nothing asked for.
     """
-    wanted, names = list(wanted), set(stored)
-    ends = [f".{name}" for name in wanted[0]] if wanted else []
-    found = (s[: len(s) - len(end) + 1] for s in stored for end in ends if s.endswith(end))
-    for prefix in found:
-        if all(any(prefix + name in names for name in each) for each in wanted):
-            by = _PREFIXES.get(prefix, "")
-            return (
-                f" The names in the file begin with {prefix!r}{by}: save it again without, such as "
-                f"{{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}."
-            )
+    for name in islice(missing, _TRIED):
+        for prefix in (s[: -len(name)] for s in stored if s.endswith(f".{name}")):
+            if all(other.startswith(prefix) for other in stored):
+                by = _PREFIXES.get(prefix, "")
+                return (
+                    f" The names in the file begin with {prefix!r}{by}: save it again without, by "
+                    f"{{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}."
+                )
     return ""
 
 
@@ -284,7 +283,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         if names
     ]
     if problems:
-        hint = prefix_hint(map(table.candidates, missing), extra)
+        hint = prefix_hint((c for name in missing for c in table.candidates(name)), extra)
         raise CheckpointError(
             f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
             f"{hint}"

@@ -166,7 +166,7 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
         for name, found, expected in sorted(info["mismatched_keys"])
     ]
     problems = {"missing": sorted(info["missing_keys"]), "misshaped": misshaped}
-    hint = prefix_hint([[name] for name in info["missing_keys"]], info["unexpected_keys"])
+    hint = prefix_hint(problems["missing"], info["unexpected_keys"])
     _refuse(module, source, problems, hint)
     new = {slot.name: slot for slot in slots(filled)}
     unset = [s.name for s in new.values() if not s.in_state and _is_unset(s.tensor)]
@@ -226,7 +226,7 @@ def _fill_by_name(
     problems = {"missing": missing, "misshaped": misshaped, "of another dtype": mistyped}
     problems |= {"tied in the module, but different": torn}
     left = sorted(stored - wanted.keys())
-    hint = prefix_hint([[name] for name in missing], left)
+    hint = prefix_hint(missing, left)
     _refuse(module, source, {**problems, "left over": left}, hint)
     for names in _ties(wanted):
         value = values[names[0]]
