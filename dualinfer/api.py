@@ -158,6 +158,7 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
     source = found.open_source()
+    notes.extend(source.notes)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
@@ -241,6 +242,7 @@ def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> 
 
     def describe() -> tuple[InferenceConfig, TensorSource | None]:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+        notes.extend(source.notes if source else ())
         return _with_dtype(settings, notes, _stored_dtypes(model, source)), source
 
     settings, source = agree(

@@ -1,39 +1,73 @@
 """Sources of named tensors: a HF folder (safetensors or .bin) or a live module."""
 
 import os
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import TensorFile, check_inside, read_json
-from .errors import BackendNotAvailableError, CheckpointError, CheckpointNotFoundError
+from .checkpoint_files import StoredFile, TensorFile, check_inside, read_json, shown
+from .errors import CheckpointError, CheckpointNotFoundError
 from .sharded_checkpoint import INDEX, ShardedSource
-from .weights import TensorSource
+from .torch_files import open_torch_file
+from .weights import TensorSource, listing
 
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-_WRAPPERS = ("module", "model", "state_dict")
+_ADAPTER = "adapter_config.json"
+_ADAPTER_PREFIX = "base_model.model."  # of peft's names
+# Of several, transformers takes the first (modeling_utils._get_resolved_checkpoint_files).
+_FORMS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
-class SafetensorsSource:
-    """Tensors of one or several safetensors files; a read copies what is asked for, and no more."""
+class FilesSource:
+    """Tensors of one or several files; a read copies what is asked for, and no more.
 
-    def __init__(self, folder: Path, files: Iterable[str], description: str = ""):
-        self.description = description or str(folder)
-        self._files: dict[str, TensorFile] = {}
-        for file in map(TensorFile, [folder / name for name in files]):
-            self._files |= dict.fromkeys(file.names(), file)
+    `index` says, by name, in which of `files` a tensor lies, if an index does. Raises
+    CheckpointError for a name that two files hold, or that is not where the index says.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, StoredFile],
+        description: str,
+        index: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ):
+        self.description, self.notes = description, tuple(notes)
+        self._files: dict[str, StoredFile] = {}
+        twice = []
+        for file in files.values():
+            for name in file.names():
+                if name in self._files:
+                    twice.append(f"{name} ({self._files[name].path.name}, {file.path.name})")
+                self._files[name] = file
+        index = index or {}
+        astray = [n for n, file in index.items() if self._files.get(n) is not files[file]]
+        problems = {"tensors held by two files": twice}
+        problems["tensors that are not in the file that the index names"] = [
+            f"{name} ({shown(index[name])})" for name in astray
+        ]
+        found = [f"{what} {len(n)}: {listing(n)}" for what, n in problems.items() if n]
+        if found:
+            raise CheckpointError(
+                f"The files of {description} contradict each other: {'; '.join(found)}. Were they "
+                "copied from two checkpoints? Fetch or save them again."
+            )
 
     def names(self) -> Iterable[str]:
         """Names as stored."""
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape from the file's header."""
+        """Shape as the file says."""
         return self._files[name].shape(name)
 
     def dtype(self, name: str) -> str:
-        """NumPy's name of the stored dtype; safetensors' own where NumPy has none."""
+        """NumPy's name of the stored dtype; the file's own where NumPy has none."""
         return self._files[name].dtype(name)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
@@ -42,7 +76,9 @@ class SafetensorsSource:
 
 
 class TorchSource:
-    """Torch tensors by name: a live module's state, or `.bin` files. Read without a copy."""
+    """Torch tensors by name: a live module's state. Read without a copy."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, tensors: Mapping[str, Any], description: str):
         self._tensors = tensors
@@ -88,38 +124,50 @@ def open_module(module: Any) -> TorchSource:
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder; it must exist and hold config.json."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        kind = "is a file" if folder.is_file() else "does not exist"
+    folder = Path(os.path.expanduser(path))
+    if not os.path.isdir(folder):
+        kind = "is a file" if os.path.isfile(folder) else "does not exist"
         raise CheckpointNotFoundError(
-            f"{str(path)!r} {kind}; expected the folder of a HF checkpoint. dualinfer downloads "
-            "nothing: fetch a model first, for instance with huggingface_hub.snapshot_download()."
+            f"{shown(repr(str(path)))} {kind}; expected the folder of a HF checkpoint. dualinfer "
+            "downloads nothing: fetch a model first, for instance with "
+            "huggingface_hub.snapshot_download()."
         )
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
+        if os.path.isfile(folder / _ADAPTER):
+            raise _adapter_error(folder, f"{folder} holds no model, but", "pass the model's folder")
         raise CheckpointNotFoundError(f"{folder} holds no config.json, so it is no HF checkpoint.")
     return folder
 
 
 def open_checkpoint(folder: Path) -> TensorSource:
-    """The weights of a HF folder: safetensors first, then `.bin`, single file or with an index.
+    """The weights of a HF folder, those that transformers takes where there are several.
 
-    A folder that `save_mp_checkpoint_path` wrote is one as well. `.bin` files need torch and are
-    read with `weights_only=True`.
+    These are safetensors, then `.bin`, and of both a single file before an index. A folder that
+    `save_mp_checkpoint_path` wrote is one as well, if it holds no other. `.bin` files need torch
+    and are read with `weights_only=True`. Raises CheckpointError for a folder with an adapter,
+    which transformers would load too.
     """
-    if (folder / INDEX).is_file():
+    if os.path.isfile(folder / _ADAPTER):
+        held = f"{folder} holds beside the model, in {_ADAPTER},"
+        raise _adapter_error(folder, held, "remove that file")
+    forms = [form for form in _FORMS if os.path.isfile(folder / form)]
+    if os.path.isfile(folder / INDEX):
+        if forms:
+            raise CheckpointError(
+                f"{folder} holds two checkpoints, {INDEX} and {' and '.join(forms)}. Which one is "
+                "the model? Move the other one elsewhere."
+            )
         return ShardedSource(folder)
-    if (folder / "model.safetensors.index.json").is_file():
-        return SafetensorsSource(folder, _indexed_files(folder, "model.safetensors.index.json"))
-    if (folder / "model.safetensors").is_file():
-        return SafetensorsSource(folder, ["model.safetensors"])
-    if (folder / "pytorch_model.bin.index.json").is_file():
-        return _open_bin(folder, _indexed_files(folder, "pytorch_model.bin.index.json"))
-    if (folder / "pytorch_model.bin").is_file():
-        return _open_bin(folder, ["pytorch_model.bin"])
-    raise CheckpointNotFoundError(
-        f"{folder} holds none of model.safetensors, model.safetensors.index.json, "
-        "pytorch_model.bin and pytorch_model.bin.index.json."
-    )
+    if not forms:
+        raise _no_weights(folder)
+    form, *others = forms
+    notes = [f"{form} was read, as transformers does, not {', '.join(others)}"] if others else []
+    opener = TensorFile if "safetensors" in form else open_torch_file
+    if not form.endswith(".json"):
+        return FilesSource({form: opener(folder / form)}, str(folder), notes=notes)
+    index = _read_index(folder / form)
+    files = {file: opener(folder / file) for file in sorted(set(index.values()))}
+    return FilesSource(files, str(folder), index, notes)
 
 
 def open_weights(path: str | os.PathLike[str]) -> TensorSource:
@@ -128,71 +176,55 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
     A torch file may hold its state dict under "module", "model" or "state_dict". It needs torch and
     is read with `weights_only=True`.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
         return open_checkpoint(file)
-    if not file.exists():
+    said = f"checkpoint={shown(repr(str(path)))}"
+    if not os.path.isfile(file):
         raise CheckpointNotFoundError(
-            f"checkpoint={str(path)!r} does not exist; expected the folder of a HF checkpoint or a "
-            "state-dict file."
+            f"{said} does not exist; expected the folder of a HF checkpoint or a state-dict file."
         )
     if file.suffix == ".safetensors":
-        return SafetensorsSource(file.parent, [file.name], str(file))
-    if file.suffix in _TORCH_SUFFIXES:
-        return _open_bin(file.parent, [file.name], str(file))
-    raise CheckpointError(
-        f"checkpoint={str(path)!r} is no checkpoint by its name; expected a folder, .safetensors, "
-        f"{', '.join(_TORCH_SUFFIXES)}."
+        opener = TensorFile
+    elif file.suffix in _TORCH_SUFFIXES:
+        opener = open_torch_file
+    else:
+        raise CheckpointError(
+            f"{said} is no checkpoint by its name; expected a folder, .safetensors, "
+            f"{', '.join(_TORCH_SUFFIXES)}."
+        )
+    source = FilesSource({file.name: opener(file)}, str(file))
+    if all(name.startswith(_ADAPTER_PREFIX) for name in source.names()):
+        raise _adapter_error(file.parent, f"{file} holds no model, but", "leave it out")
+    return source
+
+
+def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
+    """The error of an adapter, with the model that it is made for if that is known."""
+    try:
+        said = read_json(folder / _ADAPTER)
+    except CheckpointError:
+        said = {}
+    kind, base = said.get("peft_type"), said.get("base_model_name_or_path")
+    what = f"{shown(kind)} adapter" if isinstance(kind, str) else "adapter"
+    of = f" for {shown(base)}" if isinstance(base, str) and base else ""
+    return CheckpointError(
+        f"{held} an adapter of peft ({what}{of}). Adapters are not read: load it with peft, merge "
+        f"it with merge_and_unload() and save the result with save_pretrained(); or {instead} to "
+        "run the model without it."
     )
 
 
-def _indexed_files(folder: Path, name: str) -> list[str]:
-    """The files that an index names."""
-    index = folder / name
-    weight_map = read_json(index).get("weight_map")
+def _no_weights(folder: Path) -> CheckpointNotFoundError:
+    kinds = (".safetensors", *_TORCH_SUFFIXES, ".gguf")
+    found = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
+    held = f" It holds {listing(found)}: rename what is the model." if found else ""
+    return CheckpointNotFoundError(f"{folder} holds none of {', '.join(_FORMS)}.{held}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor that an index names."""
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map.")
-    return [check_inside(index, file) for file in sorted(set(weight_map.values()), key=str)]
-
-
-def _open_bin(folder: Path, files: Iterable[str], description: str = "") -> TorchSource:
-    try:
-        import torch
-    except ImportError as error:
-        raise BackendNotAvailableError(
-            f"{folder} holds .bin weights, which only torch can read, and torch is not installed. "
-            "Install `dualinfer[torch]`, or convert the checkpoint to safetensors."
-        ) from error
-    tensors: dict[str, Any] = {}
-    for file in files:
-        path = folder / file
-        if not path.is_file():
-            raise CheckpointNotFoundError(f"{path} is named by the checkpoint, but is not there.")
-        try:
-            mapped = zipfile.is_zipfile(path)  # files of torch < 1.6 cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as error:  # torch raises many kinds for a damaged or unsafe file
-            raise CheckpointError(
-                f"{path} ({path.stat().st_size} bytes) is no state dict that torch reads with "
-                "weights_only=True: it is damaged, or holds other objects than tensors, such as a "
-                f"whole pickled module. Save module.state_dict() instead. ({type(error).__name__})"
-            ) from error
-        if not isinstance(state, dict):
-            raise CheckpointError(
-                f"{path} holds a {type(state).__name__}, expected a dict of tensors."
-            )
-        wrapped = [key for key in _WRAPPERS if isinstance(state.get(key), dict)]
-        if len(wrapped) > 1:
-            raise CheckpointError(
-                f"{path} holds {' and '.join(wrapped)}, each a dict; which one is the model's "
-                "weights? Save that one alone."
-            )
-        inner = state[wrapped[0]] if wrapped else state
-        found = {name: t for name, t in inner.items() if isinstance(t, torch.Tensor)}
-        if not found:
-            held = ", ".join(map(str, list(inner)[:8])) or "nothing"
-            raise CheckpointError(
-                f"{path} holds no tensors by name, but {held}. Save the state dict itself."
-            )
-        tensors |= found
-    return TorchSource(tensors, description or str(folder))
+        raise CheckpointError(f"{path} has no weight_map.")
+    return {name: check_inside(path, file) for name, file in weight_map.items()}

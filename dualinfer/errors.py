@@ -76,10 +76,14 @@ class ClosedError(DualinferError, RuntimeError):
     """The engine was closed; nothing of it is left on the device."""
 
 
+# torch's decorators, such as no_grad, lie between functions of dualinfer.
+_PASSED = (__name__.partition(".")[0], "pydantic", "torch")
+
+
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the nearest line outside of dualinfer, and of pydantic, which calls it back."""
+    """Warn at the nearest line outside of dualinfer, and of what calls it back."""
     frame, level = sys._getframe(), 1
-    while frame.f_back and _package(frame) in (__name__.partition(".")[0], "pydantic"):
+    while frame.f_back and _package(frame) in _PASSED:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
 

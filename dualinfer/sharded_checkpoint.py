@@ -6,7 +6,6 @@ it can be read, whatever the number of devices that read or wrote it.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,12 +13,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from .arrays import numpy_dtype
-from .checkpoint_files import TensorFile, check_inside, read_json
+from .checkpoint_files import TensorFile, check_inside, read_json, shown
 from .errors import CheckpointError
 from .sharding import Shard
 from .weights import LoadPlan
 
 INDEX = "dualinfer.index.json"
+_MOST = 2**62  # elements along an axis, so that sums fit 64 bits
 _FORMAT, _VERSION = "dualinfer-sharded", 1
 
 
@@ -81,12 +81,39 @@ class Tensor:
         for piece in self.pieces:
             if len(piece.box.starts) != len(self.shape) or piece.box.overlap(whole) != piece.box:
                 raise _damaged(where, f"{name} {self.shape} has a piece outside of it, {piece.box}")
-        for one, other in combinations(self.pieces, 2):
-            if one.box.overlap(other.box).size:
-                raise _damaged(where, f"{name} has pieces that overlap: {one.key}, {other.key}")
+            if not piece.box.size:
+                raise _damaged(where, f"{name} has a piece without elements, {piece.key}")
+        twice = _find_overlap([piece.box for piece in self.pieces])
+        if twice is not None:
+            one, other = (self.pieces[i].key for i in twice)
+            raise _damaged(where, f"{name} has pieces that overlap: {one}, {other}")
         held = sum(piece.box.size for piece in self.pieces)
         if held != whole.size:
             raise _damaged(where, f"{name} has pieces of {held} elements, expected {whole.size}")
+
+
+def _find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Two boxes that have elements in common, by their places in the list.
+
+    Along the axis that parts them best, each is compared with those that begin within it.
+    """
+    if len(boxes) < 2:
+        return None
+    starts, stops = (np.array([box[i] for box in boxes], np.int64) for i in (0, 1))
+    if not starts.shape[1]:
+        return 0, 1
+    axis = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
+    order = np.argsort(starts[:, axis], kind="stable")
+    starts, stops = starts[order], stops[order]
+    ends = np.searchsorted(starts[:, axis], stops[:, axis])
+    for i, end in enumerate(ends):
+        if end <= i + 1:
+            continue
+        near = slice(i + 1, end)
+        common = (starts[near] < stops[i]).all(1) & (starts[i] < stops[near]).all(1)
+        if common.any():
+            return int(order[i]), int(order[i + 1 + common.argmax()])
+    return None
 
 
 def _damaged(where: Path, problem: str) -> CheckpointError:
@@ -166,6 +193,8 @@ def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan, dtype: str) -> dic
 class ShardedSource:
     """Tensors of a sharded checkpoint: each read puts together the pieces that it touches."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, folder: Path):
         self.description = str(folder)
         index = folder / INDEX
@@ -238,6 +267,8 @@ def _read_piece(path: Path, said: Mapping[str, Any]) -> Piece:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
-        raise ValueError(f"{values!r} is no list of numbers from 0 on")
+    if not isinstance(values, list) or any(
+        type(n) is not int or not 0 <= n <= _MOST for n in values
+    ):
+        raise ValueError(f"{shown(values)} is no list of numbers from 0 on")
     return tuple(values)

@@ -1,8 +1,9 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any, Protocol
 
@@ -123,6 +124,7 @@ class TensorSource(Protocol):
     """Named tensors of a checkpoint or a module; nothing is read before `read`."""
 
     description: str
+    notes: tuple[str, ...]  # on how it was chosen, for people
 
     def names(self) -> Iterable[str]:
         """Names as stored."""
@@ -187,10 +189,34 @@ def _is_same(source: TensorSource, one: str, other: str) -> bool:
     return all(same_tensor(source.read(one, p), source.read(other, p)) for p in parts)
 
 
+_TRIED = 16  # missing names that are looked for with a prefix
+_PREFIXES = {
+    "module.": ", as DistributedDataParallel and DeepSpeed save them",
+    "_orig_mod.": ", as torch.compile saves them",
+}
+
+
+def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
+    """What to do about a prefix that all tensors have in the file; empty if there is none.
+
+    `missing` are names that a checkpoint should have; `stored` those of what nothing asked for.
+    """
+    for name in islice(missing, _TRIED):
+        for prefix in (s[: -len(name)] for s in stored if s.endswith(f".{name}")):
+            if all(other.startswith(prefix) for other in stored):
+                by = _PREFIXES.get(prefix, "")
+                return (
+                    f" The names in the file begin with {prefix!r}{by}: save it again without, by "
+                    f"{{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}."
+                )
+    return ""
+
+
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def _listing(names: Sequence[str], most: int = 8) -> str:
+def listing(names: Sequence[str], most: int = 8) -> str:
+    """The first few names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -247,7 +273,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
     extra = sorted(set(left_over) - set(unused))
     problems = [
-        f"{what} {len(names)}: {_listing(names)}"
+        f"{what} {len(names)}: {listing(names)}"
         for what, names in (
             ("missing", missing),
             ("misshaped", misshaped),
@@ -257,7 +283,9 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         if names
     ]
     if problems:
+        hint = prefix_hint((c for name in missing for c in table.candidates(name)), extra)
         raise CheckpointError(
             f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
+            f"{hint}"
         )
     return LoadPlan(table, tuple(matched.values()), tuple(unused))

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, ConfigError, LengthError, ModelError
+from dualinfer.checkpoint import open_checkpoint
+from dualinfer.sharded_checkpoint import INDEX
 
 from .models import BACKENDS, CASES, VOCAB, make_model, random_ids
 
@@ -671,9 +673,14 @@ def test_what_is_no_model_is_refused(model, backend):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
 
 
-def test_module_on_the_meta_device_is_refused(backend):
-    with torch.device("meta"):
-        model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+@pytest.mark.parametrize("whole", [True, False])
+def test_module_on_the_meta_device_is_refused(whole, backend):
+    if whole:
+        with torch.device("meta"):
+            model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+    else:
+        model = make_model(CAUSAL)
+        model.model.layers[0].mlp.up_proj.to("meta")
     with pytest.raises(CheckpointError, match="meta device"):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
 
@@ -812,7 +819,7 @@ def test_missing_and_truncated_shards_are_named(tmp_path, hf_model):
 
 
 @pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "..\\x", "C:x", 5]
+    "file", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "..\\x", "C:x"]
 )
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_index_that_points_outside_the_folder_is_refused(file, form, tmp_path, hf_model):
@@ -826,6 +833,83 @@ def test_index_that_points_outside_the_folder_is_refused(file, form, tmp_path, h
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="outside the checkpoint's folder"):
         dualinfer.init_inference(tmp_path / "model")
+
+
+@pytest.mark.parametrize("file", [5, None, [], {}, "", "x" * 5000, "\0", "."])
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_index_entry_that_is_no_file_is_told(file, form, tmp_path):
+    index = tmp_path / f"{form}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match=r"should name a file|is not there") as error:
+        open_checkpoint(tmp_path)
+    assert len(str(error.value)) < 500
+
+
+HOSTILE = {
+    "nested": ("[" * 100_000 + "]" * 100_000, "more than 100 deep"),
+    "nested a little": ("[" * 150 + "]" * 150, "more than 100 deep"),
+    "number of many digits": ("1" * 6000, "is not JSON.*digits"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("config.json", "generation_config.json", "model.safetensors.index.json"),
+        *("pytorch_model.bin.index.json", INDEX),
+    ],
+)
+def test_json_that_no_reader_could_take_is_refused(case, file, tmp_path, folder):
+    text, message = HOSTILE[case]
+    path = folder()
+    if "index" in file:
+        (path / "model.safetensors").unlink()
+    (path / file).write_text(f'{{"a": {text}}}')
+    with pytest.raises(CheckpointError, match=rf"{re.escape(file)} .*{message}"):
+        dualinfer.init_inference(path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"],
+)
+def test_pointer_of_git_lfs_is_told(file, folder):
+    path = folder()
+    (path / "model.safetensors").unlink()
+    oid = "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
+    (path / file).write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 12345\n")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(file)} is a Git LFS pointer.*lfs pull"):
+        dualinfer.init_inference(path)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "\0", "~no-such-user/x"])
+def test_paths_that_no_system_takes_are_not_there(path, hf_model):
+    with pytest.raises(FileNotFoundError, match="does not exist") as error:
+        dualinfer.init_inference(path)
+    assert isinstance(error.value, CheckpointError) and len(str(error.value)) < 500
+    with pytest.raises(CheckpointError, match="does not exist"):
+        dualinfer.init_inference(hf_model(CAUSAL), kernel_inject=True, checkpoint=path)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+def test_prefix_of_all_names_is_told(prefix, folder, hf_model):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    path = folder()
+    change_weights(path, change)
+    message = rf"missing \d+: .*names in the file begin with '{re.escape(prefix)}'"
+    with pytest.raises(CheckpointError, match=message):
+        dualinfer.init_inference(path)
+    if prefix == "module.":
+        with pytest.raises(CheckpointError, match=message):
+            dualinfer.init_inference(hf_model(CAUSAL), checkpoint=path)
+        own = torch.nn.Linear(2, 3)
+        save_file({f"module.{n}": t for n, t in own.state_dict().items()}, path / "own.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            dualinfer.init_inference(own, checkpoint=path / "own.safetensors")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 5}'])

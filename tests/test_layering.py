@@ -37,12 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"arrays", "errors", "spec"},
     "checkpoint_files": {"arrays", "errors"},
     "sharded_checkpoint": {"arrays", "checkpoint_files", "errors", "sharding", "weights"},
-    "checkpoint": {"checkpoint_files", "errors", "sharded_checkpoint", "weights"},
+    "torch_files": {"arrays", "checkpoint_files", "errors"},
+    "checkpoint": {
+        *("checkpoint_files", "errors", "sharded_checkpoint", "torch_files", "weights"),
+    },
     "hf_config": {"checkpoint_files", "errors", "families.*"},
     "hf_module": {"errors"},
     "live": set(),
     "origin": {"agreement", "backends.base", "errors", "live", "spec", "weights"},
-    "loading": {"arrays", "progress", "sharded_checkpoint", "sharding", "weights"},
+    "loading": {"arrays", "errors", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {
         *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
         *("sharding", "spec", "weights"),

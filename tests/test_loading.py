@@ -20,7 +20,7 @@ from dualinfer.arrays import numpy_dtype
 from dualinfer.checkpoint import open_checkpoint
 from dualinfer.checkpoint_files import TensorFile, write_tensors
 from dualinfer.families import describe_model
-from dualinfer.loading import RowReader
+from dualinfer.loading import RowReader, is_finite
 from dualinfer.sharding import make_plan
 from dualinfer.weights import make_load_plan
 
@@ -114,6 +114,22 @@ def test_a_file_that_was_cut_short_is_told(tmp_path):
             TensorFile(tmp_path / "x")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(dtype):
+    kind = numpy_dtype(dtype)
+    most = ml_dtypes.finfo(kind).max
+    for size in (1, 63, 300_000):  # several parts of it
+        values = np.full((size, 1), most, kind)
+        values[::2] = -most
+        assert is_finite(values) and is_finite(values[:0]) and is_finite(values.T[0])
+        for place in (0, size // 2, size - 1):
+            for odd in (np.nan, -np.nan, np.inf, -np.inf):
+                harmed = values.copy()
+                harmed[place] = odd
+                assert not is_finite(harmed)
+    assert is_finite(np.full(9, 255, np.uint8))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("equal", [False, True])
 def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
@@ -135,7 +151,7 @@ def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
                     np.testing.assert_array_equal(array, source.read(name)[read.index])
                     assert array.dtype == np.float32  # of an idle device's empty part as well
     assert rows == [row for row, _ in plan.rows]
-    assert re.fullmatch(r"loaded 0\.\d MB in 0\.\d\d s \(.* [MG]B/s\)", reader.summary())
+    assert re.fullmatch(r"loaded 0\.\d MB in 0\.\d\d s \(.* [MG]B/s\)", reader.notes()[0])
 
 
 def test_what_shards_read_alike_is_read_once(llama):

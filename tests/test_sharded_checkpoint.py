@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import CheckpointError, ConfigError
-from dualinfer.checkpoint import SafetensorsSource, open_checkpoint
-from dualinfer.sharded_checkpoint import INDEX, ShardedSource
+from dualinfer.checkpoint import open_checkpoint
+from dualinfer.checkpoint_files import TensorFile, write_tensors
+from dualinfer.sharded_checkpoint import INDEX, Box, Piece, ShardedSource, Tensor
 
 from .checkpoints import write_byte_tokenizer, write_llama
 from .models import BACKENDS, make_model, random_ids, relative_rms
@@ -289,6 +291,14 @@ DAMAGE = {
     "index cut": (lambda f: os.truncate(f / INDEX, 500), "is not JSON"),
     "piece gone": (edit(lambda i: pieces(i).pop()), r"pieces of \d+ elements, expected"),
     "pieces overlap": (edit(lambda i: pieces(i).append(pieces(i)[0])), "pieces that overlap"),
+    "piece shifted over its neighbour": (
+        edit(lambda i: pieces(i)[1]["offset"].__setitem__(1, pieces(i)[1]["offset"][1] - 1)),
+        "pieces that overlap",
+    ),
+    "pieces without elements": (
+        edit(lambda i: pieces(i).extend([{**pieces(i)[0], "shape": [0, 0]}] * 20_000)),
+        "a piece without elements",
+    ),
     "piece outside": (
         edit(lambda i: pieces(i)[1].update(offset=[0, 90])),
         "has a piece outside of it",
@@ -326,10 +336,45 @@ def test_a_damaged_checkpoint_is_told(written, tmp_path, kind):
         engine(tmp_path / "x")
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_many_pieces_are_checked_in_little_time(shift):
+    """20,000 of a grid; the last one may lie over its neighbour."""
+    boxes = [Box((i, j), (i + 2, j + 2)) for i in range(0, 400, 2) for j in range(0, 200, 2)]
+    boxes[-1] = Box((398 - shift, 198), (400 - shift, 200))
+    tensor = Tensor((400, 200), "float32", tuple(Piece(box, "file", str(box)) for box in boxes))
+    start = time.process_time()
+    if shift:
+        with pytest.raises(CheckpointError, match=r"overlap: .*396, 198.*397, 198"):
+            tensor.check("x", Path(INDEX))
+    else:
+        tensor.check("x", Path(INDEX))
+    assert time.process_time() - start < 3  # pairs would take minutes
+
+
+def test_two_pieces_of_a_single_number_overlap():
+    piece = Piece(Box((), ()), "file", "key")
+    Tensor((), "float32", (piece,)).check("x", Path(INDEX))
+    with pytest.raises(CheckpointError, match="pieces that overlap"):
+        Tensor((), "float32", (piece, piece)).check("x", Path(INDEX))
+
+
+def test_a_file_that_is_gone_before_the_end_is_told(tmp_path, hf_model, monkeypatch):
+    """What another process wrote, on a disk that lost it."""
+
+    def write_one(path, *rest):
+        if "shard-01" not in path.name:
+            write_tensors(path, *rest)
+
+    monkeypatch.setattr("dualinfer.saving.write_tensors", write_one)
+    with pytest.raises(CheckpointError, match=r"shard-01-of-02\.safetensors of another process"):
+        save(hf_model("llama-gqa"), tmp_path / "out", 2, backend="jax")
+    assert os.listdir(tmp_path) == []
+
+
 def test_reading_a_part_touches_only_the_pieces_that_hold_it(written, monkeypatch):
     source = ShardedSource(written)
     source._files.pop("shard-01-of-02.safetensors")
-    whole = SafetensorsSource(written, ["shard-00-of-02.safetensors"])
+    whole = TensorFile(written / "shard-00-of-02.safetensors")
     key = next(n for n in whole.names() if n.startswith("model.embed_tokens.weight["))
     rows = whole.shape(key)[0]
     part = source.read("model.embed_tokens.weight", np.s_[3:rows, 0:84])

@@ -5,7 +5,7 @@ import pytest
 
 from dualinfer import CheckpointError
 from dualinfer.families import describe_model
-from dualinfer.weights import WeightTable, make_load_plan, row
+from dualinfer.weights import WeightTable, make_load_plan, marks_of, row
 
 from .models import ALL, CASES
 
@@ -83,6 +83,33 @@ def test_same_tensor_under_two_of_its_names_is_refused():
     tensors = {"base.a": zeros(2, 3), "a": zeros(2, 3), "base.q": zeros(4), "base.k": zeros(5)}
     with pytest.raises(CheckpointError, match="left over 1: a"):
         make_load_plan(TABLE, Tensors(**tensors))
+
+
+def test_marks_tell_models_apart_that_differ_in_one_row():
+    """The first or the last: embeddings of two tokenizers may differ there alone."""
+    tensors = {"base.a": zeros(2, 3), "base.q": zeros(4), "base.k": zeros(5)}
+    source = Tensors(**tensors)
+    plan = make_load_plan(TABLE, source)
+    for place in ((0, 0), (1, 2)):
+        other = zeros(2, 3)
+        other[place] = 1
+        marks = marks_of(Tensors(**{**tensors, "base.a": other}), plan)
+        pairs = zip(marks, marks_of(source, plan), strict=True)
+        assert not all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_a_tied_head_of_other_rows_is_no_twin():
+    """One with the first rows of the embedding: HF would not tie it, and neither fits."""
+    head = row("head", "out in", ("head", "out in"))
+    table = WeightTable(
+        rows=(row("embed", "out in", ("embed", "out in")),),
+        sizes={"out": 3, "in": 2},
+        tied=((head, "embed"),),
+    )
+    whole = np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert len(make_load_plan(table, Tensors(embed=whole, head=whole)).rows) == 1
+    with pytest.raises(CheckpointError, match=r"head is \(2, 2\), expected \(3, 2\)"):
+        make_load_plan(table, Tensors(embed=whole, head=whole[:2]))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -73,12 +73,12 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
     with without_mesh():
-        model, note = load_model(place, tp_plan, plan, source, dtype)
+        model, notes = load_model(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
         most = spec.most_tokens(config.max_out_tokens)
         runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, most, options)
-    runner.notes += () if note is None else (note,)
+    runner.notes += notes
     return runner
 
 

@@ -194,11 +194,11 @@ class Model(Part):
 
 def load_model(
     place: Place, tp_plan: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
-) -> tuple[Model, str | None]:
+) -> tuple[Model, tuple[str, ...]]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
     A weight is one array over all devices, with their blocks one after another. Beside the model,
-    how much was read, and how fast; None where nothing was.
+    notes for people: how much was read, and how fast.
     """
     model = Model(tp_plan.shards[0].spec, tp_plan.size)
     return model, read_into(model, place, tp_plan, plan, source, dtype)
@@ -212,8 +212,8 @@ def read_into(
     source: TensorSource,
     dtype: Any,
     shown: bool = True,
-) -> str | None:
-    """Put the plan's rows into `model`, in the place of those there; gives `load_model`'s note.
+) -> tuple[str, ...]:
+    """Put the plan's rows into `model`, in the place of those there; gives `load_model`'s notes.
 
     One old array goes for each new one, if nothing else holds it. `shown`: with a progress bar.
     """
@@ -231,7 +231,7 @@ def read_into(
             param = nnx.Param(array.block_until_ready(), axes=row.axes)
             layer, name = row.place
             (model if layer is None else model.layers[layer]).put(name.split("."), param)
-    return reader.summary()
+    return reader.notes()
 
 
 def split_model(model: Model) -> Params:

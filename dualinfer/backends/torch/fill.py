@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...arrays import from_numpy, same_tensor
+from ...arrays import from_numpy, same_tensor, to_numpy
 from ...errors import CheckpointError, DualinferError
-from ...weights import TensorSource
+from ...loading import is_finite, odd_notes
+from ...weights import TensorSource, prefix_hint
 
 _QUANTIZED = ("int8", "uint8", "int32")  # what quantizers pack weights into
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -98,13 +99,14 @@ def fill(module: torch.nn.Module, source: TensorSource, dtype: torch.dtype) -> l
 
     A HF model takes what transformers takes: names of older files, merged weights, buffers that are
     in no file. Another module's names must be the source's, with no exception. Tied tensors stay
-    tied. Raises CheckpointError that names what is missing, left over or misshaped.
+    tied. The caller is warned of parameters that hold NaN or inf. Raises CheckpointError that names
+    what is missing, left over or misshaped.
     """
     _check_dtypes(source, is_hf(module))
-    if is_hf(module):
-        return _fill_hf(module, source, dtype)
-    _fill_by_name(module, source, dtype)
-    return []
+    odd: list[str] = []
+    way = _fill_hf if is_hf(module) else _fill_by_name
+    notes = way(module, source, dtype, odd)
+    return [*notes, *odd_notes(source, odd)]
 
 
 def _check_dtypes(source: TensorSource, floats: bool) -> None:
@@ -133,9 +135,14 @@ def _read(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> 
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype) -> list[str]:
-    """Let transformers fill another model of the same config, and take its tensors over."""
+def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[str]) -> list[str]:
+    """Let transformers fill another model of the same config, and take its tensors over.
+
+    `odd` gets the names of parameters that hold NaN or inf; a buffer may well hold them.
+    """
     state = {name: _read(source, name) for name in source.names()}
+    buffers = {slot.name for slot in slots(module) if slot.kind != "_parameters"}
+    odd += [name for name in state if name not in buffers and not is_finite(to_numpy(state[name]))]
     # What is drawn to initialise it is not taken from the caller's generator.
     with _quiet(), _marked_memory(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
@@ -159,7 +166,8 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype) -> list[str]
         for name, found, expected in sorted(info["mismatched_keys"])
     ]
     problems = {"missing": sorted(info["missing_keys"]), "misshaped": misshaped}
-    _refuse(module, source, problems)
+    hint = prefix_hint(problems["missing"], info["unexpected_keys"])
+    _refuse(module, source, problems, hint)
     new = {slot.name: slot for slot in slots(filled)}
     unset = [s.name for s in new.values() if not s.in_state and _is_unset(s.tensor)]
     if unset:
@@ -183,7 +191,10 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype) -> list[str]
     return [f"tensors of {source.description} without use here, {listing(left)}"] if left else []
 
 
-def _fill_by_name(module: torch.nn.Module, source: TensorSource, dtype: torch.dtype) -> None:
+def _fill_by_name(
+    module: torch.nn.Module, source: TensorSource, dtype: torch.dtype, odd: list[str]
+) -> list[str]:
+    """Each tensor from that of its name, or of a name that it is tied to; `odd` as above."""
     named = {slot.name: slot for slot in slots(module)}
     wanted = module.state_dict(keep_vars=True)
     _check_state(module, named, wanted)
@@ -203,7 +214,10 @@ def _fill_by_name(module: torch.nn.Module, source: TensorSource, dtype: torch.dt
         mistyped += [f"{n} is {source.dtype(n)}, expected {' or '.join(expected)}" for n in odd]
         if wrong or odd:
             continue
-        values[names[0]] = value = _read(source, found[0], dtype)
+        read = _read(source, found[0])
+        if isinstance(own, torch.nn.Parameter) and not is_finite(to_numpy(read)):
+            odd.append(found[0])
+        values[names[0]] = value = read.to(dtype) if read.is_floating_point() else read
         torn += [
             f"{twin} and {found[0]}"
             for twin in found[1:]
@@ -211,13 +225,16 @@ def _fill_by_name(module: torch.nn.Module, source: TensorSource, dtype: torch.dt
         ]
     problems = {"missing": missing, "misshaped": misshaped, "of another dtype": mistyped}
     problems |= {"tied in the module, but different": torn}
-    _refuse(module, source, {**problems, "left over": sorted(stored - wanted.keys())})
+    left = sorted(stored - wanted.keys())
+    hint = prefix_hint(missing, left)
+    _refuse(module, source, {**problems, "left over": left}, hint)
     for names in _ties(wanted):
         value = values[names[0]]
         if isinstance(wanted[names[0]], torch.nn.Parameter):
             value = torch.nn.Parameter(value, wanted[names[0]].requires_grad)
         for name in names:
             named[name].put(value)
+    return []
 
 
 def _check_state(
@@ -249,14 +266,17 @@ def _ties(state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _refuse(
-    module: torch.nn.Module, source: TensorSource, problems: Mapping[str, Sequence[str]]
+    module: torch.nn.Module,
+    source: TensorSource,
+    problems: Mapping[str, Sequence[str]],
+    hint: str,
 ) -> None:
-    """Raise CheckpointError that lists what there is of each kind of problem."""
+    """Raise CheckpointError that lists what there is of each kind of problem, and the hint."""
     found = [f"{kind} {listing(names)}" for kind, names in problems.items() if names]
     if found:
         raise CheckpointError(
             f"The weights of {source.description} do not fit the {type(module).__name__}: "
-            f"{'; '.join(found)}."
+            f"{'; '.join(found)}.{hint}"
         )
 
 

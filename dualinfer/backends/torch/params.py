@@ -17,16 +17,16 @@ Weights = dict[str, Weight]
 class Params(NamedTuple):
     """The weights outside the layers, those of each layer, and constants of the spec, float32.
 
-    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `note` says how much
-    was read, and how fast; None where nothing was. `lent` names the rows that lie in memory of the
-    source, which is never written.
+    `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `notes` are for
+    people: how much was read, and how fast. `lent` names the rows that lie in memory of the source,
+    which is never written.
     """
 
     outer: Weights
     layers: list[Weights]
     frequencies: dict[Rope, torch.Tensor]
     slopes: dict[tuple[float, ...], torch.Tensor]
-    note: str | None = None
+    notes: tuple[str, ...] = ()
     lent: frozenset[str] = frozenset()
 
     def weights(self) -> list[Weight]:
@@ -59,7 +59,7 @@ def load_params(
                 lent.add(row.name)
             layer, name = row.place
             (params.outer if layer is None else params.layers[layer])[name] = Weight(data, row.axes)
-    return params._replace(note=reader.summary(), lent=frozenset(lent))
+    return params._replace(notes=reader.notes(), lent=frozenset(lent))
 
 
 def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorSource) -> Params:
