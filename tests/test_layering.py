@@ -85,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "devices_cli": {
         *("backends", "checkpoint", "checkpoint_files", "config.*", "errors", "families.*"),
-        *("hf_config", "plan_table"),
+        *("hf_config", "launching", "plan_table"),
     },
     "cli": {
         *("api", "backends", "bench.cli", "devices_cli", "embedded", "environment", "errors"),

@@ -4,11 +4,14 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ...config.nested import TensorParallelConfig
 from ...errors import ConfigError, DistributedError
@@ -20,6 +23,7 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 
 T = TypeVar("T")
 
+_starts = 0  # of torch.distributed by dualinfer
 _joined: "weakref.WeakSet[Ranks]" = weakref.WeakSet()  # those that hold groups
 
 
@@ -44,6 +48,7 @@ class Ranks:
         self.host, self.group, self.device, self.timeout = host, group, device, timeout
         self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
+        self._name = "" if host is None else host.group_name
         self._lost = False  # a rank that missed a call would take the next one's values for its
         if host is not None:
             _joined.add(self)
@@ -94,10 +99,46 @@ class Ranks:
         except RuntimeError as error:  # gloo's, and torch.distributed's own
             self._lost = True
             raise DistributedError(
-                f"Rank {self.rank} of {self.size} lost the others: a process ended, or did not "
-                f"come within the timeout: it may have failed or stopped in code of the caller's. "
-                f"Its own output says why. ({_brief(error)})"
+                f"Rank {self.rank} of {self.size} lost the others: {self._why(error)} "
+                f"({_brief(error)})"
             ) from error
+        except BaseException:  # of the others some may have what this one has not
+            self._lost = True
+            raise
+
+    def leave(self, message: bytes, reason: str) -> None:
+        """Go without waiting for the others, and tell them the reason; see `agreement.Peers`.
+
+        They learn it at once, since a group of ours ends with it. A group of the caller's stays,
+        and those that wait in it wait until this process ends.
+        """
+        host, self._lost = self.host, True
+        if self.size == 1 or host is None or not dist.is_initialized():
+            return
+        with suppress(RuntimeError):  # the store may be gone
+            _store().set(self._reason_key(self.members[self.rank]), reason)
+        if host in self._owned:
+            self._owned.remove(host)
+            self.host = None
+            dist.destroy_process_group(host)
+
+    def _why(self, error: RuntimeError) -> str:
+        """What those that are gone have said; after a timeout the store might not answer either."""
+        told = []
+        if "timed out" not in str(error).lower():
+            with suppress(RuntimeError, ValueError):
+                store = _store()
+                for rank, member in enumerate(self.members):
+                    key = self._reason_key(member)
+                    if store.check([key]):
+                        told.append(f"rank {rank} left: {store.get(key).decode()}.")
+        return " ".join(told) or (
+            "a process ended, or did not come within the timeout: it may have failed or stopped "
+            "in code of the caller's. Its own output says why."
+        )
+
+    def _reason_key(self, member: int) -> str:
+        return f"dualinfer/left/{self._name}/{member}"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
@@ -224,6 +265,7 @@ def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
 
 def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
     """torch.distributed, from the environment that torchrun makes."""
+    global _starts
     missing = [name for name in _STARTED if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -231,10 +273,19 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"alone ({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
             f"{degree} SCRIPT` or `torchrun --nproc-per-node {degree} SCRIPT`."
         )
-    _check_world(degree, int(os.environ["WORLD_SIZE"]))
+    rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not (0 <= rank < world and 0 < port < 2**16):
+        raise ConfigError(
+            f"RANK={rank}, WORLD_SIZE={world}, MASTER_PORT={port}: no process of a job has these. "
+            "`dualinfer launch` and torchrun set them; unset them, or start the script with one."
+        )
+    _check_world(degree, world)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        # A launcher's store outlives torch.distributed, and keeps where the processes were before.
+        store = PrefixStore(f"dualinfer/{_starts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         # It names the groups, and stays behind in processes that tried in vain; a later attempt
         # would wait for names that the others do not use. destroy_process_group resets it likewise.
@@ -243,7 +294,19 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"The processes of the job did not come together within {timeout.total_seconds():.0f} "
             f"seconds. Did all {os.environ['WORLD_SIZE']} start? ({_first_line(error)})"
         ) from error
+    _starts += 1
     atexit.register(_stop)
+
+
+def _number(name: str) -> int:
+    """An environment variable that a launcher sets to a number."""
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={os.environ[name]!r} in the environment; expected a number, as `dualinfer "
+            "launch` and torchrun set it. Unset it, or start the script with one of them."
+        ) from error
 
 
 def forget_graphs_at_exit(runner: Any) -> None:
@@ -306,7 +369,7 @@ def _meet(degree: int, timeout: timedelta) -> None:
     ConfigError where their degrees differ.
     """
     try:
-        _meet_by(dist.distributed_c10d._get_default_store(), degree, timeout)
+        _meet_by(_store(), degree, timeout)
     except RuntimeError as error:
         if isinstance(error, DistributedError):
             raise
@@ -314,6 +377,10 @@ def _meet(degree: int, timeout: timedelta) -> None:
             "The processes of the job cannot find each other: the one of rank 0 is gone. Its own "
             f"output says why. ({_first_line(error)})"
         ) from error
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _meet_by(store: Any, degree: int, timeout: timedelta) -> None:
