@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "memory": set(),
     "private_folder": set(),
+    "launching": {"errors"},
     "embedded": set(),
     "bench.case": set(),  # what a backend says of its ops
     "kernels.*": {"kernels.*"},
