@@ -69,7 +69,7 @@ class GraphError(DualinferError, RuntimeError):
 
 
 class ClosedError(DualinferError, RuntimeError):
-    """The engine was closed; nothing of it is left on the device."""
+    """The engine was closed, or is another process's, from which this one was forked."""
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:

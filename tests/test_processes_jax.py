@@ -28,7 +28,7 @@ TWO = "--xla_force_host_platform_device_count=2"  # the last one counts
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32", "kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
 SAMPLED: dict[str, Any] = GREEDY | {"do_sample": True, "top_k": 0}
-LOOPBACK_6 = "0" * 24 + "01000000"  # ::1 in /proc/net/tcp6
+LOOPBACK_6 = "0" * 16 + "FFFF00000100007F"  # the same in /proc/net/tcp6
 IDS = np.random.default_rng(1).integers(3, VOCAB, (2, 7))
 
 
