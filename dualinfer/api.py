@@ -18,7 +18,7 @@ from .hf_config import read_config, read_generation_config
 from .hf_module import check_parts, class_names
 from .limits import check_config
 from .modules import ModuleEngine
-from .saving import Saved, check_free, save_checkpoint
+from .saving import Saved, check_saving, save_checkpoint
 from .spec import ModelSpec
 from .weights import LoadPlan, TensorSource, make_load_plan, marks_of
 
@@ -165,10 +165,11 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
 def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
     notes: list[str] = []
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
+    folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
 
     def describe() -> _Described:
         if saving:
-            check_free(saving)
+            check_saving(saving, folder)
         return _describe_fused(model, settings, notes)
 
     def alike(made: _Described) -> Any:
@@ -190,7 +191,6 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
 
     engine = _loaded(peers, load, made)
     if saving:
-        folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
         saved = Saved(
             spec, plan, source, settings.dtype or "", found.config, found.generation_config, folder
         )

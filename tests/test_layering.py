@@ -44,8 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading": {"arrays", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {
         *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
-        *("sharding", "spec", "weights"),
+        *("new_folder", "sharding", "spec", "tokenizer_files", "weights"),
     },
+    "new_folder": set(),
+    "tokenizer_files": {"errors"},
     "plan_table": {"arrays", "backends.base", "sharding", "spec", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
     "agreement": {"arrays", "errors"},
