@@ -35,7 +35,7 @@ def run_processes(command: Sequence[str], count: int) -> int:
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     children: list[subprocess.Popen[bytes]] = []
-    store, port = _open_store()
+    store, port = open_store()
     with _signals_to(events):
         try:
             for rank in range(count):
@@ -48,7 +48,7 @@ def run_processes(command: Sequence[str], count: int) -> int:
             del store  # it serves them to their end
 
 
-def _open_store() -> tuple[Any, int]:
+def open_store() -> tuple[Any, int]:
     """The job's store, which listens on the loopback alone, and its port."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -78,16 +78,20 @@ def _start(command: Sequence[str], rank: int, count: int, port: int) -> subproce
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun tells its processes, and interfaces that nobody else reaches.
+    """The caller's, and what tells a process who it is; his own choice of interfaces stands."""
+    return {**loopback_only(), **os.environ, **place_of(rank, count, port)}
 
-    The caller's own choice of interfaces stands.
-    """
+
+def loopback_only() -> dict[str, str]:
+    """Variables by which gloo and NCCL use an interface that no other machine reaches."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in _LOOPBACK if name in names), None)
-    closed = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+
+
+def place_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process, where the store of `open_store` serves the job."""
     return {
-        **closed,
-        **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",

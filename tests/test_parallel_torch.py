@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dualinfer
-from dualinfer import launching
 from dualinfer.errors import DistributedError
 
 from .models import ALL, GENERATING, PAD, make_model, random_ids, relative_rms
@@ -341,11 +340,8 @@ def made_anew_after_the_end():
 
 
 def test_a_store_that_outlives_torch_distributed_serves_engines_made_anew(crew):
-    store, port = launching._open_store()
-    where = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
-    for found in crew.run(made_anew_after_the_end, environment=where):
+    for found in crew.run(made_anew_after_the_end):
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-    del store
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import atexit
 import os
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...config.nested import TensorParallelConfig
 from ...errors import ConfigError, DistributedError
+from .device import number_of
 from .parallel import Ranks, job_store, let_all_go, one
 
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-_starts = 0  # of torch.distributed by dualinfer
 
 
 def degree_of(settings: TensorParallelConfig) -> int:
@@ -73,7 +73,6 @@ def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
 
 def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
     """torch.distributed, from the environment that torchrun makes."""
-    global _starts
     missing = [name for name in _STARTED if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -81,7 +80,7 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"alone ({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
             f"{degree} SCRIPT` or `torchrun --nproc-per-node {degree} SCRIPT`."
         )
-    rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world, port = (number_of(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (0 <= rank < world and 0 < port < 2**16):
         raise ConfigError(
             f"RANK={rank}, WORLD_SIZE={world}, MASTER_PORT={port}: no process of a job has these. "
@@ -92,8 +91,16 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
         # A launcher's store outlives torch.distributed, and keeps where the processes were before.
-        store = PrefixStore(f"dualinfer/{_starts}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        count = store.add(f"dualinfer/starts/{rank}", 1)
+        own = PrefixStore(f"dualinfer/start/{count}", store)
+        try:
+            dist.init_process_group(
+                backend, store=own, rank=rank, world_size=world, timeout=timeout
+            )
+        except BaseException:
+            with suppress(RuntimeError):  # it may be gone
+                store.add(f"dualinfer/starts/{rank}", -1)
+            raise
     except (RuntimeError, ValueError) as error:
         # It names the groups, and stays behind in processes that tried in vain; a later attempt
         # would wait for names that the others do not use. destroy_process_group resets it likewise.
@@ -102,19 +109,7 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"The processes of the job did not come together within {timeout.total_seconds():.0f} "
             f"seconds. Did all {os.environ['WORLD_SIZE']} start? ({_first_line(error)})"
         ) from error
-    _starts += 1
     atexit.register(_stop)
-
-
-def _number(name: str) -> int:
-    """An environment variable that a launcher sets to a number."""
-    try:
-        return int(os.environ[name])
-    except ValueError as error:
-        raise ConfigError(
-            f"{name}={os.environ[name]!r} in the environment; expected a number, as `dualinfer "
-            "launch` and torchrun set it. Unset it, or start the script with one of them."
-        ) from error
 
 
 def forget_graphs_at_exit(runner: Any) -> None:
