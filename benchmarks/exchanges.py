@@ -1,6 +1,6 @@
 """What a sum over GPUs costs inside a CUDA graph: NCCL, torch's one-shot op, and our exchange.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/exchanges.py
+    dualinfer launch --tp 2 benchmarks/exchanges.py
 
 Each graph holds 64 sums of float32 or bfloat16 rows of 4,096 values, each reading the one before;
 the time is that of one, over ten replays in a row, the median of 20 such, the slowest rank's.
@@ -20,7 +20,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from dualinfer.backends.torch.device import rank_device
 from dualinfer.backends.torch.exchange import open_exchange
-from dualinfer.backends.torch.parallel import Split, join
+from dualinfer.backends.torch.joining import join
+from dualinfer.backends.torch.parallel import Split
 from dualinfer.config.nested import TensorParallelConfig
 
 WIDTH, SUMS, ROUNDS, REPLAYS = 4096, 64, 10, 20

@@ -33,6 +33,14 @@ class Peers(Protocol):
         """
         ...
 
+    def leave(self, message: bytes, reason: str) -> None:
+        """Go without the next exchange, of which `message` is this process's part.
+
+        The others get it where messages wait for them, else a DistributedError with the `reason`.
+        Nothing is waited for.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the group."""
         ...
@@ -47,6 +55,9 @@ class Alone:
         """See `Peers`."""
         return [message]
 
+    def leave(self, message: bytes, reason: str) -> None:
+        """Nobody to tell."""
+
     def close(self) -> None:
         """Nothing to leave."""
 
@@ -58,17 +69,19 @@ def agree(
 
     Where it failed here, that error; where it failed elsewhere, a DistributedError that says where
     and how; where `alike` of the results (arrays, numbers, strings, and what holds them) differ, a
-    DistributedError in every process. `what` names the work, for people.
+    DistributedError in every process. `what` names the work, for people; processes that are at
+    works of other names are told so. What ends this process (KeyboardInterrupt, SystemExit) is
+    raised at once, and the others are told.
     """
     if peers.size == 1:
         return work()
     try:
         result = work()
         mark = None if alike is None else fingerprint(alike(result))
-    except Exception as error:
-        peers.exchange(_said({"mark": None, "error": f"{type(error).__name__}: {error}"}))
+    except BaseException as error:
+        _tell(peers, what, error)
         raise
-    found = _heard(peers.exchange(_said({"mark": mark, "error": None})), "mark", "error")
+    found = _heard(peers, what, {"mark": mark, "error": None})
     failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if said["error"]]
     if failed:
         raise DistributedError(f"{what} failed elsewhere. {'; '.join(failed)}")
@@ -83,27 +96,45 @@ def agree(
     return result
 
 
-def share_inputs(peers: Peers, inputs: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
-    """`inputs`, by name, or rank 0's where this process has none but None.
+def _tell(peers: Peers, what: str, error: BaseException) -> None:
+    """Tell the others what failed here; it is this process's user who must see it first."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = _said({"at": what, "mark": None, "error": reason})
+    if not isinstance(error, Exception):  # nobody who presses Ctrl-C waits for the others
+        peers.leave(message, reason)
+        return
+    try:
+        peers.exchange(message)
+    except DistributedError as lost:
+        error.add_note(f"The other processes could not be told. {lost}")
+
+
+def share_inputs(
+    peers: Peers, call: str, inputs: Mapping[str, Any], device: Any = None
+) -> dict[str, Any]:
+    """`inputs` of a `call`, by name, or rank 0's where this process has none but None.
 
     They come as what they are there: lists, or arrays of the same framework and dtype. Torch's that
-    lie on an accelerator go to `device`. Those of a process that has its own are its own.
+    lie on an accelerator go to `device`. Those of a process that has its own are its own. Raises
+    DistributedError where other processes are in another call.
     """
     if peers.size == 1:
         return dict(inputs)
     asks = all(value is None for value in inputs.values())
-    asking = [said["asks"] for said in _heard(peers.exchange(_said({"asks": asks})), "asks")]
+    asking = [said["asks"] for said in _heard(peers, call, {"asks": asks})]
     if asking[0] or not any(asking):
         return dict(inputs)
-    message, error = b"", None
-    if peers.rank == 0:
-        try:
+    message = b""
+    try:
+        if peers.rank == 0:
             message = _packed(inputs)
-        except Exception as raised:
-            error = raised
+    except Exception as error:
+        try:
+            peers.exchange(b"")
+        except DistributedError as lost:
+            error.add_note(f"The other processes could not be told. {lost}")
+        raise
     found = peers.exchange(message)[0]
-    if error is not None:
-        raise error
     if not found:
         raise DistributedError("Rank 0 could not hand over its inputs; its own error says why.")
     if not asks:
@@ -111,9 +142,9 @@ def share_inputs(peers: Peers, inputs: Mapping[str, Any], device: Any = None) ->
     return {**inputs, **{n: _unpacked(v, device) for n, v in json.loads(found).items()}}
 
 
-def settle(peers: Peers, values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Every process's numbers, by name, in the order of ranks."""
-    found = _heard(peers.exchange(_said(values)), *values) if peers.size > 1 else [values]
+def settle(peers: Peers, what: str, values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Every process's numbers, by name, in the order of ranks; `what` as in `agree`."""
+    found = _heard(peers, what, values) if peers.size > 1 else [values]
     return {name: [said[name] for said in found] for name in values}
 
 
@@ -149,20 +180,22 @@ def _said(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content).encode()
 
 
-def _heard(messages: list[bytes], *names: str) -> list[dict[str, Any]]:
-    """What every process said of `names`; DistributedError where one said something else."""
+def _heard(peers: Peers, what: str, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every process said at the work `what`; DistributedError where one is at another."""
     found: list[Any] = []
-    for rank, message in enumerate(messages):
+    for message in peers.exchange(_said({"at": what, **content})):
         try:
             said = json.loads(message)
         except ValueError:
             said = None
-        if not (isinstance(said, dict) and set(said) == set(names)):
-            raise DistributedError(
-                f"Rank {rank} is at another place in its calls than this process: one of them was "
-                "left by an error or made a call that the others did not. Make the engines anew."
-            )
-        found.append(said)
+        found.append(said if isinstance(said, dict) else {})
+    if any(said.get("at") != what or set(said) != {"at", *content} for said in found):
+        where = [f"rank {r}: {said.get('at', 'elsewhere')}" for r, said in enumerate(found)]
+        raise DistributedError(
+            f"The processes that share a model are not in the same call. {'; '.join(where)}. Each "
+            "must make the same calls in the same order; where an error has left one of them "
+            "behind, make the engines anew."
+        )
     return found
 
 

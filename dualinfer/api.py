@@ -20,7 +20,7 @@ from .limits import check_config
 from .live import Watch
 from .modules import ModuleEngine
 from .origin import Origin
-from .saving import Saved, check_free, save_checkpoint
+from .saving import Saved, check_saving, save_checkpoint
 from .spec import ModelSpec
 from .weights import LoadPlan, TensorSource, make_load_plan, marks_of
 
@@ -172,10 +172,11 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
     notes: list[str] = []
     watches: list[Watch] = []
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
+    folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
 
     def describe() -> _Described:
         if saving:
-            check_free(saving)
+            check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
         if isinstance(model, str | os.PathLike):
             return described
@@ -205,7 +206,6 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
 
     engine = _loaded(peers, load, made)
     if saving:
-        folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
         saved = Saved(
             spec, plan, source, settings.dtype or "", found.config, found.generation_config, folder
         )

@@ -1,7 +1,6 @@
 """The commands about many devices: dualinfer plan | launch."""
 
 import os
-import signal
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -18,10 +17,10 @@ from .config import make_config
 from .errors import ConfigError, ModelError
 from .families import check_model_type, check_unquantized, describe_model
 from .hf_config import read_config
+from .launching import run_processes
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
 _FILE_WIDTH = 150
-_HERE = ("--standalone", "--local-addr=127.0.0.1")  # one host, whose name may mean nothing
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -181,33 +180,16 @@ def launch(
         list[str] | None, typer.Argument(help="What the script gets, options too.")
     ] = None,
 ) -> None:
-    """Run a script in processes on this machine that share a model, by torchrun."""
+    """Run a script in processes on this machine that share a model.
+
+    They talk over the loopback alone. Where one fails the others are stopped.
+    """
     check_backend("torch")
     if not script.is_file():
         raise ConfigError(f"{str(script)!r} is no file. Pass the Python script to run.")
     _check_devices(tp)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
-    raise typer.Exit(_run([str(script), *(arguments or [])], tp))
-
-
-def _run(command: list[str], count: int) -> int:
-    """The exit code of torchrun, or of the process that failed first."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
-
-    try:
-        main([*_HERE, f"--nproc-per-node={count}", *command])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        text = f"rank {rank} of {count} ended with {how}, and the others were stopped."
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {text}", highlight=False)
-        return code if code >= 0 else 128 - code
-    except SignalException as error:  # Ctrl-C: torchrun has stopped them all
-        return 128 + error.sigval
-    return 0
+    raise typer.Exit(run_processes([str(script), *(arguments or [])], tp))
 
 
 def _check_devices(count: int) -> None:

@@ -1,5 +1,6 @@
 """InferenceEngine: what every engine has, whatever runs in it: model, times, report, life cycle."""
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,42 @@ from .profiling import Profiler
 from .report import Report
 
 CLOSED = "This engine was closed. Make a new one with init_inference()."
+
+
+class Turns:
+    """The lock by which the calls of several threads take turns.
+
+    It is reentrant: a collected stream may end within any step. Unless `may_fork`, only threads of
+    the process that made it may take it.
+    """
+
+    def __init__(self, may_fork: bool) -> None:
+        self._lock = threading.RLock()
+        self._process = None if may_fork else os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """True in a forked process, which must leave the engine alone."""
+        return self._process not in (None, os.getpid())
+
+    def check(self) -> None:
+        """Raise ClosedError where it is foreign: what runs the model did not come along."""
+        if self.is_foreign:
+            raise ClosedError(
+                f"This engine belongs to process {self._process}, from which this one, "
+                f"{os.getpid()}, was forked; what runs the model did not come along, and a call "
+                "would hang or fail. Start the process by 'spawn' or 'forkserver' "
+                "(multiprocessing.get_context) and make an engine there."
+            )
+
+    def __enter__(self) -> None:
+        """Wait for the turn."""
+        self.check()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        """Give it to the next."""
+        self._lock.release()
 
 
 @dataclass(frozen=True)
@@ -38,16 +75,18 @@ class InferenceEngine:
 
     def __init__(self, runner: Any, about: About) -> None:
         self._runner: Any = runner
+        on_host = str(runner.device).startswith("cpu")
+        self._lock = Turns(may_fork=about.inference_config.backend == "torch" and on_host)
         self._about = about
         self.inference_config = about.inference_config
         self.config = about.config
         self.generation_config = about.generation_config
-        self._lock = threading.RLock()  # reentrant: a collected stream may end within any step
         self._profiler = Profiler(runner.stopwatch)
 
     @property
     def runner(self) -> Any:
-        """The backend's Runner or ModuleRunner; ClosedError after `close()`."""
+        """The backend's Runner or ModuleRunner; ClosedError after `close()`, or where forked."""
+        self._lock.check()
         if self._runner is None:
             raise ClosedError(CLOSED)
         return self._runner
@@ -151,6 +190,8 @@ class InferenceEngine:
 
     def close(self) -> None:
         """Free what the engine holds on the device; it cannot be used afterwards."""
+        if self._lock.is_foreign:  # what it holds is another process's
+            return
         with self._lock:
             if self._runner is None:
                 return

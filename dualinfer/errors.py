@@ -73,7 +73,7 @@ class StaleWeightsError(DualinferError, RuntimeError):
 
 
 class ClosedError(DualinferError, RuntimeError):
-    """The engine was closed; nothing of it is left on the device."""
+    """The engine was closed, or is another process's, from which this one was forked."""
 
 
 # torch's decorators, such as no_grad, lie between functions of dualinfer.

@@ -83,6 +83,7 @@ class FusedEngine(InferenceEngine):
         with self._lock:
             given = share_inputs(
                 peers,
+                "forward()",
                 {
                     "input_ids": input_ids,
                     "attention_mask": attention_mask,
@@ -239,7 +240,7 @@ class FusedEngine(InferenceEngine):
                 "attention_mask": mask,
                 "inputs": kwargs.pop("inputs", None),
             }
-            given = share_inputs(peers, inputs, self.device)
+            given = share_inputs(peers, "generate()", inputs, self.device)
 
             def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
                 self._origin.check()
@@ -263,7 +264,7 @@ class FusedEngine(InferenceEngine):
             )
             wanted = min(chunk, _STOP_CHUNK) if stop else chunk
             drawn = [r.sampling.seed for r in requests]
-            said = settle(peers, {"chunk": wanted, "seeds": drawn})
+            said = settle(peers, "The start of generate()", {"chunk": wanted, "seeds": drawn})
             requests = [
                 replace(r, sampling=replace(r.sampling, seed=own))
                 for r, own in zip(requests, said["seeds"][0], strict=True)

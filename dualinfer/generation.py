@@ -4,12 +4,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .agreement import agree
 from .backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
-from .errors import StepError, UnsupportedError
+from .errors import ClosedError, StepError, UnsupportedError
 from .profiling import Profiler
 
 
@@ -68,7 +69,7 @@ class Loop:
     from process to process.
     """
 
-    def __init__(self, runner: Runner, profiler: Profiler, lock: threading.RLock):
+    def __init__(self, runner: Runner, profiler: Profiler, lock: AbstractContextManager[Any]):
         self._runner = runner
         self._profiler = profiler
         self._lock = lock
@@ -238,4 +239,5 @@ class Generation:
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""
-        self._loop.finish(self._lives)
+        with suppress(ClosedError):  # in a forked process, which has nothing to free
+            self._loop.finish(self._lives)

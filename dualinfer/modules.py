@@ -84,7 +84,7 @@ class ModuleEngine(InferenceEngine):
             return args, kwargs
         named = {str(i): value for i, value in enumerate(args)} | kwargs
         arrays = {n: v for n, v in named.items() if kind_of(v) in ("torch", "jax", "numpy")}
-        named |= share_inputs(peers, arrays, self.device)
+        named |= share_inputs(peers, call, arrays, self.device)
         count = sum(name.isdecimal() for name in named)
         args = tuple(named.pop(str(i)) for i in range(count))
 

@@ -5,12 +5,11 @@ the device holds more than it did; the folder appears when it is whole.
 """
 
 import copy
+import errno
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,14 @@ from .arrays import numpy_dtype, to_numpy
 from .checkpoint_files import write_tensors
 from .config.nested import TensorParallelConfig
 from .errors import CheckpointError, ConfigError
+from .new_folder import NewFolder, write_synced
 from .sharded_checkpoint import INDEX, Cut, cut_pieces, make_index
 from .sharding import make_plan
 from .spec import ModelSpec
+from .tokenizer_files import tokenizer_files
 from .weights import LoadPlan, TensorSource
 
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json"),
-)
+_LONGEST_NAME = 240  # bytes; a folder beside it has some more
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,11 @@ class Saved:
     folder: Any
 
 
-def check_free(path: str) -> None:
-    """Raise ConfigError if something lies at `path` that a checkpoint would be written over."""
+def check_saving(path: str, folder: Any) -> None:
+    """Raise what saving to `path` would: it is not free, or tokenizer files cannot be copied.
+
+    `folder` is where they are taken from, if it is one. Raises ConfigError or CheckpointError.
+    """
     target = _resolved(path)
     if target.is_dir():
         found = sorted(entry.name for entry in target.iterdir())
@@ -64,6 +64,8 @@ def check_free(path: str) -> None:
             )
     elif target.exists():
         raise ConfigError(f"save_mp_checkpoint_path={path!r} is no folder. Pass another path.")
+    for _ in tokenizer_files(folder):
+        pass
 
 
 def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Peers) -> str:
@@ -76,29 +78,26 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     target = _resolved(path)
     tp_plan = make_plan(saved.spec, saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan)
-    private = _make_private(path, target, peers)
-    folder = private / "checkpoint"
+    with ExitStack() as stack:
+        new, folder = _make_new(path, target, peers, stack)
 
-    def write() -> None:
-        with _told(path):
-            for own in cuts[peers.rank :: peers.size]:
-                _write_shard(folder, own, saved)
+        def write() -> None:
+            with _told(path):
+                for own in cuts[peers.rank :: peers.size]:
+                    _write_shard(folder, own, saved)
 
-    def finish() -> None:
-        if peers.rank == 0:
+        def finish() -> None:
+            if new is None:
+                return
             with _told(path):
                 _check_complete(folder, cuts)
                 _write_descriptions(folder, saved)
                 if tp_plan.size > 1:
                     _write_json(folder / INDEX, make_index(cuts, saved.plan, saved.dtype))
-                os.rename(folder, target)
+                new.publish()
 
-    try:
         agree(peers, "Saving", write)
-        agree(peers, "Saving", finish)
-    finally:
-        if peers.rank == 0:
-            shutil.rmtree(private, ignore_errors=True)
+        agree(peers, "The end of saving", finish)
     count = sum(map(bool, cuts))
     return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
 
@@ -111,37 +110,46 @@ def _degree(tp: TensorParallelConfig, peers: Peers) -> int:
 
 
 def _resolved(path: str) -> Path:
-    return Path(os.path.realpath(Path(path).expanduser()))
+    """The path without links; ConfigError where no folder can have it."""
+    try:
+        target = Path(os.path.realpath(Path(path).expanduser()))
+        if len(os.fsencode(target.name)) > _LONGEST_NAME:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        target.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        shown = path if len(path) < 80 else f"{path[:80]}..."
+        raise ConfigError(
+            f"save_mp_checkpoint_path={shown!r} cannot be a folder: {error}. Pass another path."
+        ) from error
+    return target
 
 
-def _make_private(path: str, target: Path, peers: Peers) -> Path:
-    """A folder beside the target, open to nobody else, that all processes see."""
+def _make_new(
+    path: str, target: Path, peers: Peers, stack: ExitStack
+) -> tuple[NewFolder | None, Path]:
+    """What rank 0 made beside the target, and the folder in it that all processes fill."""
 
-    def make() -> str:
+    def make() -> NewFolder | None:
         if peers.rank:
-            return ""
+            return None
         with _told(path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            private = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
-            (Path(private) / "checkpoint").mkdir()
-        return private
+            new = NewFolder(target)
+        stack.callback(new.close)
+        return new
 
-    private = Path(os.fsdecode(peers.exchange(os.fsencode(agree(peers, "Saving", make)))[0]))
+    new = agree(peers, "The start of saving", make)
+    message = b"" if new is None else os.fsencode(new.content)
+    folder = Path(os.fsdecode(peers.exchange(message)[0]))
 
     def see() -> None:
-        if not (private / "checkpoint").is_dir():
+        if not folder.is_dir():
             raise CheckpointError(
                 f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
                 "wrote there. Pass a folder of a file system that all processes share."
             )
 
-    try:
-        agree(peers, "Saving", see)
-    except BaseException:
-        if peers.rank == 0:
-            shutil.rmtree(private, ignore_errors=True)
-        raise
-    return private
+    agree(peers, "The folder of saving", see)
+    return new, folder
 
 
 @contextmanager
@@ -186,14 +194,9 @@ def _write_descriptions(folder: Path, saved: Saved) -> None:
     if saved.spec.can_generate and saved.generation_config is not None:
         text = saved.generation_config.to_json_string()
         _write_json(folder / "generation_config.json", json.loads(text))
-    given = Path(saved.folder).expanduser() if saved.folder else None
-    for name in _TOKENIZER:
-        if given is not None and (given / name).is_file():
-            shutil.copyfile(given / name, folder / name)
+    for file in tokenizer_files(saved.folder):
+        write_synced(folder / file.name, file.content, file.mode)
 
 
 def _write_json(path: Path, content: Any) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(path, json.dumps(content, indent=1).encode())

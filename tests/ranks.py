@@ -1,7 +1,7 @@
 """Several real processes for tests: each a rank of a torch.distributed job over gloo on the CPU.
 
 A crew's processes live through a test run, since importing torch and transformers takes seconds;
-each task starts a job of its own in them, from the environment that torchrun would make.
+each task starts a job of its own in them, as `dualinfer launch` does: they listen on the loopback.
 """
 
 import faulthandler
@@ -13,6 +13,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+from dualinfer import launching
 
 ROOT = Path(__file__).parents[1]
 MOST = 4
@@ -48,16 +50,12 @@ class Crew:
         for _, pipe in workers[:world]:  # no job's timeout shall include a start
             pipe.send(None)
             assert pipe.poll(_PATIENCE) and pipe.recv() == "ready"
-        port = free_port()
+        store, port = launching.open_store()
         ranks = [r for r in range(world) if alive is None or r in alive]
         for rank in ranks:
             variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                **launching.loopback_only(),
+                **launching.place_of(rank, world, port),
                 **(environment or {}),
             }
             task = function.__module__, function.__qualname__, args, variables
@@ -75,6 +73,7 @@ class Crew:
                 process.join()
                 done, value = False, ("Gone", f"{error} (exit code {process.exitcode})")
             (results if done else errors)[rank] = value
+        del store
         if any(kind == "Gone" for kind, _ in errors.values()):
             _end(workers)
         if errors:
@@ -93,6 +92,23 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def listeners(pid="self"):
+    """The addresses, as hex, of the TCP sockets on which a process of this machine listens."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            own.add(os.readlink(entry))
+        except OSError:  # the one by which the folder was read
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    return found
 
 
 def _end(workers):

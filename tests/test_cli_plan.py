@@ -1,4 +1,4 @@
-"""dualinfer plan: the table and its figures; dualinfer launch: real processes by torchrun."""
+"""dualinfer plan: the table and its figures; dualinfer launch: real processes."""
 
 import json
 import os
@@ -162,10 +162,13 @@ def test_plan_needs_a_folder(run, tmp_path):
     assert result.exit_code == 1 and "does not exist" in result.stderr
 
 
+LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp; of tcp6 nothing is wanted
+
 GENERATE = """
-import os, sys
+import json, os, sys
 import torch
 import dualinfer
+from tests.ranks import listeners
 from dualinfer import embedded
 from dualinfer.text import load_tokenizer
 
@@ -178,12 +181,24 @@ with dualinfer.init_inference(embedded.path(), dtype="fp32", tensor_parallel=par
     ids = engine.generate(prompt, max_new_tokens=12, do_sample=False)
     if os.environ["RANK"] == "0":
         print(tokenizer.decode(ids[0]))
+    sockets = {"own": listeners(), "launcher": listeners(os.getppid())}
+    print(json.dumps(sockets), file=sys.stderr, flush=True)
+    if os.environ["RANK"] == "0":
+        store = torch.distributed.distributed_c10d._get_default_store().underlying_store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        kept = [store.get(key) for key in store.list_keys()]
+        assert kept and not [value for value in kept if value[:1] == b"\\x80"], kept
 """
 
 DYING = """
 import os, sys, time
 if os.environ["RANK"] == "1":
     sys.exit(7)
+if os.environ["RANK"] == "2":  # it fails by what happened there, and may say so
+    time.sleep(0.3)
+    print("rank 1 is gone", file=sys.stderr)
+    os.kill(os.getpid(), 9)
 time.sleep(60)
 """
 
@@ -205,20 +220,26 @@ def launch(tmp_path, text, *arguments, tp=2):
     return subprocess.Popen([*command, *arguments], env=environment, **pipes)
 
 
-def test_launch_runs_one_model_in_two_processes(run, tmp_path):
+def test_launch_runs_one_model_in_two_processes_that_listen_on_the_loopback_alone(run, tmp_path):
     process = launch(tmp_path, GENERATE, "--seed", "3", "--", "--tp")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    said = [json.loads(line) for line in err.splitlines() if line.startswith('{"own"')]
+    assert len(said) == 2, err
+    for sockets in said:
+        assert sockets["own"] and set(sockets["own"]) == {LOOPBACK}  # gloo's
+        assert sockets["launcher"] == [LOOPBACK]  # the store
     alone = run("generate", "import os\nimport ", "--max-new-tokens", 12, "--dtype", "fp32")
     assert out == alone.stdout
 
 
 def test_a_process_that_dies_ends_the_job_with_its_rank_and_code(tmp_path):
     start = time.monotonic()
-    process = launch(tmp_path, DYING)
+    process = launch(tmp_path, DYING, tp=3)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 7
-    assert "error: rank 1 of 2 ended with exit code 7, and the others were stopped." in err
+    assert "rank 1 is gone" in err
+    assert "error: rank 1 of 3 ended with exit code 7, rank 2 with SIGKILL, and the others" in err
     assert time.monotonic() - start < 30
     assert "Traceback" not in err
 

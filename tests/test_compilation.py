@@ -263,12 +263,13 @@ def test_the_users_own_settings_stand(tmp_path):
         ("dualinfer", 0o777, "can be written by others (mode 777"),
         ("dualinfer/jax", 0o720, "can be written by others (mode 720"),
         ("dualinfer/jax", 0o755, "is open to others (mode 755"),
+        ("", 0o777, "where others can put another in its place (mode 777"),
     ],
-    ids=["the cache", "its part", "its part can be read"],
+    ids=["the cache", "its part", "its part can be read", "what holds it"],
 )
 def test_a_folder_that_is_not_private_is_refused(tmp_path, which, mode, why):
     folder = tmp_path / which
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(mode)
     said, warned = kept(tmp_path, XDG_CACHE_HOME=str(tmp_path))
     assert said == ["changed:", "folder: None", "result: 6.0", "hits: 0"]

@@ -1,8 +1,12 @@
 """What every engine has: module, model times, life cycle, threads; in both modes and backends."""
 
 import gc
+import multiprocessing
+import os
+import signal
 import threading
 import time
+import warnings
 import weakref
 
 import jax
@@ -330,3 +334,89 @@ def test_callers_state_stays_as_it_was(backend, hf_model):
     assert torch.backends.cuda.matmul.fp32_precision == precision
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def in_a_forked_process(work):
+    """What `work` returns in a child of this process; None if it hangs there."""
+    ours, theirs = multiprocessing.Pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and JAX warn of forks
+        child = os.fork()
+    if child == 0:
+        try:
+            theirs.send(work())
+        except BaseException as error:
+            theirs.send([repr(error)])
+        finally:
+            os._exit(0)
+    answer = ours.recv() if ours.poll(30) else None
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return answer
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_forked_process_is_told_that_a_jax_engine_is_its_parents(hf_model):
+    module, x = make_module("jax")
+    fused, own = (
+        dualinfer.init_inference(model, backend="jax", dtype="fp32")
+        for model in (hf_model(CAUSAL), module)
+    )
+    ids = random_ids(2, 5)
+    expected, params, stream = fused(ids).logits, fused.params, fused.stream(ids, max_new_tokens=4)
+    next(stream)
+    calls = {
+        "forward": lambda: fused(ids),
+        "generate": lambda: fused.generate(ids, max_new_tokens=2),
+        "stream": lambda: fused.stream(ids, max_new_tokens=2),
+        "next": lambda: next(stream),
+        "apply": lambda: fused.apply(params, ids),
+        "compile": fused.compile,
+        "report": fused.report,
+        "times": fused.model_times,
+        "module": lambda: own(x),
+        "module report": own.report,
+    }
+    quiet = {"close": fused.close, "leave": stream.close, "repr": lambda: repr(fused)}
+    new = {"new": lambda: dualinfer.init_inference(hf_model(CAUSAL), backend="jax")}
+    held, done = threading.Event(), threading.Event()
+
+    def hold():  # as a call that is under way in another thread, whose lock nobody gives back
+        with fused._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        said = in_a_forked_process(
+            lambda: {name: error_of(call) for name, call in (calls | quiet | new).items()}
+        )
+    finally:
+        done.set()
+        thread.join()
+    assert said is not None, "it hangs"
+    for name in calls:
+        assert said[name].startswith("ClosedError: This engine belongs to process "), name
+        assert f"process {os.getpid()}, " in said[name] and "'spawn'" in said[name], name
+    assert {said[name] for name in quiet} == {"no error"}
+    assert said["new"].startswith("UnsupportedError: Process ") and "'spawn'" in said["new"]
+    np.testing.assert_array_equal(fused(ids).logits, expected)  # the parent's works on
+    assert len(next(stream)) == 2
+    fused.close()
+    own.close()
+
+
+def test_a_forked_process_uses_a_torch_engine_on_the_cpu(hf_model):
+    module, x = make_module("torch")
+    with dualinfer.init_inference(module, dtype="fp32") as engine:
+        expected = engine(x).tolist()
+        assert in_a_forked_process(lambda: engine(x).tolist()) == expected

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "memory": set(),
     "private_folder": set(),
+    "launching": {"errors"},
     "embedded": set(),
     "bench.case": set(),  # what a backend says of its ops
     "kernels.*": {"kernels.*"},
@@ -48,8 +49,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading": {"arrays", "errors", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {
         *("agreement", "arrays", "checkpoint_files", "config.*", "errors", "sharded_checkpoint"),
-        *("sharding", "spec", "weights"),
+        *("new_folder", "sharding", "spec", "tokenizer_files", "weights"),
     },
+    "new_folder": set(),
+    "tokenizer_files": {"errors"},
     "plan_table": {"arrays", "backends.base", "sharding", "spec", "weights"},
     "families.*": {"errors", "families.*", "spec", "weights"},
     "agreement": {"arrays", "errors"},
@@ -101,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "devices_cli": {
         *("backends", "checkpoint", "checkpoint_files", "config.*", "errors", "families.*"),
-        *("hf_config", "plan_table"),
+        *("hf_config", "launching", "plan_table"),
     },
     "cli": {
         *("api", "backends", "bench.cli", "devices_cli", "embedded", "environment", "errors"),

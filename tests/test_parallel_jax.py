@@ -5,8 +5,10 @@ The devices are virtual ones of the CPU, which conftest.py asks XLA for.
 
 import functools
 import gc
+import json
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,17 @@ import dualinfer  # noqa: E402
 from dualinfer import api  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
-from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax import ahead, cache  # noqa: E402
 from dualinfer.backends.jax.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
 from dualinfer.checkpoint import open_checkpoint  # noqa: E402
-from dualinfer.errors import ArgumentError, ClosedError, ConfigError, UnsupportedError  # noqa: E402
+from dualinfer.errors import (  # noqa: E402
+    ArgumentError,
+    ClosedError,
+    ConfigError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from dualinfer.kernels.pallas import linear  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
@@ -337,6 +345,10 @@ def test_apply_runs_within_jit_on_all_devices(engines):
     apply = jax.jit(lambda params, ids: engine.apply(params, ids).logits)
     found = apply(engine.params, ids)
     assert relative_rms(found, expected) < 1e-5 and len(found.devices()) == 2
+    outside = ids.copy()
+    outside[0, 1], outside[1, 3] = VOCAB + 5, -3  # which are clipped, as nothing can be raised
+    clipped = apply(engine.params, np.clip(outside, 0, VOCAB - 1))
+    np.testing.assert_array_equal(apply(engine.params, outside), clipped)
     rows = jax.jit(jax.vmap(lambda row: engine.apply(engine.params, row).logits[0]))(ids)
     assert relative_rms(rows, expected) < 1e-5
     with pytest.raises(ArgumentError, match=r"qkv\.weight"):
@@ -380,6 +392,44 @@ def test_a_mesh_of_the_callers_and_its_other_axes(llama, engines):
     with make(llama, tensor_parallel=copies) as engine:
         assert isinstance(engine.runner._place, ManyDevices)
         assert relative_rms(engine(ids).logits, expected) < 1e-5
+
+
+def test_the_axis_of_a_mesh_is_found_by_its_name(llama, engines):
+    """Wherever it stands: here each share lies on two devices beside each other."""
+    mesh = jax.make_mesh((2, 2), ("tp", "data"))
+    with make(llama, tensor_parallel={"mesh": mesh}) as engine:
+        ids = random_ids(2, 5)
+        assert relative_rms(engine(ids).logits, engines("llama-gqa", 1)(ids).logits) < 1e-5
+        shards = engine.params["layers"][0]["qkv"]["weight"].addressable_shards
+        held = {shard.device.id: np.asarray(shard.data) for shard in shards}
+    (first, second), (third, fourth) = [[held[d.id] for d in row] for row in mesh.devices]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(third, fourth)
+    assert not np.array_equal(first, third)
+
+
+@pytest.mark.parametrize(("platform", "free"), [("cpu", 100), ("gpu", 400)])
+def test_devices_of_a_host_share_its_memory(monkeypatch, platform, free):
+    devices = [SimpleNamespace(platform=platform, free=n) for n in (400, 900, 700, 500)]
+    monkeypatch.setattr(cache, "free_bytes", lambda device: device.free)
+    place: Any = SimpleNamespace(devices=devices, device=devices[0])
+    assert cache.least_free_bytes(place) == free
+
+
+@pytest.mark.parametrize("others", [10, None, 1000])
+def test_a_cache_must_have_room_in_every_process(monkeypatch, others):
+    class Two:
+        rank, size, copy = 0, 2, 0
+
+        def exchange(self, message):
+            return [message, json.dumps(json.loads(message) | {"free": others}).encode()]
+
+    monkeypatch.setattr(cache, "least_free_bytes", lambda place: 300)
+    place, peers = SimpleNamespace(name="cpu:0"), Two()
+    least = 10 if others == 10 else 300
+    cache.check_room(least, 2, 16, place, peers)  # pyright: ignore
+    with pytest.raises(OutOfMemoryError, match=rf"\b{least:,} "):
+        cache.check_room(least + 1, 2, 16, place, peers)  # pyright: ignore
 
 
 def test_devices_that_cannot_be_are_refused(llama):

@@ -3,6 +3,7 @@
 import functools
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -272,6 +273,86 @@ def test_what_fails_in_one_rank_is_told_in_all(crew):
     assert first.startswith("ArgumentError: ")
     assert second.startswith("DistributedError: The arguments of generate() failed elsewhere. rank")
     assert "ArgumentError" in second
+
+
+def calls_that_differ():
+    rank = int(os.environ["RANK"])
+    ids, found = torch.from_numpy(random_ids(2, 5)), []
+    for fields in ({"replace_with_kernel_inject": True}, {}):
+        with dualinfer.init_inference(
+            make_model("llama-gqa"),
+            dtype="fp32",
+            tensor_parallel={"tp_size": 2, "timeout": 20},
+            **fields,
+        ) as engine:
+            with pytest.raises(DistributedError) as caught:
+                engine.generate(ids, **GREEDY) if rank else engine(ids)
+            engine(ids)  # and works on
+            found.append(str(caught.value))
+    return found
+
+
+def test_calls_that_differ_are_told_by_their_names(crew):
+    for messages in crew.run(calls_that_differ):
+        for message in messages:
+            assert "not in the same call. rank 0: forward(); rank 1: generate()." in message
+
+
+def interrupts_one():
+    rank = int(os.environ["RANK"])
+    from dualinfer import fused
+
+    engine, original = _engine("llama-gqa", 2), fused.make_forward_inputs
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    if rank == 1:
+        fused.make_forward_inputs = interrupted
+    try:
+        engine(torch.tensor([[5, 6, 7]]))
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    finally:
+        fused.make_forward_inputs = original
+        engine.close()
+    return None
+
+
+def test_an_interrupt_of_one_rank_is_told_at_once(crew):
+    (told, message, seconds), (own, _, _) = crew.run(interrupts_one)
+    assert (told, own) == ("DistributedError", "KeyboardInterrupt")
+    assert "lost the others: rank 1 left: KeyboardInterrupt." in message
+    assert seconds < 30  # and not the timeout, 150
+
+
+def made_anew_after_the_end():
+    """Engines of one job before and after torch.distributed was shut down, by one store."""
+    import torch.distributed as dist
+
+    found = []
+    for _ in range(3):
+        with _engine("gpt2", 2) as engine:
+            found.append(engine(torch.tensor([[5, 6, 7]])).logits.numpy())
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_store_that_outlives_torch_distributed_serves_engines_made_anew(crew):
+    for found in crew.run(made_anew_after_the_end):
+        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "x"), ("RANK", "2"), ("MASTER_PORT", "70000")]
+)
+def test_an_environment_that_no_launcher_makes_is_refused(monkeypatch, name, value):
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for known, usual in (job | {name: value}).items():
+        monkeypatch.setenv(known, usual)
+    with pytest.raises(dualinfer.ConfigError, match=f"{name}='?{value}"):
+        _engine("gpt2", 2)
 
 
 def inputs_of_rank_0():

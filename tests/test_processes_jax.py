@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from .checkpoints import write_llama
-from .ranks import free_port
+from .ranks import free_port, listeners
 
 jax = pytest.importorskip("jax")
 flax = pytest.importorskip("flax")
@@ -28,6 +28,7 @@ TWO = "--xla_force_host_platform_device_count=2"  # the last one counts
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32", "kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
 SAMPLED: dict[str, Any] = GREEDY | {"do_sample": True, "top_k": 0}
+LOOPBACK_6 = "0" * 16 + "FFFF00000100007F"  # the same in /proc/net/tcp6
 IDS = np.random.default_rng(1).integers(3, VOCAB, (2, 7))
 
 
@@ -75,7 +76,26 @@ def scene_a_device_of_each(me: int, folder: str) -> Any:
 def scene_all_devices(me: int, folder: str) -> Any:
     with make(folder, tp_size=4) as engine:
         streamed = list(engine.stream(IDS[:1], **GREEDY))
-        return answers(engine, me, GREEDY) | {"streamed": streamed}
+        said = {"streamed": streamed, "interrupted": interrupted(engine, me)}
+        return answers(engine, me, GREEDY) | said | {"listens on": listeners()}
+
+
+def interrupted(engine: Any, me: int) -> str:
+    """What forward raises where process 1 is interrupted while it prepares the inputs."""
+    from dualinfer import fused
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    original = fused.make_forward_inputs
+    try:
+        if me == 1:
+            fused.make_forward_inputs = interrupt
+        return error_of(lambda: engine(IDS))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    finally:
+        fused.make_forward_inputs = original
 
 
 def answers(engine: Any, me: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +149,8 @@ SCENES = {name: scene for name, scene in globals().items() if name.startswith("s
 
 def work(me: int, port: str, folder: str) -> None:
     """One process: every scene, and what it gave as a line of JSON."""
-    jax.distributed.initialize(f"127.0.0.1:{port}", WORLD, me)
+    here = f"127.0.0.1:{port}"
+    jax.distributed.initialize(here, WORLD, me, coordinator_bind_address=here)
     for name, scene in SCENES.items():
         print(json.dumps([name, scene(me, folder)]), flush=True)
     os._exit(0)  # the other one is gone, so that jax.distributed cannot be shut down in order
@@ -211,6 +232,18 @@ def test_different_calls_are_refused_in_both(said):
             message = found[f"{call} of others"]
             assert message.startswith("DistributedError") and what in message
             assert "rank 1 from rank 0" in message
+
+
+def test_an_interrupt_of_one_process_is_told_and_leaves_the_engine_to_both(said):
+    told, own = (process["all_devices"]["interrupted"] for process in said)  # answers came after
+    assert own == "KeyboardInterrupt"
+    assert told.startswith("DistributedError") and "rank 1: KeyboardInterrupt" in told
+
+
+def test_processes_of_one_host_listen_on_the_loopback_alone(said):
+    """As docs/many-devices.md says to start them."""
+    first, second = (set(process["all_devices"]["listens on"]) for process in said)
+    assert "0100007F" in first and first | second <= {"0100007F", LOOPBACK_6}
 
 
 def test_as_few_devices_as_a_process_has_are_its_own(said, alone):

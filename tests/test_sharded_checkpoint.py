@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,10 +17,11 @@ import torch
 import transformers as hf
 
 import dualinfer
-from dualinfer import CheckpointError, ConfigError
+from dualinfer import CheckpointError, ConfigError, new_folder
 from dualinfer.checkpoint import open_checkpoint
 from dualinfer.checkpoint_files import TensorFile, write_tensors
 from dualinfer.sharded_checkpoint import INDEX, Box, Piece, ShardedSource, Tensor
+from dualinfer.tokenizer_files import tokenizer_files
 
 from .checkpoints import write_byte_tokenizer, write_llama
 from .models import BACKENDS, make_model, random_ids, relative_rms
@@ -245,6 +248,144 @@ def test_of_two_copies_in_a_job_one_is_written(crew, tmp_path, hf_model):
     assert os.listdir(tmp_path) == ["out"]
     theirs = expected_of(hf_model("llama-gqa"), random_ids(2, 9))
     assert relative_rms(output_of(tmp_path / "out"), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("path", ["\0x", "x" * 5000, "x" * 250, "~nobody-of-this-name/x"])
+def test_a_path_that_no_folder_can_have_is_refused_before_anything_runs(hf_model, path):
+    with pytest.raises(ConfigError, match=r"save_mp_checkpoint_path=.* cannot be a folder"):
+        save(hf_model("llama-mqa"), path)
+
+
+# Tokenizer files of a checkpoint that somebody else made
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file outside of the checkpoint, which is JSON as well."""
+    path = tmp_path / "secret.json"
+    path.write_text('{"password": "x"}')
+    return path
+
+
+def test_a_link_out_of_the_checkpoint_is_refused_before_anything_is_written(tmp_path, secret):
+    folder = write_llama(tmp_path / "in", 61)
+    (folder / "tokenizer.json").symlink_to(secret)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*secret\.json"):
+        save(folder, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_links_of_hfs_cache_are_followed_and_rights_stay_as_they_were(tmp_path):
+    hub = tmp_path / "models--a--b"
+    folder = write_llama(hub / "snapshots" / "1f", 61)
+    (hub / "blobs").mkdir()
+    for name, mode in (("config.json", 0o644), ("tokenizer.json", 0o640), ("vocab.txt", 0o666)):
+        blob = hub / "blobs" / name.encode().hex()
+        blob.write_text("{}" if name == "tokenizer.json" else "[PAD]\n[UNK]")
+        if name == "config.json":
+            (folder / name).rename(blob)
+        blob.chmod(mode)
+        (folder / name).symlink_to(f"../../blobs/{blob.name}")
+    before = os.umask(0o022)
+    try:
+        save(folder, tmp_path / "out")
+    finally:
+        os.umask(before)
+    copied = {name: (tmp_path / "out" / name) for name in ("tokenizer.json", "vocab.txt")}
+    assert copied["vocab.txt"].read_text() == "[PAD]\n[UNK]"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in copied.values()]
+    assert modes == [0o640, 0o644]  # narrowed by the umask, never widened
+    assert not any(path.is_symlink() for path in copied.values())
+
+
+def test_what_is_no_tokenizer_file_is_refused_by_name(tmp_path, secret):
+    hub = tmp_path / "hub" / "snapshots" / "1f"
+    hub.mkdir(parents=True)
+    (tmp_path / "hub" / "blobs").mkdir()
+    (tmp_path / "hub" / "blobs" / "onward").symlink_to(secret)
+    (tmp_path / "data").write_bytes(b"\xff\xfe\0")
+
+    def link(name, target):
+        return lambda: (hub / name).symlink_to(target)
+
+    cases = {
+        "onward": (link("tokenizer.json", "../../blobs/onward"), "is a link to"),
+        "up": (link("vocab.json", "../../../secret.json"), "is a link to"),
+        "broken": (link("vocab.txt", "nowhere"), "No such file"),
+        "loop": (link("vocab.txt", "vocab.txt"), "loop|symbolic"),
+        "folder": (lambda: (hub / "merges.txt").mkdir(), "Is a directory|no regular file"),
+        "fifo": (lambda: os.mkfifo(hub / "tokenizer.model"), "no regular file"),
+        "no JSON": (lambda: (hub / "vocab.json").write_text("root:x:0:0"), "Expecting value"),
+        "a list": (lambda: (hub / "vocab.json").write_text("[]"), "no JSON object"),
+        "deep": (lambda: (hub / "vocab.json").write_text("[" * 200_000), "recursion"),
+        "bytes": (lambda: (hub / "vocab.txt").write_bytes(b"\xff\xfe"), "decode"),
+    }
+    for make, message in cases.values():
+        make()
+        with pytest.raises(CheckpointError, match=message):
+            list(tokenizer_files(hub))
+        (path,) = hub.iterdir()
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+# The folder that appears
+
+HOLD = """
+import importlib.util, sys, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("new_folder", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+new = module.NewFolder(Path(sys.argv[2]))
+(new.content / "model.safetensors").write_text("half")
+print(new.path.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_next_save_removes_what_killed_ones_left_and_no_others(tmp_path, hf_model):
+    def hold(name):
+        command = [sys.executable, "-c", HOLD, new_folder.__file__, str(tmp_path / name)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return process, process.stdout.readline().strip()
+
+    (killed, gone), (running, kept), (other, beside) = hold("out"), hold("out"), hold("else")
+    (tmp_path / ".out-12345678").mkdir()  # the user's own
+    try:
+        for process in (killed, other):
+            process.kill()
+            process.wait()
+        assert {gone, kept, beside} <= set(os.listdir(tmp_path))
+        save(hf_model("llama-mqa"), tmp_path / "out")
+        assert set(os.listdir(tmp_path)) == {"out", ".out-12345678", kept, beside}
+    finally:
+        for process in (killed, running, other):
+            process.kill()
+            process.communicate()
+
+
+def test_what_appears_is_on_the_disk_before_and_its_name_after(tmp_path, monkeypatch):
+    done = []
+
+    def synced(descriptor):
+        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def renamed(old, new, rename=os.rename):
+        done.append(("rename", Path(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    folder = write_llama(tmp_path / "in", 61)
+    (folder / "tokenizer.json").write_text("{}")
+    target = tmp_path / "new" / "out"
+    save(folder, target)
+    at = done.index(("rename", target))
+    before = {path.name for what, path in done[:at] if what == "sync"}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "content"} <= before
+    assert ("sync", tmp_path) in done[:at]  # where the parent has its name
+    assert done[at + 1] == ("sync", target.parent)
 
 
 def test_module_mode_refuses(hf_model):

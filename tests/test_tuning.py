@@ -1,5 +1,6 @@
 """The search for kernel configurations, and the user's cache of them on disk."""
 
+import fcntl
 import json
 import os
 import stat
@@ -110,6 +111,8 @@ def spoil(path: Path, how: str) -> None:
         path.chmod(0o666)
     elif how == "writable folder":
         path.parent.chmod(0o777)
+    elif how == "writable parent":
+        path.parents[1].chmod(0o777)
     elif how == "huge":
         os.truncate(path, 1 << 30)
     else:
@@ -126,7 +129,7 @@ def spoil(path: Path, how: str) -> None:
 
 SPOILS = [
     *("cut", "binary", "nested", "list", "flat", "other machine", "value"),
-    *("writable", "writable folder", "huge", "folder", "fifo", "link"),
+    *("writable", "writable folder", "writable parent", "huge", "folder", "fifo", "link"),
 ]
 
 
@@ -148,6 +151,49 @@ def test_what_belongs_to_somebody_else_is_neither_read_nor_written(monkeypatch, 
         assert tuned.load_cache(MACHINE) == {}
     with pytest.warns(UserWarning, match=f"cannot be kept in .*belongs to user {mine}"):
         assert not tuned.save_cache(MACHINE, TABLE)
+
+
+@pytest.mark.parametrize(("mode", "safe"), [(0o777, False), (0o775, False), (0o1777, True)])
+def test_a_folder_that_others_can_replace_is_not_used(folder, mode, safe):
+    folder.parent.chmod(mode)
+    os.chown(folder.parent, -1, 12345 if os.geteuid() == 0 else -1)
+    if safe:
+        assert tuned.save_cache(MACHINE, TABLE)
+        return
+    with pytest.warns(UserWarning, match=r"lies in .*where others can put another in its place"):
+        assert not tuned.save_cache(MACHINE, TABLE)
+    folder.parent.chmod(0o700)
+
+
+def test_a_relative_folder_stays_where_it_was_first_asked_for(monkeypatch, tmp_path):
+    for name in ("first", "second", "gone"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("DUALINFER_CACHE", "relative")
+    monkeypatch.chdir(tmp_path / "first")
+    assert tuned.save_cache(MACHINE, TABLE)
+    monkeypatch.chdir(tmp_path / "second")
+    assert tuned.load_cache(MACHINE) == TABLE
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert tuned.load_cache(MACHINE) == TABLE
+    monkeypatch.setenv("DUALINFER_CACHE", "another")
+    assert tuned.load_cache(MACHINE) == {}
+    with pytest.warns(UserWarning, match="'another' is relative, and the working folder is gone"):
+        assert not tuned.save_cache(MACHINE, TABLE)
+
+
+def test_a_lock_that_is_not_given_back_costs_a_warning(monkeypatch, folder):
+    tuned.save_cache(MACHINE, TABLE)
+    monkeypatch.setattr(tuned, "_PATIENCE", 0.1)
+    with (folder / ".lock").open("r+") as held:
+        assert held.read() == str(os.getpid())  # so that others can say who has it
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.warns(
+            UserWarning, match=rf"\.lock has been held for 0\.1 seconds by process {os.getpid()}"
+        ):
+            assert not tuned.save_cache(MACHINE, table_of(8))
+    assert tuned.load_cache(MACHINE) == TABLE
+    assert tuned.save_cache(MACHINE, table_of(8))
 
 
 def test_folder_that_cannot_be_made_costs_a_warning(folder):

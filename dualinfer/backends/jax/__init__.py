@@ -15,6 +15,7 @@ from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
 from .exchange import open_exchange
+from .forks import check_process
 from .graphs import check_untraced, compiler_options
 from .kernels import KernelOps, runs_kernels, unserved
 from .mesh import ManyDevices, Place, find_place, without_mesh
@@ -30,6 +31,7 @@ from .split_kernels import SplitKernelOps
 
 def default_device() -> jax.Device:
     """JAX's default device, else the first one of this process."""
+    check_process()
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
@@ -51,7 +53,7 @@ def check_dtype(dtype: str) -> None:
 def join(config: InferenceConfig) -> Peers:
     """This process among those that share the model, once its devices are known to suffice.
 
-    The first that an engine asks of JAX; UnsupportedError inside of jax.jit and the like.
+    UnsupportedError inside of jax.jit and the like.
     """
     check_untraced()
     return join_processes(_place(config), config.tensor_parallel.timeout)

@@ -73,7 +73,7 @@ def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers)
 
     All of `peers` must call it: where one has no room, it is raised in all.
     """
-    said = settle(peers, {"free": least_free_bytes(place)})["free"]
+    said = settle(peers, "Making a cache", {"free": least_free_bytes(place)})["free"]
     free = min((n for n in said if n is not None), default=None)
     if free is not None and needed > free:
         raise no_room(slots, tokens, needed, free, place.name)

@@ -56,7 +56,7 @@ def keep_all() -> AbstractContextManager[object]:
     """
     try:
         ours = jax.config.values["jax_compilation_cache_dir"] == str(_folder())
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return nullcontext()
     least = getattr(jax_config, "persistent_cache_min_compile_time_secs", None)
     if not ours or least is None or least.value != _SLOW:

@@ -14,6 +14,7 @@ from jax import lax
 
 from ...errors import DistributedError
 from ...kernels.pallas.exchange import BLOCK, Mailboxes, given_up, sum_ranks
+from .forks import is_forked
 from .graphs import Executables
 from .mesh import ManyDevices, Place
 
@@ -75,6 +76,8 @@ class Exchange:
 
     def close(self) -> None:
         """Free the mailboxes, once no step may write to them any more."""
+        if is_forked():  # they are the parent's
+            return
         if self._last is not None:
             with contextlib.suppress(Exception):  # of a failed step
                 jax.block_until_ready(self._last)

@@ -1,6 +1,7 @@
 """The processes of jax.distributed that share a model, and what they say to each other."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import jax
 from jax._src import distributed  # nothing public waits for a message for a limited time
@@ -44,6 +45,15 @@ class Processes:
             raise DistributedError(self._absent(of, error)) from error
         return found
 
+    def leave(self, message: bytes, reason: str) -> None:
+        """Leave the message where the others find it; see `agreement.Peers`."""
+        client = distributed.global_state.client
+        if client is None:
+            return
+        self._count += 1
+        with suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
+            client.key_value_set_bytes(self._key(self._count, self.rank), message)
+
     def _absent(self, rank: int, error: Exception) -> str:
         reason = str(error).splitlines()[0]
         if rank == self.rank:
@@ -82,7 +92,7 @@ def join(place: Place, timeout: float) -> Peers:
     count = client.key_value_increment(f"dualinfer/engines/{among}/{jax.process_index()}", 1)
     peers = Processes(members, f"dualinfer/engine/{among}/{count}", timeout)
     asked = {"axis": place.axis, "mesh": dict(place.mesh.shape), "devices": place.name}
-    said = settle(peers, {"asked": asked})["asked"]
+    said = settle(peers, "Making an engine", {"asked": asked})["asked"]
     if any(other != asked for other in said):
         listed = "; ".join(f"process {m}: {s}" for m, s in zip(members, said, strict=True))
         raise ConfigError(

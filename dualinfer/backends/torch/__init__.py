@@ -13,9 +13,10 @@ from .adapter import engine_type as engine_type
 from .autotp.plan import Line, describe
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
+from .joining import degree_of, forget_graphs_at_exit
+from .joining import join as join_ranks
 from .modules import create_module_runner as create_module_runner
-from .parallel import Ranks, Split, degree_of, forget_graphs_at_exit
-from .parallel import join as join_ranks
+from .parallel import Ranks, Split
 from .params import load_params
 from .plain import PlainOps
 from .runner import TorchRunner
@@ -42,7 +43,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def join(config: InferenceConfig) -> Ranks:
-    """This process among those that share the model; see `parallel.join`."""
+    """This process among those that share the model; see `joining.join`."""
     degree = degree_of(config.tensor_parallel)
     device = default_device() if degree == 1 else rank_device()
     return join_ranks(config.tensor_parallel, device)

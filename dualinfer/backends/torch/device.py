@@ -55,13 +55,24 @@ def rank_device() -> torch.device:
     """
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         return default_device()
-    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, count = number_of("LOCAL_RANK"), torch.cuda.device_count()
     if local >= count:
         raise ConfigError(
             f"Process {local} of this host has no GPU of its own: there are {count}. Start at most "
             f"{count} processes on it."
         )
     return torch.device("cuda", local)
+
+
+def number_of(name: str) -> int:
+    """An environment variable that a launcher sets to a number; ConfigError where it is none."""
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={os.environ[name]!r} in the environment; expected a number, as `dualinfer "
+            "launch` and torchrun set it. Unset it, or start the script with one of them."
+        ) from error
 
 
 def default_dtype() -> str:

@@ -20,7 +20,8 @@ from .compiling import compile_options, is_optimized
 from .device import default_dtype, device_name
 from .fill import check_values, fill, listing, slots
 from .graphs import CallGraphs, graph_facts
-from .parallel import Ranks, forget_graphs_at_exit
+from .joining import forget_graphs_at_exit
+from .parallel import Ranks
 from .placing import check_room, convert_module
 from .precision import own_precision
 from .profiling import make_stopwatch, module_spans

@@ -1,20 +1,16 @@
-"""The processes that share a model: joining them, what they say to each other, what they sum."""
+"""The processes that share a model: what they say to each other, and what they sum."""
 
-import atexit
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...config.nested import TensorParallelConfig
-from ...errors import ConfigError, DistributedError
+from ...errors import DistributedError
 from ...sharding import Plan
 
-_STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LENGTH, _SHORT = 8, 248  # bytes
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -44,6 +40,7 @@ class Ranks:
         self.host, self.group, self.device, self.timeout = host, group, device, timeout
         self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
+        self._name = "" if host is None else host.group_name
         self._lost = False  # a rank that missed a call would take the next one's values for its
         if host is not None:
             _joined.add(self)
@@ -94,10 +91,46 @@ class Ranks:
         except RuntimeError as error:  # gloo's, and torch.distributed's own
             self._lost = True
             raise DistributedError(
-                f"Rank {self.rank} of {self.size} lost the others: a process ended, or did not "
-                f"come within the timeout: it may have failed or stopped in code of the caller's. "
-                f"Its own output says why. ({_brief(error)})"
+                f"Rank {self.rank} of {self.size} lost the others: {self._why(error)} "
+                f"({_brief(error)})"
             ) from error
+        except BaseException:  # of the others some may have what this one has not
+            self._lost = True
+            raise
+
+    def leave(self, message: bytes, reason: str) -> None:
+        """Go without waiting for the others, and tell them the reason; see `agreement.Peers`.
+
+        They learn it at once, since a group of ours ends with it. A group of the caller's stays,
+        and those that wait in it wait until this process ends.
+        """
+        host, self._lost = self.host, True
+        if self.size == 1 or host is None or not dist.is_initialized():
+            return
+        with suppress(RuntimeError):  # the store may be gone
+            job_store().set(self._reason_key(self.members[self.rank]), reason)
+        if host in self._owned:
+            self._owned.remove(host)
+            self.host = None
+            dist.destroy_process_group(host)
+
+    def _why(self, error: RuntimeError) -> str:
+        """What those that are gone have said; after a timeout the store might not answer either."""
+        told = []
+        if "timed out" not in str(error).lower():
+            with suppress(RuntimeError, ValueError):
+                store = job_store()
+                for rank, member in enumerate(self.members):
+                    key = self._reason_key(member)
+                    if store.check([key]):
+                        told.append(f"rank {rank} left: {store.get(key).decode()}.")
+        return " ".join(told) or (
+            "a process ended, or did not come within the timeout: it may have failed or stopped "
+            "in code of the caller's. Its own output says why."
+        )
+
+    def _reason_key(self, member: int) -> str:
+        return f"dualinfer/left/{self._name}/{member}"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
@@ -171,196 +204,15 @@ def one(device: torch.device) -> Ranks:
     return Ranks((0,), 0, None, None, device)
 
 
-def degree_of(settings: TensorParallelConfig) -> int:
-    """The number of processes that the config asks to share a model.
-
-    Raises ConfigError where its fields say different numbers.
-    """
-    said = {"tensor_parallel.tp_size": settings.tp_size} if settings.tp_size > 1 else {}
-    if settings.mpu is not None:
-        size = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_world_size")
-        said["tensor_parallel.mpu"] = int(size)
-    if settings.tp_group is not None:
-        size = _call("tensor_parallel.tp_group", settings.tp_group, "size")
-        said["tensor_parallel.tp_group"] = int(size)
-    if not settings.enabled:
-        return 1
-    if len(set(said.values())) > 1:
-        listed = ", ".join(f"{name} says {size}" for name, size in said.items())
-        raise ConfigError(f"How many processes share the model? {listed}. Leave out all but one.")
-    return next(iter(said.values()), 1)
-
-
-def _call(name: str, group: Any, method: str) -> Any:
-    found = getattr(group, method, None)
-    if not callable(found):
-        raise ConfigError(f"{name} is a {type(group).__name__}, which has no {method}().")
-    return found()
-
-
-def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
-    """This process's place among those that share the model; every process of the job must call it.
-
-    Groups are made for this engine alone, and given up with it: several engines of different
-    degrees live in one job. Consecutive ranks share a model, `tp_size` at a time, so that a job of
-    8 with tp_size 4 runs two copies; `mpu` or `tp_group` name another set. Starts torch.distributed
-    from torchrun's environment if nobody has. Raises ConfigError or DistributedError.
-    """
-    degree = degree_of(settings)
-    if degree == 1:
-        return one(device)
-    if not dist.is_available():
-        raise ConfigError("tensor_parallel.tp_size: this build of torch has no torch.distributed.")
-    timeout = timedelta(seconds=settings.timeout)
-    if not dist.is_initialized():
-        _start(degree, device, timeout)
-    given = settings.tp_group
-    if given is None and settings.mpu is not None:
-        given = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_group")
-    if given is not None:
-        return _join_given(given, device, timeout)
-    return _join_world(degree, device, timeout)
-
-
-def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
-    """torch.distributed, from the environment that torchrun makes."""
-    missing = [name for name in _STARTED if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"tensor_parallel.tp_size={degree} needs {degree} processes, and this one was started "
-            f"alone ({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
-            f"{degree} SCRIPT` or `torchrun --nproc-per-node {degree} SCRIPT`."
-        )
-    _check_world(degree, int(os.environ["WORLD_SIZE"]))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        dist.init_process_group(backend, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        # It names the groups, and stays behind in processes that tried in vain; a later attempt
-        # would wait for names that the others do not use. destroy_process_group resets it likewise.
-        dist.distributed_c10d._world.group_count = 0
-        raise DistributedError(
-            f"The processes of the job did not come together within {timeout.total_seconds():.0f} "
-            f"seconds. Did all {os.environ['WORLD_SIZE']} start? ({_first_line(error)})"
-        ) from error
-    atexit.register(_stop)
-
-
-def forget_graphs_at_exit(runner: Any) -> None:
-    """Drop the graphs of a runner that is still open when the process ends.
-
-    NCCL waits without end for graphs that have captured its calls. The groups are `_stop`'s.
-    """
-    alive = weakref.ref(runner)
-
-    def forget() -> None:
-        found = alive()
-        if found is not None and found.device.type == "cuda":
-            with torch.cuda.device(found.device):
-                found.forget_graphs()
-
-    atexit.register(forget)
-
-
-def _stop() -> None:
-    """Give up torch.distributed: with gloo's threads alive, two of three exits abort."""
+def let_all_go() -> None:
+    """Have nobody hold a group any longer."""
     for ranks in list(_joined):
         ranks.let_go()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
-def _check_world(degree: int, world: int) -> None:
-    if world % degree:
-        way = f"set tp_size to {world}" if world > 1 else "leave tp_size unset"
-        raise ConfigError(
-            f"tensor_parallel.tp_size={degree}, but {world} process{'es' if world > 1 else ''} "
-            f"run{'' if world > 1 else 's'} in this job. Start {degree} (or a multiple), or {way}."
-        )
-
-
-def _join_world(degree: int, device: torch.device, timeout: timedelta) -> Ranks:
-    """One of the sets of consecutive ranks; all of the world make all groups."""
-    world, me = dist.get_world_size(), dist.get_rank()
-    _check_world(degree, world)
-    _meet(degree, timeout)
-    mine = None
-    for first in range(0, world, degree):
-        members = range(first, first + degree)
-        # Two groups, so that a message never meets a sum of a rank that went another way.
-        host: Any = dist.new_group(members, backend="gloo", timeout=timeout)
-        carrier = "nccl" if device.type == "cuda" else "gloo"
-        group: Any = dist.new_group(members, backend=carrier, timeout=timeout)
-        if me in members:
-            seconds = timeout.total_seconds()
-            mine = Ranks(members, me - first, host, group, device, seconds, [host, group])
-            mine.copy = me // degree
-    assert mine is not None
-    return mine
-
-
-def _meet(degree: int, timeout: timedelta) -> None:
-    """Wait until every process of the job is here, making its engine of the same number.
-
-    Making a group would wait without end. Raises DistributedError that names who is missing, and
-    ConfigError where their degrees differ.
-    """
-    try:
-        _meet_by(dist.distributed_c10d._get_default_store(), degree, timeout)
-    except RuntimeError as error:
-        if isinstance(error, DistributedError):
-            raise
-        raise DistributedError(
-            "The processes of the job cannot find each other: the one of rank 0 is gone. Its own "
-            f"output says why. ({_first_line(error)})"
-        ) from error
-
-
-def _meet_by(store: Any, degree: int, timeout: timedelta) -> None:
-    """The same by the store that rank 0 holds for all."""
-    me = dist.get_rank()
-    count = store.add(f"dualinfer/{me}", 1)
-    keys = [f"dualinfer/{count}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[me], str(degree))
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        store.delete_key(keys[me])
-        store.add(f"dualinfer/{me}", -1)
-        raise DistributedError(
-            f"Rank {me} waited {timeout.total_seconds():.0f} seconds for rank {', '.join(missing)} "
-            "to make this engine. Every process of the job must call init_inference() for the same "
-            "engines, in the same order."
-        ) from error
-    degrees = [int(store.get(key)) for key in keys]
-    if len(set(degrees)) > 1:
-        listed = ", ".join(f"rank {r}: {d}" for r, d in enumerate(degrees))
-        raise ConfigError(
-            f"tensor_parallel.tp_size differs between the processes of the job: {listed}. Every "
-            "process must make the same engines, in the same order."
-        )
-
-
-def _join_given(given: Any, device: torch.device, timeout: timedelta) -> Ranks:
-    """The caller's own group; messages go through it, too."""
-    me, members = dist.get_rank(), dist.get_process_group_ranks(given)
-    if me not in members:
-        raise ConfigError(
-            f"tensor_parallel.tp_group holds the ranks {members}, and this is rank {me}. Pass each "
-            "process the group that it belongs to."
-        )
-    carries = dist.get_backend_config(given)  # such as cpu:gloo,cuda:nccl
-    if device.type == "cuda" and "cuda:nccl" not in carries:
-        raise ConfigError(
-            f"tensor_parallel.tp_group carries {carries}, and the model runs on {device}, whose "
-            "sums go through NCCL. Make the group with backend='nccl' or 'cpu:gloo,cuda:nccl'."
-        )
-    return Ranks(members, members.index(me), given, given, device, timeout.total_seconds())
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+def job_store() -> Any:
+    """The store that all of a job's processes reach."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _brief(error: BaseException) -> str:

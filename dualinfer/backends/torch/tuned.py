@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,11 +25,12 @@ import triton
 from ...errors import warn_caller
 from ...kernels.triton import tuning
 from ...kernels.triton.tuning import Configurations, Table
-from ...private_folder import cache_folder, check_owner, make_private
+from ...private_folder import cache_folder, check_owner, check_parents, make_private
 from .device import device_name
 
 HERE = "tuned on this machine"
 _MOST_BYTES = 16 << 20
+_PATIENCE, _PAUSE = 10.0, 0.02  # seconds, for the lock
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def load_configurations(device: torch.device) -> Configurations:
 def load_cache(machine: Machine) -> Table:
     """What was measured on `machine`: empty, with one warning, if the file cannot be trusted."""
     try:
-        path = cache_folder() / machine.file_name
-    except RuntimeError:
+        path = cache_folder().resolve() / machine.file_name
+    except (OSError, RuntimeError):
         return {}
     try:
         return _read(path, machine)
@@ -99,7 +101,7 @@ def save_cache(machine: Machine, table: Table) -> bool:
     """Add `table` to the cache; other keys stay in it. False, with a warning, if that fails."""
     folder = None
     try:
-        folder = cache_folder()
+        folder = cache_folder().resolve()  # a link might lead elsewhere later
         make_private(folder)
         with _locked(folder):
             _write(folder / machine.file_name, machine, table)
@@ -118,6 +120,7 @@ def _read(path: Path, machine: Machine) -> Table:
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         check_owner(path.parent.stat(), "its folder")
+        check_parents(path.parent)
         check_owner(status, "it")
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise ValueError("it is no file of ours")
@@ -154,11 +157,37 @@ def _write(path: Path, machine: Machine, table: Table) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time: two that add to a file must not lose each other's."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / ".lock", flags, 0o600)
+    """One process at a time: two that add to a file must not lose each other's.
+
+    TimeoutError where another one has the lock for too long: it may have been stopped.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    path = folder / ".lock"
+    descriptor = os.open(path, flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # given back when the descriptor is closed
+        deadline = time.monotonic() + _PATIENCE
+        while not _locks(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{path} has been held for {_PATIENCE:g} seconds by {_holder(descriptor)}"
+                )
+            time.sleep(_PAUSE)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # gives the lock back
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(descriptor: int) -> str:
+    """Who has the lock, as it wrote there itself."""
+    said = os.pread(descriptor, 20, 0)
+    return f"process {int(said)}" if said.isdigit() else "another process"

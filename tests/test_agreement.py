@@ -1,0 +1,135 @@
+"""What processes say to each other: here threads of this process, which is enough to disagree."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dualinfer.agreement import agree, fingerprint, settle, share_inputs
+from dualinfer.errors import ArgumentError, DistributedError
+
+
+class Thread:
+    """One of two peers; each waits for the other for a moment."""
+
+    size, copy = 2, 0
+
+    def __init__(self, rank, messages, said, heard):
+        self.rank, self._messages = rank, messages
+        self._said, self._heard = said, heard  # where both wait
+        self.left = []
+
+    def exchange(self, message):
+        self._messages[self.rank] = message
+        try:
+            self._said.wait()
+            found = list(self._messages)
+            self._heard.wait()
+        except threading.BrokenBarrierError as error:
+            raise DistributedError("the other one is gone") from error
+        return found
+
+    def leave(self, message, reason):
+        self.left.append(reason)
+        self.go()
+
+    def go(self):
+        self._said.abort()
+
+
+def both(*works):
+    """What each of two peers makes of its own work: a result or the error."""
+    shared = [b"", b""], threading.Barrier(2, timeout=5), threading.Barrier(2, timeout=5)
+
+    def outcome(rank):
+        peer = Thread(rank, *shared)
+        try:
+            return works[rank % len(works)](peer)
+        except BaseException as error:
+            error.left = peer.left
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(outcome, range(2)))
+
+
+def fails(kind):
+    def work():
+        raise kind("no such folder")
+
+    return work
+
+
+def test_the_others_are_told_what_failed_here():
+    here, there = both(
+        lambda peers: agree(peers, "The models", fails(KeyError)),
+        lambda peers: agree(peers, "The models", lambda: 3),
+    )
+    assert isinstance(here, KeyError) and isinstance(there, DistributedError)
+    assert "The models failed elsewhere. rank 0: KeyError: 'no such folder'" in str(there)
+
+
+def gone_after(count):
+    """A peer that takes part in so many exchanges, with inputs of its own to ask for, and goes."""
+
+    def work(peers):
+        for _ in range(count):
+            peers.exchange(b'{"at": "generate()", "asks": true}')
+        peers.go()
+
+    return work
+
+
+def test_the_own_error_is_raised_where_the_others_are_gone_as_well():
+    def agreeing(peers):
+        return agree(peers, "The models", fails(ArgumentError))
+
+    def handing(peers):  # asks who has inputs before it hands out its own
+        return share_inputs(peers, "generate()", {"input_ids": object()})
+
+    for call, others in ((agreeing, gone_after(0)), (handing, gone_after(1))):
+        here, _ = both(call, others)
+        assert isinstance(here, ArgumentError)
+        assert "could not be told. the other one is gone" in here.__notes__[0]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_is_raised_at_once_and_told(kind):
+    here, there = both(
+        lambda peers: agree(peers, "The inputs", fails(kind)),
+        lambda peers: agree(peers, "The inputs", lambda: 3),
+    )
+    assert type(here) is kind and here.left == [f"{kind.__name__}: no such folder"]
+    assert isinstance(there, DistributedError)
+
+
+def test_calls_of_other_names_are_told_by_their_names():
+    found = both(
+        lambda peers: share_inputs(peers, "forward()", {"input_ids": [[1]]}),
+        lambda peers: share_inputs(peers, "generate()", {"input_ids": [[1]]}),
+    )
+    for error in found:
+        assert isinstance(error, DistributedError)
+        assert "not in the same call. rank 0: forward(); rank 1: generate()." in str(error)
+    for error in both(
+        lambda peers: settle(peers, "A cache", {"free": 3}),
+        lambda peers: peers.exchange(b"\x80 no JSON") and None,
+    )[:1]:
+        assert "rank 0: A cache; rank 1: elsewhere." in str(error)
+
+
+def test_numbers_come_back_in_the_order_of_ranks():
+    def call(peers):
+        return settle(peers, "A cache", {"free": 10 + peers.rank})
+
+    assert both(call) == [{"free": [10, 11]}] * 2
+
+
+def test_arrays_of_the_same_bytes_and_other_shapes_or_dtypes_differ():
+    array = np.arange(12, dtype=np.int32)
+    arrays = [array.reshape(2, 6), array.reshape(3, 4), array, array.view(np.float32)]
+    assert len({fingerprint(x) for x in arrays}) == len(arrays)
+    assert fingerprint(array.reshape(2, 6)) == fingerprint(array.reshape(2, 6).copy())
+    found = both(lambda peers: agree(peers, "The ids", lambda: arrays[peers.rank], lambda x: x))
+    assert all("The ids differ: rank 1 from rank 0" in str(error) for error in found)
