@@ -496,16 +496,18 @@ def test_adapters_are_refused_and_merged_ones_are_run(backend):
 
 
 def test_wrappers_of_a_model_are_refused_with_the_way_to_it():
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = make_model(CAUSAL)
-    odd = make_model(CAUSAL)
+    model, odd = make_model(CAUSAL), make_model(CAUSAL)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to take it away
+        warnings.simplefilter("ignore")  # torch means to take some of them away
+        compiled = torch.compile(model)
+        spread = torch.nn.DataParallel(model)
         odd.model.layers[0].self_attn.q_proj = torch.ao.nn.quantized.dynamic.Linear(84, 84)
+        prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        prompted = peft.get_peft_model(make_model(CAUSAL), prompts)
     for wrapped, message in (
-        (torch.compile(model), r"torch\.compile\(\) made of a Llama.*model\._orig_mod"),
-        (torch.nn.DataParallel(model), r"DataParallel wraps a LlamaForCausalLM.*model\.module"),
-        (_with_adapter(prompts), "PeftModelForCausalLM adds to its inputs"),
+        (compiled, r"torch\.compile\(\) made of a Llama.*model\._orig_mod"),
+        (spread, r"DataParallel wraps a LlamaForCausalLM.*model\.module"),
+        (prompted, "PeftModelForCausalLM adds to its inputs"),
         (odd, r"q_proj of this .* is torch\.ao\.nn\.quantized.*\.Linear, and torch\.nn\.modules"),
     ):
         with pytest.raises(dualinfer.ModelError, match=message):
