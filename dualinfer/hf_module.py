@@ -60,7 +60,7 @@ def check_parts(module: Any, other_way: str) -> None:
     kind = type(module).__name__
     for name, part in module.named_modules():
         what = f"{name} of this" if name else "This"
-        if "forward" in vars(part):
+        if "forward" in vars(part) and not _is_own_method(part, vars(part)["forward"]):
             _check_forward(part, f"{what} {kind}", other_way)
     _check_attention(module, other_way)
     expected = _made_by_config(module)
@@ -102,13 +102,18 @@ def _check_forward(part: Any, what: str, other_way: str) -> None:
             f"{other_way}"
         )
     set_on = getattr(vars(part)["forward"], "func", None)  # accelerate's is a partial
-    old = getattr(vars(part).get("_old_forward"), "__func__", None)
-    is_hook = getattr(set_on, "__module__", None) == _ACCELERATE and old is type(part).forward
-    if not (hooks and is_hook):
+    is_hook = hooks and getattr(set_on, "__module__", None) == _ACCELERATE
+    if not (is_hook and _is_own_method(part, vars(part).get("_old_forward"))):
         raise ModelError(
             f"{what} has a forward of its own set on it, which fused mode would not run. Remove "
             f"it. {other_way}"
         )
+
+
+def _is_own_method(part: Any, forward: Any) -> bool:
+    """True for the forward of the part's class: accelerate leaves it there with its last hook."""
+    own = getattr(forward, "__self__", None) is part
+    return own and getattr(forward, "__func__", None) is type(part).forward
 
 
 def _chained(hook: Any) -> list[Any]:

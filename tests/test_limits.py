@@ -1,10 +1,13 @@
 """init_inference: what it takes, and what it refuses before anything is loaded."""
 
 import importlib.util
+import re
 import warnings
 from functools import partial
 
+import accelerate
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -386,6 +389,131 @@ def _own_attention():
     return "own-of-tests"
 
 
+class _Double(accelerate.hooks.ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+class _Placed(accelerate.hooks.AlignDevicesHook):
+    pass
+
+
+def _hooked(*hooks):
+    model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+    for hook in hooks:
+        accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, hook, append=True)
+    return model
+
+
+def test_only_hooks_of_accelerate_that_place_are_passed_over():
+    place = accelerate.hooks.AlignDevicesHook
+    check_parts(_hooked(place()), "")
+    check_parts(_hooked(place(), place(), place()), "")
+    for hooks in ((_Double(),), (place(), _Double()), (_Placed(),)):
+        with pytest.raises(
+            dualinfer.ModelError, match=r"layers\.0\.mlp .* a hook .*test_limits\._"
+        ):
+            check_parts(_hooked(*hooks), "")
+    model = _hooked(place())
+    model.model.layers[0].mlp.forward = lambda x: x
+    with pytest.raises(dualinfer.ModelError, match="a forward of its own"):
+        check_parts(model, "")
+    model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
+    model.model.layers[0].mlp.forward = lambda x: x
+    accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, place())
+    with pytest.raises(dualinfer.ModelError, match="a forward of its own"):
+        check_parts(model, "")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_accelerate_keeps_elsewhere_are_named(backend):
+    model = make_model(CAUSAL)
+    ids = torch.from_numpy(random_ids(2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
+    with pytest.raises(dualinfer.CheckpointError, match=r"accelerate keeps .*remove_hook_from"):
+        dualinfer.init_inference(model, **how)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    with dualinfer.init_inference(model, **how) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
+def _everywhere(hook):
+    return torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("register", "where"),
+    [
+        (lambda m, f: m.model.norm.register_forward_hook(f), r"model\.norm"),
+        (lambda m, f: m.register_forward_pre_hook(f, with_kwargs=True), "LlamaForCausalLM"),
+        (lambda m, f: _everywhere(f), "every module"),
+    ],
+    ids=["hook", "pre-hook", "global"],
+)
+def test_hooks_that_do_not_run_are_warned_of(backend, register, where):
+    model = make_model(CAUSAL)
+    with torch.no_grad():  # transformers sets hooks of its own, which change nothing
+        model(torch.from_numpy(random_ids(2, 7)), output_hidden_states=True)
+    how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(model, **how) as engine:
+        assert not any("hooks" in note for note in engine.report().notes)
+    handle = register(model, lambda *args: None)
+    try:
+        with pytest.warns(UserWarning, match=f"does not run: those of {where}") as warned:
+            engine = dualinfer.init_inference(model, **how)
+    finally:
+        handle.remove()
+    assert warned[0].filename == __file__
+    assert any(re.search(f"hooks.*{where}", note) for note in engine.report().notes)
+    engine.close()
+
+
+def _with_adapter(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
+        return peft.get_peft_model(make_model(CAUSAL), config)
+
+
+_LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapters_are_refused_and_merged_ones_are_run(backend):
+    model, ids = _with_adapter(peft.LoraConfig(**_LORA)).eval(), torch.from_numpy(random_ids(2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+    how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
+    layer = r"q_proj of this .* is a peft\.tuners\.lora\.layer\.Linear.*merge_and_unload\(\)"
+    for part in (model, model.get_base_model()):
+        with pytest.raises(dualinfer.ModelError, match=layer):
+            dualinfer.init_inference(part, **how)
+    with dualinfer.init_inference(model.merge_and_unload(), **how) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
+def test_wrappers_of_a_model_are_refused_with_the_way_to_it():
+    model, odd = make_model(CAUSAL), make_model(CAUSAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to take some of them away
+        compiled = torch.compile(model)
+        spread = torch.nn.DataParallel(model)
+        odd.model.layers[0].self_attn.q_proj = torch.ao.nn.quantized.dynamic.Linear(84, 84)
+        prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        prompted = peft.get_peft_model(make_model(CAUSAL), prompts)
+    for wrapped, message in (
+        (compiled, r"torch\.compile\(\) made of a Llama.*model\._orig_mod"),
+        (spread, r"DataParallel wraps a LlamaForCausalLM.*model\.module"),
+        (prompted, "PeftModelForCausalLM adds to its inputs"),
+        (odd, r"q_proj of this .* is torch\.ao\.nn\.quantized.*\.Linear, and torch\.nn\.modules"),
+    ):
+        with pytest.raises(dualinfer.ModelError, match=message):
+            dualinfer.init_inference(wrapped, kernel_inject=True, dtype="fp32")
+
+
 def test_an_attention_kernel_of_the_hub_is_hfs():
     kernel = partial(hf.integrations.flash_attention.flash_attention_forward, implementation=None)
     hf.AttentionInterface.register("hub-of-tests", kernel)
@@ -421,7 +549,7 @@ def test_what_a_config_makes_is_taken(name, half):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m, layer: setattr(layer.mlp, "forward", layer.mlp.forward), "forward of its own"),
+        (lambda m, layer: setattr(layer.mlp, "forward", layer.forward), "forward of its own"),
         (lambda m, layer: setattr(layer.self_attn, "__class__", _Attention), "is _Attention"),
         (lambda m, layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()), "act_fn .* is Tanh"),
         (lambda m, layer: setattr(layer.self_attn, "scaling", 0.5), "scaling .* is 0.5"),

@@ -64,7 +64,7 @@ class _FusedWeights(_InferenceModule):
         """UnsupportedError: the weights are given when the engine is made."""
         raise UnsupportedError(
             "A fused engine's weights may be the caller's own, and are not written. Load them into "
-            "the model, then make an engine of it with init_inference()."
+            "the model, then call engine.refresh()."
         )
 
 
