@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint_files": {"arrays", "errors"},
     "sharded_checkpoint": {"arrays", "checkpoint_files", "errors", "sharding", "weights"},
     "checkpoint": {"checkpoint_files", "errors", "sharded_checkpoint", "weights"},
-    "hf_config": {"checkpoint_files", "errors", "families.*"},
+    "hf_config": {"checkpoint_files", "errors", "families.*", "options"},
     "hf_module": {"errors"},
     "loading": {"arrays", "progress", "sharded_checkpoint", "sharding", "weights"},
     "saving": {

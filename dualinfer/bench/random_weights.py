@@ -25,7 +25,9 @@ def make_module(model: Model, dtype: str, device: str) -> Any:
 
     kind = getattr(transformers, model.class_name)
     if model.folder is not None:
-        module = kind.from_pretrained(model.folder, dtype=getattr(torch, dtype))
+        module = kind.from_pretrained(
+            model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+        )
         return module.to(device).eval()
     before = torch.get_default_dtype()
     torch.manual_seed(0)

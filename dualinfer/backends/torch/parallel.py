@@ -231,6 +231,12 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"alone ({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
             f"{degree} SCRIPT` or `torchrun --nproc-per-node {degree} SCRIPT`."
         )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ConfigError(
+                f"The environment has {name}={os.environ[name]!r}, and a number is expected there. "
+                f"Start the script with `dualinfer launch --tp {degree} SCRIPT` or torchrun."
+            )
     _check_world(degree, int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
