@@ -19,6 +19,7 @@ _CODE = {
     *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_MOST_PARTS = 1024
 _MOST_LABELS = 1 << 16  # HF makes a name for each; no family here has a head with labels
 _DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "half", "float", "double"),
@@ -45,6 +46,59 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # transformers' validation raises many kinds
         raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
+
+
+def read_other_config(folder: Path) -> Any:
+    """config.json of a family that fused mode does not know, for a look at its layers.
+
+    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError.
+    """
+    path = folder / "config.json"
+    written = _without_code(read_json(path))
+    from transformers import CONFIG_MAPPING
+
+    model_type = written.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        own = (
+            " Its config is Python code of the checkpoint's own, which dualinfer does not run: if "
+            "you trust it, load the model yourself with trust_remote_code=True and pass it to "
+            "init_inference with backend='torch'."
+        )
+        raise ModelError(
+            f"transformers has no model_type {shown(model_type)}."
+            + (own if written.get("auto_map") else "")
+        )
+    check_counts(written)
+    try:
+        config = CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
+        config._attn_implementation = "eager"
+    except ModelError:
+        raise
+    except Exception as error:  # transformers' validation raises many kinds
+        raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
+    return config
+
+
+def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those that choose code, in the configs inside as well."""
+    return {
+        name: _without_code(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in _CODE
+    }
+
+
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Raise ModelError for more parts than any model has: each would become a module."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_counts(value)
+        counts = any(part in name for part in ("layer", "expert", "block", "depth"))
+        if counts and isinstance(value, int) and value > _MOST_PARTS:
+            raise ModelError(
+                f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
+                f"{_MOST_PARTS} parts of a kind."
+            )
 
 
 def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]:

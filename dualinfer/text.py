@@ -22,9 +22,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     if not has_tokenizer(folder):
         raise CheckpointError(f"{folder} holds no tokenizer.json, tokenizer.model or vocabulary.")
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds
         if "trust_remote_code" in str(error):
             raise CheckpointError(

@@ -30,8 +30,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     mlp = Mlp(ffn, fields.activation("hidden_act"), gated=True)
     parameters = fields.take("rope_parameters")
     rope = make_rope(parameters, head_dim, max_positions)
-    attention = [
-        Attention(
+    windows = _windows(fields, layers)
+    attention = {
+        window: Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -40,8 +41,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             rope=rope,
             qk_norm=norm if kind == "qwen3" else None,
         )
-        for window in _windows(fields, layers)
-    ]
+        for window in set(windows)
+    }
+    blocks = {window: Layer(own, mlp, norm, "pre") for window, own in attention.items()}
     tied = fields.flag("tie_word_embeddings", False)
     has_head = architecture.endswith("ForCausalLM")
     qkv_bias, out_bias, mlp_bias = _biases(fields)
@@ -51,12 +53,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=vocab,
         embed=embed,
-        layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
+        layers=tuple(blocks[window] for window in windows),
         max_positions=reach(parameters, max_positions),
         final_norm=norm,
         head=Head("causal") if has_head else None,
     )
-    q, k, v = attention[0].qkv_sizes
+    q, k, v = attention[windows[0]].qkv_sizes
     head = row("head.weight", "vocab embed", ("lm_head.weight", "vocab embed"))
     rows = [
         row("embed.weight", "vocab embed", ("model.embed_tokens.weight", "vocab embed")),
