@@ -178,6 +178,20 @@ def _make_generation_config(path: Path, written: Mapping[str, Any]) -> Any:
     except ArgumentError as error:
         raise CheckpointError(f"{path} has {error}") from error
     except Exception as error:  # transformers' validation raises many kinds
+        known = {name: value for name, value in fields.items() if name in GENERATION}
+        bad = [f"{n}={shown(v)}" for n, v in known.items() if not _is_valid(n, v)]
+        where = f" ({', '.join(bad)})" if bad else ""
         raise CheckpointError(
-            f"{path} is no valid generation config: {str(error)[:_LONGEST]}"
+            f"{path} is no valid generation config{where}: {str(error)[:_LONGEST]}"
         ) from error
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether transformers takes this field alone."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig(**{name: value})
+    except Exception:
+        return False
+    return True

@@ -54,7 +54,8 @@ def make_rope(
         raise ModelError(
             f"config.json has rope_parameters={shown(parameters)}; expected an object."
         )
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    named = (parameters.get(name) for name in ("rope_type", "type"))
+    kind = next((name for name in named if name is not None), "default")
     if not isinstance(kind, str) or kind not in _KEYS:
         reason = f" ({_REASONS[kind]})" if isinstance(kind, str) and kind in _REASONS else ""
         raise ModelError(
