@@ -184,9 +184,8 @@ def make_options(
     _refuse({k: v for k, v in values.items() if k in asked or k not in idle})
     if greedy and count != 1:
         raise ArgumentError(
-            f"num_return_sequences={count} with do_sample=False "
-            "would return the same text several times. Set do_sample=True, or "
-            "num_return_sequences=1."
+            f"num_return_sequences={count} with do_sample=False would return the same text several "
+            "times. Set do_sample=True, or num_return_sequences=1."
         )
     return GenerationOptions(
         max_new_tokens=_integer(values, "max_new_tokens", 1, None),
