@@ -10,6 +10,7 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, DualinferError, ModelError
+from dualinfer.config import make_config
 from dualinfer.families.fields import GENERATION, INERT
 from dualinfer.hf_config import read_config, read_generation_config
 from dualinfer.options import make_options
@@ -379,6 +380,26 @@ def test_hostile_request_is_refused_at_once(name, backend, engines):
     with pytest.raises(DualinferError, match=name):
         engines[backend].generate(random_ids(2, 4), **options)
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp_size": DIGITS},
+        {"max_out_tokens": DIGITS},
+        {"min_out_tokens": -DIGITS},
+        {"moe": {"ep_size": DIGITS}},
+        {"timeout": 10**400},
+        {"mystery": DIGITS},
+        {"x" * 5000: 1},
+        {"replace_with_kernel_inject": DIGITS},
+    ],
+    ids=lambda fields: next(iter(fields))[:20],
+)
+def test_hostile_value_of_inference_config_is_refused(fields):
+    with pytest.raises(dualinfer.ConfigError) as error:
+        make_config(fields, {})
+    assert len(str(error.value)) < 1500
 
 
 def test_an_eos_beyond_the_vocabulary_never_comes():
