@@ -14,7 +14,7 @@ from .engine import About
 from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from .families import describe_model
 from .fused import FusedEngine
-from .hf_config import read_config, read_generation_config
+from .hf_config import check_sizes, read_config, read_generation_config
 from .hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
 from .limits import check_config
 from .live import Watch
@@ -370,6 +370,7 @@ def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
             raise ConfigError(f"config.model_type={value!r}, but the model is a {values[name]!r}.")
     values |= fields
     model_type = values.pop("model_type")
+    check_sizes(model_type, values)
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers' validation raises many kinds

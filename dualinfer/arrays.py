@@ -7,6 +7,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from .errors import ArgumentError
+
 Kind = Literal["torch", "jax", "numpy", "list"]
 _XLA_ALIGNMENT = 128  # bytes, of what executables take on a GPU; they fail at others
 
@@ -27,10 +29,20 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """`value` as a NumPy array, without a copy where it lies in host memory; bfloat16 included."""
+    """`value` as a NumPy array, without a copy where it lies in host memory; bfloat16 included.
+
+    Raises ArgumentError for a torch tensor that is no plain block of values.
+    """
     if kind_of(value) == "torch":
         import torch
 
+        if value.is_meta or value.is_nested or value.is_quantized or value.layout != torch.strided:
+            kinds = {"on the meta device": value.is_meta, "nested": value.is_nested}
+            kinds |= {"quantized": value.is_quantized, "sparse": True}
+            raise ArgumentError(
+                f"The tensor is {next(kind for kind, found in kinds.items() if found)}, so that it "
+                "holds no plain values. Pass a dense one."
+            )
         host = value.detach().cpu()
         if host.dtype == torch.bfloat16:
             return host.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

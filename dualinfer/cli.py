@@ -23,7 +23,7 @@ from .api import init_inference
 from .bench.cli import app as bench
 from .devices_cli import launch, plan
 from .environment import describe_backend, describe_system
-from .errors import ArgumentError, BackendNotAvailableError, DualinferError
+from .errors import ArgumentError, BackendNotAvailableError, DualinferError, printable
 from .fused import FusedEngine
 from .parity import Parity, compare, first_difference
 from .text import TextStream, has_tokenizer, load_tokenizer
@@ -42,7 +42,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DualinferError as error:
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+            text = Text.assemble(("error:", "bold red"), f" {printable(str(error))}")
+            Console(stderr=True, soft_wrap=True).print(text)
             raise typer.Exit(1) from error
 
 
@@ -234,7 +235,7 @@ def parity(
         ids = _encode(load_tokenizer(folder), prompt)
     with _engines(folder, dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
-    table = Table("", "max error", "relative RMS", title=f"jax against torch, {dtype}")
+    table = Table("", "max error", "relative RMS", title=Text(f"jax against torch, {dtype}"))
     for row in (*result.layers, *([result.logits] if result.logits else [])):
         table.add_row(row.name, f"{row.max_error:.2e}", f"{row.relative_rms:.2e}")
     console.print(table)
@@ -285,7 +286,12 @@ def _row(ids: Any) -> Any:
 
 
 def _encode(tokenizer: Any, prompt: str) -> Any:
-    ids = tokenizer(prompt)["input_ids"]
+    try:
+        ids = tokenizer(prompt)["input_ids"]
+    except Exception as error:  # tokenizers raises many kinds
+        raise ArgumentError(
+            f"The tokenizer does not take the prompt {prompt!r}: {error}"
+        ) from error
     if not ids:
         raise ArgumentError("The prompt is empty; there is nothing to continue.")
     return _row(ids)

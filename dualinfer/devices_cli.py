@@ -9,24 +9,29 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .backends import check_backend, describe_split
 from .checkpoint import check_folder
 from .checkpoint_files import read_json
 from .config import make_config
-from .errors import ConfigError, ModelError
+from .errors import ConfigError, ModelError, printable
 from .families import check_model_type, check_unquantized, describe_model
-from .hf_config import read_config
+from .hf_config import read_config, read_other_config
 from .launching import run_processes
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
 _FILE_WIDTH = 150
+_MOST_DEVICES = 1024  # of a plan; each is counted through
+_LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plan(
     model: Annotated[Path, typer.Argument(help="A folder with a config.json; no weights needed.")],
-    tp: Annotated[int, typer.Option(min=1, help="Devices that share the model.")],
+    tp: Annotated[
+        int, typer.Option(min=1, max=_MOST_DEVICES, help="Devices that share the model.")
+    ],
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; unset: the checkpoint's own.")
     ] = None,
@@ -55,28 +60,30 @@ def plan(
     console.print(_weights_table(found, title))
     console.print(_devices_table(found))
     for line in (*_collectives(found), *(f"note: {note}" for note in found.notes)):
-        console.print(line, highlight=False, soft_wrap=True)
+        _print_plain(console, line)
 
 
 def _plan_module(
     folder: Path, written: Mapping[str, Any], tp: int, backend: str, error: ModelError
 ) -> None:
     """What module mode makes of a model that fused mode does not serve."""
-    names = written.get("architectures") or []
-    if backend != "torch" or not names:
+    names = written.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if backend != "torch" or not isinstance(name, str):
         raise ModelError(
             f"{error} The plan shows fused mode here; with backend='torch', and architectures in "
             "config.json, it shows what module mode makes of the layers."
         ) from error
     check_backend("torch")
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        lines = describe_split(names[0], config, tp)
-    except Exception as reason:  # transformers' validation raises many kinds
-        raise ModelError(f"{error} Module mode does not know it either: {reason}") from reason
-    table = Table(title=f"{names[0]} on {tp} devices in module mode, torch")
+        lines = describe_split(name, read_other_config(folder), tp)
+    except Exception as reason:  # transformers' classes raise many kinds
+        if str(reason) == str(error):
+            raise error from reason
+        raise ModelError(
+            f"{error} Module mode does not know it either: {str(reason)[:_LONGEST]}"
+        ) from reason
+    table = Table(title=_literal(f"{name} on {tp} devices in module mode, torch"))
     for name in ("layer", "count", "class", "becomes", "whole", "on each device", "why"):
         table.add_column(name, overflow="fold")
     for line in lines:
@@ -88,16 +95,16 @@ def _plan_module(
         table.add_row(*map(_literal, cells))
     console = _wide_console()
     console.print(table)
-    console.print(f"note: {error}", highlight=False, soft_wrap=True)
-    console.print(
+    _print_plain(console, f"note: {error}")
+    _print_plain(
+        console,
         "note: a split is tried out when the engine is made, which may leave more whole; "
         "engine.report() says what it came to",
-        highlight=False,
     )
 
 
 def _weights_table(found: PlanTable, title: str) -> Table:
-    table = Table(title=title)
+    table = Table(title=_literal(title))
     for name in ("weight", "axes", "whole", "on each device", "split by"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right")
@@ -161,9 +168,14 @@ def _wide_console() -> Console:
     return Console(width=_FILE_WIDTH)
 
 
-def _literal(text: str) -> str:
+def _literal(text: str) -> Text:
     """Text that rich shows as it is."""
-    return text.replace("[", r"\[")
+    return Text(printable(text))
+
+
+def _print_plain(console: Console, line: str) -> None:
+    """Print a line in which nothing is markup, as long as it is."""
+    console.print(_literal(line), highlight=False, soft_wrap=True)
 
 
 def _bytes(count: int) -> str:

@@ -80,6 +80,16 @@ class ClosedError(DualinferError, RuntimeError):
 _PASSED = (__name__.partition(".")[0], "pydantic", "torch")
 
 
+def printable(text: str) -> str:
+    """`text` as a terminal may show it: what controls terminals, or is no letter, is written out.
+
+    Messages quote names from files that others made.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the nearest line outside of dualinfer, and of what calls it back."""
     frame, level = sys._getframe(), 1

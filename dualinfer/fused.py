@@ -14,7 +14,7 @@ from .engine import CLOSED, About, InferenceEngine
 from .errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from .generation import Generation, Loop, StopStrings
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
-from .options import GenerationOptions, config_dict, make_options, over_limit
+from .options import GenerationOptions, config_dict, make_options, over_limit, shown
 from .origin import Origin
 from .outputs import FIELDS, make_outputs
 from .report import Report
@@ -318,6 +318,7 @@ class FusedEngine(InferenceEngine):
                 "the maximum counts."
             )
         self._check_length(prompts, new_tokens)
+        options.check_sequences(len(prompts.rows))
         seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
         requests = [
             Request(
@@ -373,9 +374,9 @@ class FusedEngine(InferenceEngine):
             raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
         for value in seeds:
             if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ArgumentError(f"seed={value!r}; expected an int.")
+                raise ArgumentError(f"seed={shown(value)}; expected an int.")
             if not 0 <= value.__index__() < 2**64:
-                raise ArgumentError(f"seed={value!r}; expected an int from 0 to 2**64 - 1.")
+                raise ArgumentError(f"seed={shown(value)}; expected an int from 0 to 2**64 - 1.")
         return [value.__index__() for value in seeds]
 
     def _streamed(self, tokens: np.ndarray) -> Any:

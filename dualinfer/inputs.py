@@ -34,10 +34,7 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
             f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
             "or a list."
         )
-    try:
-        array = to_numpy(ids)
-    except ValueError as error:
-        raise ArgumentError(f"{name}: rows differ in length; pad them and give a mask.") from error
+    array = _read(ids, name, "rows differ in length; pad them and give a mask.")
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
     if array.ndim == 1:
@@ -56,16 +53,27 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
     return array.astype(np.int32)
 
 
+def _read(value: Any, name: str, ragged: str) -> np.ndarray:
+    """The caller's array in host memory; ArgumentError with `ragged` for lists without a shape."""
+    try:
+        return to_numpy(value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error}") from error
+    except Exception as error:  # of the array's framework, or of the objects in a list
+        if kind_of(value) == "list" and isinstance(error, ValueError):
+            raise ArgumentError(f"{name}: {ragged}") from error
+        raise ArgumentError(
+            f"{name} cannot be read as an array: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
 def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
     """An attention mask of `shape` as bool; None where it is None."""
     if mask is None:
         return None
     if kind_of(mask) is None:
         raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
-    try:
-        array = to_numpy(mask)
-    except ValueError as error:
-        raise ArgumentError("attention_mask: rows differ in length.") from error
+    array = _read(mask, "attention_mask", "rows differ in length.")
     if array.ndim == 1 and shape[0] == 1:
         array = array[None]
     if array.shape != shape:
@@ -74,7 +82,7 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
         )
     if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
         array = array.astype(np.float32)
-    if array.dtype.kind in "cOSU" or not np.isin(array.astype(np.float32), (0, 1)).all():
+    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
         raise ArgumentError("attention_mask holds other values than 0 and 1.")
     return array != 0
 
@@ -91,7 +99,7 @@ def make_prompts(
         raise ArgumentError("input_ids is missing; generate needs a prompt.")
     kind = kind_of(ids) or "list"
     like = ids if kind == "torch" else None
-    if kind_of(ids) == "list" and len(ids) and kind_of(ids[0]) and getattr(ids[0], "ndim", 1):
+    if kind_of(ids) == "list" and len(ids) and _has_rows(ids[0]):
         return _make_ragged(ids, mask, vocab, pad_id)
     array = check_ids(ids, "input_ids", vocab)
     visible = check_mask(mask, array.shape)
@@ -107,12 +115,17 @@ def make_prompts(
     return Prompts(tuple(rows), block, kind, like)
 
 
+def _has_rows(value: Any) -> bool:
+    """True for lists, and for arrays of one axis or more."""
+    return kind_of(value) is not None and getattr(value, "ndim", 1) > 0
+
+
 def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts:
-    if mask is not None and (kind_of(mask) is None or len(mask) != len(ids)):
+    if mask is not None and (not _has_rows(mask) or len(mask) != len(ids)):
         raise ArgumentError(f"attention_mask must have one row for each of {len(ids)} prompts.")
     rows = []
     for i, row in enumerate(ids):
-        if kind_of(row) is not None and len(row) == 0:
+        if _has_rows(row) and len(row) == 0:
             raise ArgumentError(f"Prompt {i} is empty.")
         tokens = check_ids(row, f"input_ids[{i}]", vocab)
         if len(tokens) > 1:
@@ -194,7 +207,9 @@ def _default_positions(shape: tuple[int, int], counted: np.ndarray | None) -> np
 
 def is_zero(ids: Any) -> bool:
     """True for token types that say nothing."""
-    return kind_of(ids) is not None and not np.any(to_numpy(ids))
+    if kind_of(ids) is None:
+        return False
+    return not np.any(_read(ids, "token_type_ids", "rows differ in length."))
 
 
 def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Which device holds what under tensor parallelism, for people, from a model's config alone."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -62,13 +63,18 @@ def make_plan_table(
     """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
     plan = make_plan(spec, table, size, grain, equal)
     itemsize = numpy_dtype(dtype).itemsize
-    rows = [_plan_row(row, plan, itemsize) for row in table.rows]
+    alike: dict[tuple[str, ...], PlanRow] = {}  # rows of the same axes have the same shapes
+    for row in table.rows:
+        if row.axes not in alike:
+            alike[row.axes] = _plan_row(row, plan, itemsize)
+    rows = [replace(alike[row.axes], name=row.name) for row in table.rows]
+    counts = Counter(row.axes for row in table.rows)
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(table.rows, rows)),
-        devices=tuple(_part(shard, table, itemsize) for shard in plan.shards),
+        devices=tuple(_part(shard, table, itemsize, counts) for shard in plan.shards),
         whole=sum(row.size for row in rows),
         sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
         sum_size=spec.embed * itemsize,
@@ -109,9 +115,14 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
             yield replace(row, name=name, count=count, size=row.size * count)
 
 
-def _part(shard: Shard, table: WeightTable, itemsize: int) -> DevicePart:
-    weights = sum(prod(shard.shape(row.axes, table)) for row in table.rows) * itemsize
-    cache = cache_bytes(cache_specs(shard.spec), 1, 1, itemsize) if shard.spec.causal else 0
+def _part(
+    shard: Shard, table: WeightTable, itemsize: int, counts: Counter[tuple[str, ...]]
+) -> DevicePart:
+    """What a device holds; `counts` says how many rows have the same axes."""
+    weights = sum(n * prod(shard.shape(axes, table)) for axes, n in counts.items()) * itemsize
+    first = replace(shard.spec, layers=shard.spec.layers[:1])  # caches are alike in all layers
+    cache = cache_bytes(cache_specs(first), 1, 1, itemsize) * len(shard.spec.layers)
+    cache = cache if first.causal else 0
     return DevicePart(weights, cache, tuple(shard.held(table)))
 
 

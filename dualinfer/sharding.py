@@ -231,6 +231,7 @@ def make_plan(
                 f"tensor_parallel.tp_size={size}: {spec.architecture} has {name} of "
                 f"{table.sizes[name]}, which is less than one for each device. Use a smaller one."
             )
+    kinds_of_layer = list({id(layer): layer for layer in spec.layers}.values())
     shards = []
     for rank in range(size):
         kv = key[rank].times(head_dim)
@@ -243,10 +244,9 @@ def make_plan(
         }
         if "heads" in table.sizes:
             shares["heads"] = query[rank]
-        local = tuple(
-            _local_layer(layer, query[rank], key[rank], next(iter(widths.values()))[rank].extent)
-            for layer in spec.layers
-        )
+        ffn = next(iter(widths.values()))[rank].extent
+        alike = {id(x): _local_layer(x, query[rank], key[rank], ffn) for x in kinds_of_layer}
+        local = tuple(alike[id(layer)] for layer in spec.layers)
         shards.append(Shard(rank, size, replace(spec, layers=local), shares))
     return Plan(table, tuple(shards))
 

@@ -12,15 +12,24 @@ _CONTEXT = 8  # tokens decoded before the new ones, since a tokenizer may join w
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The HF tokenizer in a checkpoint's folder; CheckpointError if there is none."""
+    """The HF tokenizer in a checkpoint's folder; CheckpointError if there is none.
+
+    Code that lies in the folder is never run, and nobody is asked whether to.
+    """
     from transformers import AutoTokenizer
 
     folder = check_folder(path)
     if not has_tokenizer(folder):
         raise CheckpointError(f"{folder} holds no tokenizer.json, tokenizer.model or vocabulary.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"The tokenizer in {folder} is Python code of the checkpoint's own, which "
+                "dualinfer does not run. If you trust it, load it yourself with "
+                "AutoTokenizer.from_pretrained(..., trust_remote_code=True) and pass token ids."
+            ) from error
         raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from error
 
 

@@ -26,8 +26,8 @@ from .ranks import ROOT
 def run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
-    def invoke(*arguments):
-        return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    def invoke(*arguments, **options):
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments], **options)
 
     return invoke
 
@@ -155,6 +155,74 @@ def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     becomes = {row[1].strip(): row[4].strip() for row in rows}
     assert becomes["model.layers.*.self_attn.q_proj"] == "column"
     assert becomes["model.layers.*.mlp.fc2"] == "row"
+
+
+CODE = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n"
+
+
+@pytest.mark.parametrize("model_type", ["evilmodel", "phi"])
+def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkeypatch, model_type):
+    """With "y" on the terminal, and a name of attention that HF would fetch from the hub."""
+    from transformers.integrations import hub_kernels
+
+    def fetch(*args, **kwargs):
+        raise AssertionError("HF went for a kernel")
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", fetch, raising=False)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = {
+        **hf.PhiConfig(**sizes).to_dict(),
+        "model_type": model_type,
+        "architectures": ["PhiForCausalLM"],
+        "auto_map": {"AutoConfig": "evil.C"},
+        "_attn_implementation": "attacker/kernel",
+        "attn_implementation": "attacker/kernel",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(CODE)
+    result = run("plan", tmp_path, "--tp", 2, input="y\ny\n")
+    assert not (tmp_path / "ran").exists()
+    if model_type == "phi":
+        assert "PhiForCausalLM on 2 devices in module mode" in result.stdout
+    else:
+        assert result.exit_code == 1 and "trust_remote_code=True" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["pipeline"]}, "has no model pipeline"),
+        ({"architectures": ["AutoModel"]}, "has no model AutoModel"),
+        ({"architectures": "PhiForCausalLM"}, "architectures"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+        ({"num_hidden_layers": "[/red]"}, "[/red]"),
+    ],
+)
+def test_plan_of_module_mode_makes_models_alone(run, tmp_path, change, message):
+    config = {**hf.PhiConfig().to_dict(), "architectures": ["PhiForCausalLM"], **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("plan", tmp_path, "--tp", 2)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ") and message in result.stderr
+
+
+def test_plan_shows_names_as_they_are(run, tmp_path):
+    """Neither rich's markup nor a terminal's codes in a field's name come into effect."""
+    folder = write_llama(tmp_path, 101)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("[/red]", "[bold]x", ":smile:", "\x1b[31mred", "\ud800"):
+        (folder / "config.json").write_text(json.dumps({**config, name: "[/bold] " + name}))
+        result = run("plan", folder, "--tp", 2)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        shown = name.encode("unicode_escape").decode()
+        assert result.exit_code in (0, 1) and shown in result.stdout + result.stderr
+        assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_plan_of_very_many_devices_answers_at_once(run, tmp_path):
+    folder = write_llama(tmp_path, 101)
+    result = run("plan", folder, "--tp", 10**9)
+    assert result.exit_code == 2 and "1024" in result.stderr
 
 
 def test_plan_needs_a_folder(run, tmp_path):

@@ -278,6 +278,18 @@ WRITTEN = {
     "RedPajama-INCITE": {**NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
     "bloom-560m": BLOOM,
     "gemma-2-2b": GEMMA2,
+    "gemma-2-9b": {**GEMMA2, "sliding_window_size": 4096},
+    "pythia, saved again": {
+        **NEOX,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+    },
+    "h2ogpt": {**NEOX, "custom_pipelines": {"text-generation": {"impl": "a.B", "pt": "C"}}},
+    "aitextgen": {**GPT2, "line_by_line": True, "n_inner": None, "n_vocab": 100},
+    "ALLaM": {**LLAMA, "internal_version": "7b-alpha-v2.33.0.30"},
+    "unsloth's Llama": {**LLAMA, "unsloth_fixed": True, "unsloth_version": "2025.12.5"},
     "bert-base-uncased": BERT,
     "bert-base-multilingual": {
         **BERT,
@@ -319,6 +331,7 @@ REFUSED = {
     "gptj odd": (GPTJ, {"rotary_dim": 7}, "rotary_dim=7; expected an even number up to 16"),
     "gptj wide": (GPTJ, {"rotary_dim": 64}, "rotary_dim=64"),
     "gptj none": (GPTJ, {"rotary_dim": 0}, "rotary_dim=0"),
+    "neox twice": (NEOX, {"rope_theta": 500.0}, "rope_theta=500.0"),
     "neox odd": (NEOX, {"rotary_pct": 0.2}, "partial_rotary_factor=0.2, which rotates 3 of the 16"),
     "neox nothing": (NEOX, {"rotary_pct": 0.0}, "partial_rotary_factor=0.0"),
     "neox dynamic": (NEOX, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
@@ -413,6 +426,27 @@ def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
     # llama3 and yarn subtract, which makes a unit in the last place a few.
     np.testing.assert_allclose(ours, theirs, rtol=1.2e-7 if kind in ("default", "linear") else 1e-6)
     assert rope.scaling == pytest.approx(embedding.attention_scaling)
+
+
+@pytest.mark.parametrize("theta", [10.0, 50.0])
+def test_yarn_of_a_small_base_keeps_its_band_within_the_head(theta):
+    """Both ends of the blend would lie outside of the head's elements."""
+    parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0}
+    parameters["original_max_position_embeddings"] = 128
+    config = hf.LlamaConfig(hidden_size=16, num_attention_heads=2, rope_parameters=parameters)
+    embedding = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    spec, _ = describe_model(config.to_dict(), ["LlamaForCausalLM"])
+    ours = np.array(spec.layers[0].attention.rope.inv_freq, np.float32)
+    np.testing.assert_allclose(ours, embedding.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("original", "reach"), [(1024, 4096), (512, 4096), (2048, 8192)])
+def test_yarn_reaches_no_less_than_max_position_embeddings(original, reach):
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    parameters["original_max_position_embeddings"] = original
+    config = hf.LlamaConfig(max_position_embeddings=4096, rope_parameters=parameters)
+    spec, _ = describe_model({**config.to_dict(), "num_hidden_layers": 1})
+    assert spec.max_positions == reach
 
 
 def test_logits_at_far_positions_are_those_of_hf(hf_model, engine_of):

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {
         *("checkpoint_files", "errors", "sharded_checkpoint", "torch_files", "weights"),
     },
-    "hf_config": {"checkpoint_files", "errors", "families.*"},
+    "hf_config": {"checkpoint_files", "errors", "families.*", "options"},
     "hf_module": {"errors"},
     "live": set(),
     "origin": {"agreement", "backends.base", "errors", "live", "spec", "weights"},

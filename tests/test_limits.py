@@ -49,6 +49,7 @@ ANYWHERE = [
     ({"moe": {"moe_experts": 8}}, r"moe_experts=\[8\]"),
     ({"moe": {"type": "residual"}}, "moe.type='residual'"),
     ({"moe": {"ep_group": Group(1)}}, "ep_group"),
+    ({"moe": {"ep_mp_group": Group(1)}}, "ep_mp_group"),
     ({"quant": {"enabled": True}}, "quant"),
     ({"quant": {"weight": {"num_bits": 4}}}, "quant"),
     ({"use_triton": True}, "use_triton=True"),

@@ -509,6 +509,15 @@ def test_one_process_alone_is_told_how_to_start_others(monkeypatch):
         _engine("gpt2", 2)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT"])
+def test_an_environment_without_numbers_is_named(name, monkeypatch):
+    places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**places, name: "x"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(dualinfer.ConfigError, match=f"{name}='x'"):
+        _engine("gpt2", 2)
+
+
 def degrees_that_differ():
     made_with(2 if os.environ["RANK"] == "0" else 4, {})
 

@@ -1,8 +1,11 @@
 """Text from tokens as they come: whole characters only, nothing lost."""
 
+import json
+
 import pytest
 
 import dualinfer
+from dualinfer import CheckpointError
 from dualinfer.text import TextStream, load_tokenizer
 
 from .checkpoints import write_byte_tokenizer
@@ -52,3 +55,18 @@ def test_load_tokenizer_names_a_broken_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(dualinfer.CheckpointError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_load_tokenizer_runs_no_code_of_the_folder(tmp_path, monkeypatch):
+    """Nobody is asked whether to: with "y" on the terminal it does not run either."""
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(
+        "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    with pytest.raises(CheckpointError, match="trust_remote_code=True"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()

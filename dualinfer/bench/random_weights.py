@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import numpy_dtype
+from ..errors import ModelError
 from .shapes import Model
 
 _DEVIATION = 0.02  # as HF initialises most families
@@ -23,9 +24,19 @@ def make_module(model: Model, dtype: str, device: str) -> Any:
     import torch
     import transformers
 
-    kind = getattr(transformers, model.class_name)
+    kind: Any = getattr(transformers, model.class_name, None)
+    if not (isinstance(kind, type) and transformers.PreTrainedModel in kind.__mro__):
+        raise ModelError(
+            f"transformers {transformers.__version__} has no model {model.class_name}."
+        )
     if model.folder is not None:
-        module = kind.from_pretrained(model.folder, dtype=getattr(torch, dtype))
+        module = kind.from_pretrained(
+            model.folder,
+            config=model.config,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+        )
         return module.to(device).eval()
     before = torch.get_default_dtype()
     torch.manual_seed(0)

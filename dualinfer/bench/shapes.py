@@ -214,7 +214,8 @@ def open_model(name: str) -> Model:
     shape = find_shape(name)
     if shape is None:
         folder = embedded.path() if name == EMBEDDED else Path(name)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config._attn_implementation = None  # HF would fetch one that it does not have
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)

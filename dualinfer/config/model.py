@@ -318,7 +318,10 @@ def shown(value: Any) -> str:
     """Repr of a value, cut to a length that fits a message."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
-    return short.repr(value)
+    try:
+        return short.repr(value)
+    except Exception:  # an int of thousands of digits, or a repr of the caller's own
+        return f"<{type(value).__name__}>"
 
 
 def _dotted(place: Iterable[int | str]) -> str:
@@ -357,4 +360,4 @@ def _unknown(model: type[Model], path: str, key: Any) -> str:
     else:
         known = [k for k in live if len(places[k]) == 1]
         hint = f"known are {', '.join(sorted(known))}"
-    return f"unknown key {f'{path}{key}'!r}; {hint}"
+    return f"unknown key {shown(f'{path}{key}')}; {hint}"

@@ -7,16 +7,21 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+_MOST = 10**18
+
 
 def _integer(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("expected an int, not a bool")
-    if isinstance(value, int | float | str):
+    if isinstance(value, float | str):
         return value  # pydantic reads these
     try:
-        return operator.index(value)  # NumPy's integers
-    except TypeError:
+        number = operator.index(value)  # NumPy's integers too
+    except (TypeError, RuntimeError):  # the second from torch, for a tensor without values
         raise ValueError("expected an int") from None
+    if abs(number) >= _MOST:
+        raise ValueError("expected an int of at most 18 digits")
+    return number
 
 
 def _lower(value: Any) -> Any:

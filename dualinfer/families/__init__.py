@@ -8,7 +8,7 @@ from ..errors import ModelError, UnsupportedError
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
-from .fields import ConfigFields
+from .fields import ConfigFields, shown
 
 _FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.CLASSES, llama),
@@ -32,7 +32,7 @@ def check_model_type(model_type: Any) -> str:
         )
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ModelError(
-            f"model_type={model_type!r} is not supported in fused mode. "
+            f"model_type={shown(model_type)} is not supported in fused mode. "
             f"Supported: {', '.join(sorted(_FAMILIES))}."
         )
     return model_type
@@ -43,7 +43,7 @@ def check_unquantized(config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config")
     if found:
         method = found.get("quant_method") if isinstance(found, Mapping) else None
-        named = f" ({method})" if method else ""
+        named = f" ({method[:80]})" if isinstance(method, str) and method else ""
         raise UnsupportedError(
             f"config.json has a quantization_config{named}, and quantized weights are not in this "
             "version, in no mode. Pass the model that they were made from."
@@ -64,11 +64,15 @@ def describe_model(
     family = _FAMILIES[model_type]
     served = family.architectures(model_type)
     names = [class_names] if isinstance(class_names, str) else class_names or served
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"config.json has architectures={shown(class_names)}; expected a list of class names."
+        )
     # The first Llama checkpoints spell their class LLaMAForCausalLM.
-    known = [own for name in names for own in served if own.lower() == str(name).lower()]
+    known = [own for name in names for own in served if own.lower() == name.lower()]
     if not known:
         raise ModelError(
-            f"{names[0]} is not supported in fused mode; of the "
+            f"{names[0][:80]} is not supported in fused mode; of the "
             f"{model_type} family it serves {' and '.join(served)}."
         )
     fields = ConfigFields(model_type, config)

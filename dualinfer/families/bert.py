@@ -1,6 +1,5 @@
 """BERT: post-norm encoder with token types, pooler or masked-LM head. HF source: models/bert."""
 
-from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from .fields import ConfigFields
@@ -13,16 +12,13 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a BERT encoder."""
-    embed, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     ffn, types = fields.size("intermediate_size"), fields.size("type_vocab_size")
     positions = fields.size("max_position_embeddings")
-    if embed % heads:
-        raise ModelError(f"hidden_size={embed} is no multiple of num_attention_heads={heads}.")
-    head_dim = embed // heads
     norm = Norm("layer", fields.number("layer_norm_eps"))
     activation = fields.activation("hidden_act")
-    tied = bool(fields.take("tie_word_embeddings", True))
+    tied = fields.flag("tie_word_embeddings", True)
     masked = architecture == "BertForMaskedLM"
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)

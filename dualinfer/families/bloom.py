@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 
-from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
@@ -20,16 +19,14 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a BLOOM model."""
-    embed, heads = fields.size("hidden_size"), fields.size("n_head")
-    layers, vocab = fields.size("n_layer"), fields.size("vocab_size")
-    if embed % heads:
-        raise ModelError(f"hidden_size={embed} is no multiple of n_head={heads}.")
-    head_dim, ffn = embed // heads, 4 * embed
+    embed, heads, head_dim = fields.split("hidden_size", "n_head")
+    layers, vocab = fields.layers("n_layer"), fields.size("vocab_size")
+    ffn = 4 * embed
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
-    tied = bool(fields.take("tie_word_embeddings", True))
+    tied = fields.flag("tie_word_embeddings", True)
     has_head = architecture == "BloomForCausalLM"
     fields.require("apply_residual_connection_post_layernorm", False)
-    if fields.take("pretraining_tp", 1) > 1:
+    if fields.size("pretraining_tp", 1) > 1:
         fields.require("slow_but_exact", False)  # HF drops the output biases then
     fields.ignore("slow_but_exact", "hidden_dropout", "attention_dropout")
     # Written by the training code; HF's model reads none of them.

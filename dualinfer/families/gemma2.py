@@ -23,9 +23,9 @@ def architectures(model_type: str) -> tuple[str, ...]:
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a Gemma 2 model."""
     embed, ffn = fields.size("hidden_size"), fields.size("intermediate_size")
-    heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
-    head_dim = fields.size("head_dim", embed // heads)
-    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    heads, kv_heads = fields.heads("num_attention_heads"), fields.heads("num_key_value_heads")
+    head_dim = fields.head_dim(embed, heads)
+    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     positions = fields.size("max_position_embeddings")
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads={heads} is no multiple of {kv_heads} KV heads.")
@@ -35,12 +35,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     rope = make_rope(parameters, head_dim, positions)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
     softcap = fields.optional_number("attn_logit_softcapping")
-    bias = bool(fields.take("attention_bias", False))
-    tied = bool(fields.take("tie_word_embeddings", True))
+    bias = fields.flag("attention_bias", False)
+    tied = fields.flag("tie_word_embeddings", True)
     has_head = architecture == "Gemma2ForCausalLM"
     logit_softcap = fields.optional_number("final_logit_softcapping")
     fields.require("use_bidirectional_attention", False)
-    fields.ignore("attention_dropout", "cache_implementation")
+    fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
     fields.ignore("hidden_act")  # HF reads hidden_activation only
     spec = ModelSpec(
         family="gemma2",

@@ -1,6 +1,5 @@
 """GPT-2: pre-LayerNorm, learned positions, Conv1D layout. HF source: models/gpt2."""
 
-from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from .fields import ConfigFields
@@ -13,17 +12,14 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-2 model."""
-    embed, heads = fields.size("n_embd"), fields.size("n_head")
-    layers, vocab = fields.size("n_layer"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("n_embd", "n_head")
+    layers, vocab = fields.layers("n_layer"), fields.size("vocab_size")
     positions, ffn = fields.size("n_positions"), fields.size("n_inner", 4 * embed)
-    if embed % heads:
-        raise ModelError(f"n_embd={embed} is no multiple of n_head={heads}.")
-    head_dim = embed // heads
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
     mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
-    scale = head_dim**-0.5 if fields.take("scale_attn_weights", True) else 1.0
-    by_layer = fields.take("scale_attn_by_inverse_layer_idx", False)
-    tied = bool(fields.take("tie_word_embeddings", True))
+    scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
+    by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
+    tied = fields.flag("tie_word_embeddings", True)
     has_head = architecture == "GPT2LMHeadModel"
     fields.require("add_cross_attention", False)
     # Softmax is in float32 here in any case, which is what reorder_and_upcast_attn asks for.

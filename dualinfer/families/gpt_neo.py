@@ -3,11 +3,13 @@
 HF source: models/gpt_neo.
 """
 
+from typing import Any
+
 from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
-from .fields import ConfigFields
+from .fields import MOST_LAYERS, ConfigFields, shown
 
 
 def architectures(model_type: str) -> tuple[str, ...]:
@@ -17,15 +19,13 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-Neo model."""
-    embed, heads = fields.size("hidden_size"), fields.size("num_heads")
-    layers, vocab = fields.size("num_layers"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("hidden_size", "num_heads")
+    layers, vocab = fields.layers("num_layers"), fields.size("vocab_size")
     positions = fields.size("max_position_embeddings")
     ffn = fields.size("intermediate_size", 4 * embed)
-    if embed % heads:
-        raise ModelError(f"hidden_size={embed} is no multiple of num_heads={heads}.")
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
     mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
-    tied = bool(fields.take("tie_word_embeddings", True))
+    tied = fields.flag("tie_word_embeddings", True)
     has_head = architecture == "GPTNeoForCausalLM"
     fields.ignore("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout")
     fields.ignore_summary()
@@ -35,7 +35,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         vocab=vocab,
         embed=embed,
         layers=tuple(
-            Layer(Attention(heads, heads, embed // heads, 1.0, window=window), mlp, norm, "pre")
+            Layer(Attention(heads, heads, head_dim, 1.0, window=window), mlp, norm, "pre")
             for window in _windows(fields, layers)
         ),
         max_positions=positions,
@@ -84,10 +84,25 @@ def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
     types = fields.take("attention_types", [])
     kinds = fields.take("attention_layers")
     if kinds is None:
+        check_types(types)
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
-    if set(kinds) - {"global", "local"} or len(kinds) != layers:
-        raise ModelError(
-            f"config.json has attention_layers={kinds}; the gpt_neo family honours one of global "
-            f"and local for each of {layers} layers."
-        )
+    kinds = fields.kinds("attention_layers", layers, ("global", "local"), kinds)
     return [size if kind == "local" else None for kind in kinds]
+
+
+def check_types(types: Any) -> None:
+    """Raise ModelError unless `attention_types` is a list of [kinds of layers, times].
+
+    HF and this file write it out layer by layer.
+    """
+    try:
+        count = sum(len(pattern) * times for pattern, times in types)
+        fits = all(isinstance(pattern, list | tuple) for pattern, _ in types)
+        fits = fits and isinstance(count, int) and all(n >= 0 for _, n in types)
+    except (TypeError, ValueError):
+        fits, count = False, 0
+    if not fits or count > MOST_LAYERS:
+        raise ModelError(
+            f"config.json has attention_types={shown(types)}; expected a list of pairs, kinds of "
+            f"layers and how often they come, for at most {MOST_LAYERS} layers."
+        )

@@ -6,7 +6,7 @@ from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
-from .fields import ConfigFields
+from .fields import ConfigFields, is_positive, shown
 from .rope import make_rope, reach
 
 
@@ -17,21 +17,22 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-NeoX model."""
-    embed, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     positions, ffn = fields.size("max_position_embeddings"), fields.size("intermediate_size")
-    if embed % heads:
-        raise ModelError(f"hidden_size={embed} is no multiple of num_attention_heads={heads}.")
-    head_dim = embed // heads
     norm = Norm("layer", fields.number("layer_norm_eps"))
     parameters = fields.take("rope_parameters")
     if not isinstance(parameters, Mapping):
-        raise ModelError(f"config.json has rope_parameters={parameters!r}; expected an object.")
+        raise ModelError(
+            f"config.json has rope_parameters={shown(parameters)}; expected an object."
+        )
+    for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
+        fields.require(name, parameters.get(name))
     rotary_dim = _rotary_dim(parameters, head_dim)
     parameters = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = make_rope(parameters, rotary_dim, positions)
-    bias = bool(fields.take("attention_bias", True))
-    tied = bool(fields.take("tie_word_embeddings", False))
+    bias = fields.flag("attention_bias", True)
+    tied = fields.flag("tie_word_embeddings", False)
     has_head = architecture == "GPTNeoXForCausalLM"
     fields.ignore("attention_dropout", "hidden_dropout", "classifier_dropout")
     fields.ignore("attention_probs_dropout_prob", "hidden_dropout_prob")
@@ -41,7 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         Mlp(ffn, fields.activation("hidden_act"), gated=False),
         norm,
         "pre",
-        parallel=bool(fields.take("use_parallel_residual", True)),
+        parallel=fields.flag("use_parallel_residual", True),
     )
     spec = ModelSpec(
         family="gpt_neox",
@@ -93,9 +94,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 def _rotary_dim(parameters: Mapping, head_dim: int) -> int:
     """Elements of a head that rotate."""
     factor = parameters.get("partial_rotary_factor", 1.0)
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
+    if not is_positive(factor) or factor > 1:
         raise ModelError(
-            f"config.json has partial_rotary_factor={factor!r}; expected a number up to 1."
+            f"config.json has partial_rotary_factor={shown(factor)}; expected a number up to 1."
         )
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:

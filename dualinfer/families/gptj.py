@@ -15,12 +15,10 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-J model."""
-    embed, heads = fields.size("n_embd"), fields.size("n_head")
-    layers, vocab = fields.size("n_layer"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("n_embd", "n_head")
+    layers, vocab = fields.layers("n_layer"), fields.size("vocab_size")
     positions, ffn = fields.size("n_positions"), fields.size("n_inner", 4 * embed)
-    if embed % heads:
-        raise ModelError(f"n_embd={embed} is no multiple of n_head={heads}.")
-    head_dim, rotary_dim = embed // heads, fields.size("rotary_dim")
+    rotary_dim = fields.size("rotary_dim")
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ModelError(
             f"config.json has rotary_dim={rotary_dim}; expected an even number up to {head_dim}, "
@@ -28,7 +26,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
     rope = make_rope({"rope_theta": 10000.0}, rotary_dim, positions, interleaved=True)
-    tied = bool(fields.take("tie_word_embeddings", False))
+    tied = fields.flag("tie_word_embeddings", False)
     has_head = architecture == "GPTJForCausalLM"
     fields.ignore(
         "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "rotary", "scale_attn_weights"

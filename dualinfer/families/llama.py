@@ -3,7 +3,7 @@
 from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from .fields import ConfigFields
+from .fields import ConfigFields, shown
 from .rope import make_rope, reach
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -19,19 +19,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     """Spec and weight table of a model of the Llama kind."""
     kind = fields.family
     embed, ffn = fields.size("hidden_size"), fields.size("intermediate_size")
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", heads)
-    head_dim = fields.size("head_dim", embed // heads)
+    heads = fields.heads("num_attention_heads")
+    kv_heads = fields.heads("num_key_value_heads", heads)
+    head_dim = fields.head_dim(embed, heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads={heads} is no multiple of {kv_heads} KV heads.")
-    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     max_positions = fields.size("max_position_embeddings")
     norm = Norm("rms", fields.number("rms_norm_eps"))
     mlp = Mlp(ffn, fields.activation("hidden_act"), gated=True)
     parameters = fields.take("rope_parameters")
     rope = make_rope(parameters, head_dim, max_positions)
-    attention = [
-        Attention(
+    windows = _windows(fields, layers)
+    attention = {
+        window: Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -40,9 +41,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             rope=rope,
             qk_norm=norm if kind == "qwen3" else None,
         )
-        for window in _windows(fields, layers)
-    ]
-    tied = bool(fields.take("tie_word_embeddings", False))
+        for window in set(windows)
+    }
+    blocks = {window: Layer(own, mlp, norm, "pre") for window, own in attention.items()}
+    tied = fields.flag("tie_word_embeddings", False)
     has_head = architecture.endswith("ForCausalLM")
     qkv_bias, out_bias, mlp_bias = _biases(fields)
     fields.ignore("attention_dropout")
@@ -51,12 +53,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=vocab,
         embed=embed,
-        layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
+        layers=tuple(blocks[window] for window in windows),
         max_positions=reach(parameters, max_positions),
         final_norm=norm,
         head=Head("causal") if has_head else None,
     )
-    q, k, v = attention[0].qkv_sizes
+    q, k, v = attention[windows[0]].qkv_sizes
     head = row("head.weight", "vocab embed", ("lm_head.weight", "vocab embed"))
     rows = [
         row("embed.weight", "vocab embed", ("model.embed_tokens.weight", "vocab embed")),
@@ -87,6 +89,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
     """The sliding window of each layer, None where it sees all of the past."""
+    if fields.family in ("llama", "mistral"):
+        fields.ignore("use_sliding_window", "max_window_layers")  # HF's Qwen alone reads them
     if fields.family == "llama":
         _refuse_windows(fields)
         return [None] * layers
@@ -111,8 +115,9 @@ def _refuse_windows(fields: ConfigFields) -> None:
     kinds = fields.take("layer_types") or []
     reach = fields.size("max_position_embeddings")
     short = window is not None and not (isinstance(window, int) and window >= reach)
-    if short or set(kinds) - {"full_attention"}:
-        what = f"sliding_window={window}" if short else f"layer_types={list(kinds)}"
+    full = isinstance(kinds, list | tuple) and all(kind == "full_attention" for kind in kinds)
+    if short or not full:
+        what = f"sliding_window={shown(window)}" if short else f"layer_types={shown(kinds)}"
         raise ModelError(
             f"config.json has {what}: HF's Llama does not attend in windows, but its cache forgets "
             "by them, so that its text is not that of its logits. Remove the field, or use the "
@@ -126,8 +131,8 @@ def _biases(fields: ConfigFields) -> tuple[bool, bool, bool]:
         return True, False, False
     if fields.family == "mistral":
         return False, False, False
-    bias = bool(fields.take("attention_bias", False))
-    return bias, bias, fields.family == "llama" and bool(fields.take("mlp_bias", False))
+    bias = fields.flag("attention_bias", False)
+    return bias, bias, fields.family == "llama" and fields.flag("mlp_bias", False)
 
 
 def _layer_rows(i: int, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> list[Row]:

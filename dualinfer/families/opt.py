@@ -1,6 +1,5 @@
 """OPT: learned positions counted by the mask, pre- or post-norm. HF source: models/opt."""
 
-from ..errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
@@ -16,20 +15,17 @@ def architectures(model_type: str) -> tuple[str, ...]:
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of an OPT model."""
-    embed, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    layers, vocab = fields.size("num_hidden_layers"), fields.size("vocab_size")
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     positions, ffn = fields.size("max_position_embeddings"), fields.size("ffn_dim")
     width = fields.size("word_embed_proj_dim", embed)
-    if embed % heads:
-        raise ModelError(f"hidden_size={embed} is no multiple of num_attention_heads={heads}.")
-    head_dim = embed // heads
     norm = Norm("layer", 1e-5)  # HF leaves torch's default
-    before = bool(fields.take("do_layer_norm_before", True))
-    removed = bool(fields.take("_remove_final_layer_norm", False))
+    before = fields.flag("do_layer_norm_before", True)
+    removed = fields.flag("_remove_final_layer_norm", False)
     final = before and not removed
-    bias = bool(fields.take("enable_bias", True))
-    affine = bool(fields.take("layer_norm_elementwise_affine", True))
-    tied = bool(fields.take("tie_word_embeddings", True))
+    bias = fields.flag("enable_bias", True)
+    affine = fields.flag("layer_norm_elementwise_affine", True)
+    tied = fields.flag("tie_word_embeddings", True)
     has_head = architecture == "OPTForCausalLM"
     fields.ignore("dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std")
     block = Layer(

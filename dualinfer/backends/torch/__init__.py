@@ -52,13 +52,13 @@ def join(config: InferenceConfig) -> Ranks:
 def describe_split(class_name: str, config: Any, size: int) -> list[Line]:
     """What each layer of a class of transformers becomes over `size` ranks; no weights are made.
 
-    Raises ModelError where transformers has no such class.
+    Raises ModelError where transformers has no such model.
     """
     import transformers
 
     model_type = getattr(transformers, class_name, None)
-    if model_type is None:
-        raise ModelError(f"transformers {transformers.__version__} has no {class_name}.")
+    if not (isinstance(model_type, type) and issubclass(model_type, transformers.PreTrainedModel)):
+        raise ModelError(f"transformers {transformers.__version__} has no model {class_name}.")
     with torch.device("meta"):
         module = model_type(config)
     return describe(module, size)
