@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dualinfer
-from dualinfer.live import Watch
+from dualinfer.model.live import Watch
 
 
 def make_model(layers: int, hidden: int, device: torch.device, dtype: torch.dtype):

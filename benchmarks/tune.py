@@ -24,18 +24,18 @@ from typing import NamedTuple
 
 import torch
 
-from dualinfer.backends.torch.kernels import KernelOps
+from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.params import Params
-from dualinfer.backends.torch.problems import Problem, find_problems
-from dualinfer.backends.torch.tuned import Machine
-from dualinfer.backends.torch.tuning import graph_seconds, search
+from dualinfer.backends.torch.tuning.cases import Problem, find_problems
+from dualinfer.backends.torch.tuning.search import graph_seconds, search
+from dualinfer.backends.torch.tuning.store import Machine
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.kernels.triton import tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
 from dualinfer.kernels.triton.tuning import Key, Measured, Table
-from dualinfer.sharding import make_plan
-from dualinfer.spec import ModelSpec
-from dualinfer.weights import Weight
+from dualinfer.model.spec import ModelSpec
+from dualinfer.model.weights import Weight
+from dualinfer.parallel.sharding import make_plan
 
 NAMES = [
     *("llama-3-8b", "llama-2-7b", "llama-3.2-1b", "opt-6.7b", "gpt-j-6b", "gpt2", "bert-large"),

@@ -3,7 +3,8 @@
 from .api import init_inference
 from .config import InferenceConfig, default_inference_config
 from .embedded import path as embedded_model
-from .engine import InferenceEngine
+from .engine.base import InferenceEngine
+from .engine.report import Report
 from .errors import (
     ArgumentError,
     BackendNotAvailableError,
@@ -22,7 +23,6 @@ from .errors import (
     StepError,
     UnsupportedError,
 )
-from .report import Report
 
 __version__ = "0.1.0"
 

@@ -7,22 +7,22 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 from . import backends
-from .agreement import Peers, agree
-from .checkpoint import check_folder, open_checkpoint, open_module, open_weights
+from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
+from .checkpoint.saving import Saved, check_saving, save_checkpoint
+from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, make_config
-from .engine import About
+from .config.refusals import check_config
+from .engine.base import About
+from .engine.fused import FusedEngine
+from .engine.module import ModuleEngine
+from .engine.origin import Origin
 from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
-from .families import describe_model
-from .fused import FusedEngine
-from .hf_config import check_sizes, read_config, read_generation_config
-from .hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
-from .limits import check_config
-from .live import Watch
-from .modules import ModuleEngine
-from .origin import Origin
-from .saving import Saved, check_saving, save_checkpoint
-from .spec import ModelSpec
-from .weights import LoadPlan, TensorSource, make_load_plan, marks_of
+from .model.families import describe_model
+from .model.hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
+from .model.live import Watch
+from .model.spec import ModelSpec
+from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
+from .parallel.agreement import Peers, agree
 
 _E = TypeVar("_E")
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None

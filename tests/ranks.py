@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from dualinfer import launching
+from dualinfer.parallel import launching
 
 ROOT = Path(__file__).parents[1]
 MOST = 4

@@ -13,10 +13,10 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.engine.fused import FusedEngine
+from dualinfer.engine.module import ModuleEngine
 from dualinfer.errors import ClosedError, UnsupportedError
-from dualinfer.fused import FusedEngine
-from dualinfer.modules import ModuleEngine
-from dualinfer.outputs import Outputs, make_outputs
+from dualinfer.model.outputs import Outputs, make_outputs
 
 from .models import make_model, random_ids, relative_rms
 from .test_pipelines import make_gpt2, make_tokenizer

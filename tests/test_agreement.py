@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dualinfer.agreement import agree, fingerprint, settle, share_inputs
 from dualinfer.errors import ArgumentError, DistributedError
+from dualinfer.parallel.agreement import agree, fingerprint, settle, share_inputs
 
 
 class Thread:

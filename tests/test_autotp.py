@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import dualinfer
-from dualinfer.backends.torch.autotp import layouts
-from dualinfer.backends.torch.autotp.layers import GatheredLinear, RanksSeam
-from dualinfer.backends.torch.autotp.plan import describe, make_plan
-from dualinfer.backends.torch.autotp.surgery import split_module
-from dualinfer.backends.torch.autotp.table import hf_differences
+from dualinfer.backends.torch.module.autotp import layouts
+from dualinfer.backends.torch.module.autotp.layers import GatheredLinear, RanksSeam
+from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
+from dualinfer.backends.torch.module.autotp.surgery import split_module
+from dualinfer.backends.torch.module.autotp.table import hf_differences
 from dualinfer.backends.torch.parallel import one
 
 from .models import relative_rms

@@ -8,11 +8,11 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
-from dualinfer.backends.torch.autotp import rehearsal
-from dualinfer.backends.torch.autotp.layers import RanksSeam, Shards
-from dualinfer.backends.torch.autotp.layouts import Run
-from dualinfer.backends.torch.autotp.plan import describe, make_plan
-from dualinfer.backends.torch.autotp.surgery import _own_config, split_module
+from dualinfer.backends.torch.module.autotp import rehearsal
+from dualinfer.backends.torch.module.autotp.layers import RanksSeam, Shards
+from dualinfer.backends.torch.module.autotp.layouts import Run
+from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
+from dualinfer.backends.torch.module.autotp.surgery import _own_config, split_module
 from dualinfer.backends.torch.parallel import one
 from dualinfer.errors import ConfigError, UnsupportedError
 

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 import dualinfer
-from dualinfer import cli
 from dualinfer.bench import cli as bench_cli
 from dualinfer.bench import peers, runs, worker
 from dualinfer.bench.case import OpCase, TracedCall
@@ -31,8 +30,9 @@ from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import checkpoint, make_module
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.tables import make_table
+from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, UnsupportedError
-from dualinfer.spec import Attention
+from dualinfer.model.spec import Attention
 
 from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama
 
@@ -322,7 +322,7 @@ def test_op_row_is_time_and_its_fraction_of_the_slower_limit(backend):
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch backend that offers one op."""
-    name = "dualinfer.backends.torch.bench_ops"
+    name = "dualinfer.bench.torch.ops"
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -334,7 +334,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_cpu():
     """Torch's ops in float32 on the CPU, by Triton's interpreter."""
     pytest.importorskip("triton")
-    from dualinfer.backends.torch.bench_inputs import Bench
+    from dualinfer.bench.torch.inputs import Bench
     from dualinfer.kernels.triton.launch import INTERPRETED
 
     if not INTERPRETED:
@@ -376,7 +376,7 @@ TINY = ("tiny", 48, 6, 3, 16, 40, 101)
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_products_and_what_stands_between_them_agree_with_torch(on_cpu, rows):
-    from dualinfer.backends.torch import bench_ops
+    from dualinfer.bench.torch import ops as bench_ops
 
     shape = bench_ops.Shape(*TINY)
     cases = [*bench_ops.products(on_cpu, shape, rows), *bench_ops.neighbours(on_cpu, shape, rows)]
@@ -395,7 +395,8 @@ def test_products_and_what_stands_between_them_agree_with_torch(on_cpu, rows):
 
 @pytest.mark.parametrize("tokens", [1, 63])
 def test_decode_attention_agrees_with_sdpa(on_cpu, tokens, monkeypatch):
-    from dualinfer.backends.torch import bench_attention, bench_ops
+    from dualinfer.bench.torch import attention as bench_attention
+    from dualinfer.bench.torch import ops as bench_ops
 
     monkeypatch.setattr(bench_attention, "_WIDE_SDPA", {"math": SDPBackend.MATH})
     cases = list(bench_attention.decode(on_cpu, bench_ops.Shape(*TINY), 2, tokens))
@@ -412,7 +413,7 @@ def test_decode_attention_agrees_with_sdpa(on_cpu, tokens, monkeypatch):
     [({}, True), ({"window": 20}, False), ({"softcap": 5.0}, False), ({"causal": False}, False)],
 )
 def test_attention_of_prompts_agrees_with_torch(on_cpu, options, dispatched, monkeypatch):
-    from dualinfer.backends.torch import bench_attention
+    from dualinfer.bench.torch import attention as bench_attention
 
     monkeypatch.setattr(bench_attention, "_WIDE_SDPA", {"math": SDPBackend.MATH})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -427,7 +428,7 @@ def test_attention_of_prompts_agrees_with_torch(on_cpu, options, dispatched, mon
 
 
 def test_sampled_tokens_are_among_those_that_torch_may_choose(on_cpu):
-    from dualinfer.backends.torch.bench_ops import samples
+    from dualinfer.bench.torch.ops import samples
 
     logits = on_cpu.draws(torch.float32)(3, 1001, scale=4.0)
     for (_, description), group in by_op(samples(on_cpu, 3, 1001)).items():
@@ -443,7 +444,7 @@ def test_sampled_tokens_are_among_those_that_torch_may_choose(on_cpu):
 @pytest.fixture
 def all_cases(on_cpu, monkeypatch) -> list[OpCase]:
     """Those of bfloat16, as on a GPU; they are not run."""
-    from dualinfer.backends.torch import bench_ops
+    from dualinfer.bench.torch import ops as bench_ops
 
     monkeypatch.setattr(bench_ops, "runs_kernels", lambda device: True)
     return bench_ops.bench_cases("bfloat16")
@@ -475,7 +476,7 @@ def test_ops_on_a_gpu_are_those_of_the_shapes_that_decode_measures(all_cases):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_every_op_on_the_gpu_agrees_with_its_references():
-    from dualinfer.backends.torch.bench_ops import bench_cases
+    from dualinfer.bench.torch.ops import bench_cases
 
     for (name, _), group in by_op(bench_cases("bfloat16")).items():
         if name != "sample":  # whose noise differs
@@ -485,7 +486,7 @@ def test_every_op_on_the_gpu_agrees_with_its_references():
 def jax_bench(dtype: str = "float32", interpret: bool = True):
     """JAX's ops on the CPU, by Pallas' interpreter; or as on a GPU, to be looked at only."""
     jax = pytest.importorskip("jax")
-    from dualinfer.backends.jax.bench_inputs import Bench
+    from dualinfer.bench.jax.inputs import Bench
 
     made = Bench(dtype, jax.devices("cpu")[0], interpret)
     made.obstacle = ""
@@ -495,7 +496,7 @@ def jax_bench(dtype: str = "float32", interpret: bool = True):
 @pytest.mark.parametrize(("rows", "gated"), [(1, False), (5, True)])
 def test_jax_products_and_norms_agree_with_xla(rows, gated):
     made = jax_bench()
-    from dualinfer.backends.jax import bench_ops
+    from dualinfer.bench.jax import ops as bench_ops
 
     shape = bench_ops.Shape(*TINY, gated=gated)
     ops = by_op([*bench_ops.products(made, shape, rows), *bench_ops.norms_of(made, 48, rows)])
@@ -512,7 +513,8 @@ def test_jax_products_and_norms_agree_with_xla(rows, gated):
 @pytest.mark.parametrize(("tokens", "gated"), [(16, True), (63, False)])
 def test_jax_decode_attention_agrees_with_what_stands_beside_it(tokens, gated, monkeypatch):
     made = jax_bench()
-    from dualinfer.backends.jax import bench_attention, bench_ops
+    from dualinfer.bench.jax import attention as bench_attention
+    from dualinfer.bench.jax import ops as bench_ops
 
     monkeypatch.setattr(bench_attention, "_CUDNN", "xla")
     shape = bench_ops.Shape(*TINY, gated=gated)
@@ -527,7 +529,7 @@ def test_jax_decode_attention_agrees_with_what_stands_beside_it(tokens, gated, m
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 5.0}, {"causal": False}])
 def test_jax_attention_of_prompts_agrees_with_what_stands_beside_it(options, monkeypatch):
     made = jax_bench()
-    from dualinfer.backends.jax import bench_attention
+    from dualinfer.bench.jax import attention as bench_attention
 
     monkeypatch.setattr(bench_attention, "_CUDNN", "xla")
     a = Attention(4, 2, 16, 0.25, **options)
@@ -544,8 +546,8 @@ def test_jax_ops_on_a_gpu_can_be_chained_there(monkeypatch):
     """Every kernel's case lowers for CUDA, many calls in one executable; nothing is allocated."""
     jax = pytest.importorskip("jax")
     from dualinfer.backends import jax as backend
-    from dualinfer.backends.jax import bench_ops
     from dualinfer.bench.chain import Chain
+    from dualinfer.bench.jax import ops as bench_ops
 
     from .kernels.arrays import check_lowers
 
@@ -579,7 +581,7 @@ def test_jax_ops_on_a_gpu_can_be_chained_there(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_jax_op_on_the_gpu_agrees_with_what_stands_beside_it():
     jax = pytest.importorskip("jax")
-    from dualinfer.backends.jax.bench_ops import bench_cases
+    from dualinfer.bench.jax.ops import bench_cases
 
     assert jax.devices()[0].platform == "gpu", "JAX runs on the CPU; install jax[cuda13]."
     for group in by_op(bench_cases("bfloat16")).values():
@@ -614,7 +616,7 @@ def test_chained_calls_all_run_and_their_states_go_on():
 
 def test_read_streams_read_every_byte_once():
     jax = pytest.importorskip("jax")
-    from dualinfer.backends.jax import bench_ops
+    from dualinfer.bench.jax import ops as bench_ops
 
     streams = bench_ops.read_streams(1 << 20, jax.devices("cpu")[0])
     assert set(streams) == {"sum of float32", "sum of int32", "maximum of float32"}
@@ -646,7 +648,7 @@ def test_ops_that_cannot_run_are_skipped_with_the_reason(monkeypatch):
 
 
 def test_ops_need_a_device_that_runs_kernels(monkeypatch):
-    from dualinfer.backends.torch import bench_ops
+    from dualinfer.bench.torch import ops as bench_ops
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="run on CUDA devices from Ampere on, and this is"):

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dualinfer
-from dualinfer import cli, embedded
+from dualinfer import embedded
+from dualinfer.cli import main as cli
 
 from .checkpoints import write_byte_tokenizer, write_llama
 

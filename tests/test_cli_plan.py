@@ -13,9 +13,9 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
-from dualinfer import cli
-from dualinfer.families import describe_model
-from dualinfer.plan_table import make_plan_table
+from dualinfer.cli import main as cli
+from dualinfer.cli.plan_table import make_plan_table
+from dualinfer.model.families import describe_model
 
 from .checkpoints import write_llama
 from .models import make_model
@@ -238,7 +238,7 @@ import torch
 import dualinfer
 from tests.ranks import listeners
 from dualinfer import embedded
-from dualinfer.text import load_tokenizer
+from dualinfer.cli.tokenizer import load_tokenizer
 
 torch.set_num_threads(1)
 assert sys.argv[1:] == ["--seed", "3", "--", "--tp"], sys.argv

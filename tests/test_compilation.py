@@ -15,9 +15,10 @@ import pytest
 jax = pytest.importorskip("jax")
 
 from dualinfer.backends.base import SamplingFeatures  # noqa: E402
-from dualinfer.backends.jax import ahead, graphs  # noqa: E402
+from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax import executables as graphs
 from dualinfer.backends.jax.cache import LayerCache  # noqa: E402
-from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.sampler import SlotState  # noqa: E402
 from dualinfer.errors import ArgumentError, LengthError, UnsupportedError  # noqa: E402
 
@@ -182,7 +183,7 @@ _KEPT = """
 import os, sys, types, warnings
 import jax, numpy as np
 from dualinfer.backends.jax.compilation_cache import use_compilation_cache
-from dualinfer.backends.jax.graphs import Executables
+from dualinfer.backends.jax.executables import Executables
 
 before = dict(jax.config.values)
 warnings.simplefilter("always")

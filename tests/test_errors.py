@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, ConfigError, LengthError, ModelError
-from dualinfer.checkpoint import open_checkpoint
-from dualinfer.sharded_checkpoint import INDEX
+from dualinfer.checkpoint.pieces import INDEX
+from dualinfer.checkpoint.sources import open_checkpoint
 
 from .models import BACKENDS, CASES, VOCAB, make_model, random_ids
 
@@ -515,7 +515,7 @@ def test_engine_is_a_context_manager(hf_model):
 
 def describe(name, **changes):
     """The spec of a case with changed config fields, without weights."""
-    from dualinfer.families import describe_model
+    from dualinfer.model.families import describe_model
 
     case = CASES[name]
     config = {**case.make_config().to_dict(), **changes}

@@ -20,13 +20,14 @@ from jax import lax  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.jax import ahead, exchange, split_kernels  # noqa: E402
+from dualinfer.backends.jax import ahead, exchange  # noqa: E402
 from dualinfer.backends.jax.exchange import Exchange, find_obstacle, open_exchange  # noqa: E402
-from dualinfer.backends.jax.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
+from dualinfer.backends.jax.ops import split as split_kernels  # noqa: E402
+from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
+from dualinfer.backends.jax.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.backends.jax.parallel import Split  # noqa: E402
-from dualinfer.backends.jax.plain import PlainOps  # noqa: E402
-from dualinfer.backends.jax.split_kernels import SplitKernelOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.errors import DistributedError  # noqa: E402
 from dualinfer.kernels.pallas import linear  # noqa: E402

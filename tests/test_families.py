@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers as hf
 
+from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ModelError
-from dualinfer.families import describe_model
-from dualinfer.families.bloom import alibi_slopes
-from dualinfer.hf_config import read_config
+from dualinfer.model.families import describe_model
+from dualinfer.model.families.bloom import alibi_slopes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 import dualinfer
-from dualinfer.checkpoint import open_checkpoint
+from dualinfer.checkpoint.hf_config import read_config, read_generation_config
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.engine.inputs import check_mask, make_prompts
+from dualinfer.engine.options import make_options
 from dualinfer.errors import DualinferError
-from dualinfer.families import describe_model
-from dualinfer.families.fields import GENERATION, INERT
-from dualinfer.hf_config import read_config, read_generation_config
-from dualinfer.inputs import check_mask, make_prompts
-from dualinfer.options import make_options
-from dualinfer.weights import make_load_plan
+from dualinfer.model.families import describe_model
+from dualinfer.model.families.fields import GENERATION, INERT
+from dualinfer.model.weights import make_load_plan
 
 from .models import BACKENDS, CASES, VOCAB, make_model
 

@@ -655,7 +655,7 @@ def test_stop_string_that_the_prompt_begins(engine, model, tokenizer):
 
 
 def test_stop_string_within_characters_of_several_tokens(tokenizer):
-    from dualinfer.generation import StopStrings
+    from dualinfer.engine.loop import StopStrings
 
     tokens = tokenizer.encode("x = é → 你好!")
     assert len(tokens) > len("x = é → 你好!") - 3

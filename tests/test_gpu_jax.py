@@ -139,7 +139,7 @@ def test_without_graphs_the_text_is_the_same(model):
 _TRACE = """
 import pathlib, sys
 import jax, numpy as np
-from dualinfer.backends.jax.graphs import Executables, compiler_options
+from dualinfer.backends.jax.executables import Executables, compiler_options
 
 off = compiler_options(False, jax.devices()[0])
 assert off and compiler_options(None, jax.devices()[0]) is None
@@ -259,7 +259,7 @@ def test_model_times_are_those_of_the_device(use_events):
     """JAX returns at once; the time must be that of the work, not of its launch."""
     import time
 
-    from dualinfer.profiling import Profiler
+    from dualinfer.backends.profiling import Profiler
 
     runner = make_runner(make_module(), dtype="fp32")
     x = jax.device_put(np.random.default_rng(0).normal(size=(8192, 1024)).astype(np.float32))

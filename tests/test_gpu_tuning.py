@@ -9,8 +9,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.torch import problems, tuned, tuning  # noqa: E402
-from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.torch.tuning import cases as problems  # noqa: E402
+from dualinfer.backends.torch.tuning import search as tuning
+from dualinfer.backends.torch.tuning import store as tuned
 
 from .test_gpu import make_model  # noqa: E402
 

@@ -10,10 +10,10 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, DualinferError, ModelError
+from dualinfer.checkpoint.hf_config import read_config, read_generation_config
 from dualinfer.config import make_config
-from dualinfer.families.fields import GENERATION, INERT
-from dualinfer.hf_config import read_config, read_generation_config
-from dualinfer.options import make_options
+from dualinfer.engine.options import make_options
+from dualinfer.model.families.fields import GENERATION, INERT
 
 from .models import BACKENDS, VOCAB, random_ids
 

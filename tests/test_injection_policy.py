@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dualinfer
-from dualinfer.backends.torch.autotp.plan import describe, make_plan
+from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
 from dualinfer.errors import ConfigError
 
 from .models import relative_rms

@@ -76,7 +76,7 @@ assert not loaded, loaded
 def test_importing_dualinfer_loads_no_framework():
     loaded = run(
         f"""
-        import dualinfer, dualinfer.cli, dualinfer.parity
+        import dualinfer, dualinfer.cli.main, dualinfer.cli.parity
         print([name for name in {FRAMEWORKS} if name in sys.modules])
         """
     )
@@ -161,7 +161,7 @@ def test_bin_weights_on_jax_without_torch_say_that_torch_reads_them(checkpoint, 
 def test_command_line_generates_on_jax_without_torch(checkpoint: Path):
     text = run(
         """
-        from dualinfer.cli import app
+        from dualinfer.cli.main import app
 
         model = sys.argv[1]
         app(["generate", model, "ab", "--backend", "jax", "--max-new-tokens", "3"])
@@ -176,7 +176,7 @@ def test_demo_without_jax_says_what_to_install():
     error = run(
         """
         import contextlib, io
-        from dualinfer.cli import app
+        from dualinfer.cli.main import app
 
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):

@@ -19,7 +19,7 @@ import dualinfer
 from dualinfer import arrays
 from dualinfer.backends.jax.functional import batch_by_rows, traced_inputs
 from dualinfer.errors import ArgumentError, ClosedError, LengthError
-from dualinfer.outputs import Outputs
+from dualinfer.model.outputs import Outputs
 
 from .models import make_model, random_ids, relative_rms
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
-from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.kernels.triton import linear  # noqa: E402
 
 from .models import make_model, relative_rms  # noqa: E402

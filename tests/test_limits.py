@@ -13,10 +13,10 @@ import torch
 import transformers as hf
 
 import dualinfer
-from dualinfer.agreement import fingerprint
 from dualinfer.config import InferenceConfig
-from dualinfer.hf_module import check_parts
-from dualinfer.limits import check_config
+from dualinfer.config.refusals import check_config
+from dualinfer.model.hf_module import check_parts
+from dualinfer.parallel.agreement import fingerprint
 
 from .models import ALL, BACKENDS, CASES, make_model, random_ids, relative_rms
 from .test_engine import Perceptron, make_module

@@ -14,9 +14,9 @@ from torch import nn
 
 import dualinfer
 from dualinfer import ModelError, StaleWeightsError, UnsupportedError
-from dualinfer.checkpoint import TorchSource
+from dualinfer.checkpoint.sources import TorchSource
 from dualinfer.errors import DistributedError
-from dualinfer.live import Watch
+from dualinfer.model.live import Watch
 
 from .models import ALL, BACKENDS, make_model, random_ids, relative_rms
 from .test_engine import make_module
@@ -284,7 +284,7 @@ def test_a_refresh_that_fails_half_way_leaves_no_engine_that_runs(backend, monke
             return read(self, name, index)
 
         with monkeypatch.context() as patch:
-            patch.setattr("dualinfer.origin.marks_of", lambda *_: None)
+            patch.setattr("dualinfer.engine.origin.marks_of", lambda *_: None)
             patch.setattr(TorchSource, "read", fail)
             with pytest.raises(OSError, match="disk"):
                 engine.refresh()

@@ -17,12 +17,12 @@ import transformers as hf
 
 from dualinfer import CheckpointError
 from dualinfer.arrays import numpy_dtype
-from dualinfer.checkpoint import open_checkpoint
-from dualinfer.checkpoint_files import TensorFile, write_tensors
-from dualinfer.families import describe_model
-from dualinfer.loading import RowReader, is_finite
-from dualinfer.sharding import make_plan
-from dualinfer.weights import make_load_plan
+from dualinfer.checkpoint.files import TensorFile, write_tensors
+from dualinfer.checkpoint.reader import RowReader, is_finite
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.model.families import describe_model
+from dualinfer.model.weights import make_load_plan
+from dualinfer.parallel.sharding import make_plan
 
 from .checkpoints import write_llama
 
@@ -31,9 +31,9 @@ VOCAB = 101
 
 def described(folder):
     """Spec, load plan and source of a folder."""
-    import dualinfer.hf_config
+    import dualinfer.checkpoint.hf_config
 
-    config = dualinfer.hf_config.read_config(folder)
+    config = dualinfer.checkpoint.hf_config.read_config(folder)
     spec, table = describe_model(config.to_dict(), config.architectures)
     source = open_checkpoint(folder)
     return spec, make_load_plan(table, source), source
@@ -86,7 +86,7 @@ def test_a_part_is_written_to_the_array_that_is_given(tmp_path):
 
 
 def test_blocks_of_a_large_tensor_join_without_a_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualinfer.checkpoint_files._BLOCK", 40_000)
+    monkeypatch.setattr("dualinfer.checkpoint.files._BLOCK", 40_000)
     values = np.random.default_rng(0).integers(0, 2**15, (1000, 333), np.int16)
     write_tensors(tmp_path / "x", "int16", {"x": values.shape}, [values])
     for index in (np.s_[3:999, :], np.s_[:, 5:331]):
@@ -258,7 +258,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[3])
 from tests.test_loading import described
 from dualinfer.backends.torch.params import load_params
-from dualinfer.sharding import make_plan
+from dualinfer.parallel.sharding import make_plan
 from pathlib import Path
 
 def kib(name):

@@ -11,6 +11,7 @@ import torch
 
 import dualinfer
 from dualinfer.backends.base import NO_TOKEN, ForwardInputs, Request
+from dualinfer.backends.profiling import Profiler
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import (
     ArgumentError,
@@ -19,7 +20,6 @@ from dualinfer.errors import (
     ProfilingError,
     UnsupportedError,
 )
-from dualinfer.profiling import Profiler
 
 from .models import random_ids
 from .test_pipelines import make_gpt2
@@ -31,7 +31,7 @@ import jax.numpy as jnp  # noqa: E402
 from flax import nnx, struct  # noqa: E402
 
 from dualinfer.backends.jax import create_module_runner, join  # noqa: E402
-from dualinfer.backends.jax.graphs import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.errors import StepError  # noqa: E402
 
 

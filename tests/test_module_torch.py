@@ -16,11 +16,12 @@ from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.base import cache_bytes, cache_specs  # noqa: E402
+from dualinfer.backends.profiling import Profiler  # noqa: E402
 from dualinfer.backends.torch import create_module_runner, join  # noqa: E402
 from dualinfer.backends.torch.cache import KVCache  # noqa: E402
 from dualinfer.backends.torch.graphs import CallGraphs  # noqa: E402
 from dualinfer.backends.torch.precision import own_precision  # noqa: E402
-from dualinfer.checkpoint import TorchSource, open_checkpoint  # noqa: E402
+from dualinfer.checkpoint.sources import TorchSource, open_checkpoint  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.errors import (  # noqa: E402
     ArgumentError,
@@ -31,8 +32,7 @@ from dualinfer.errors import (  # noqa: E402
     OutOfMemoryError,
     UnsupportedError,
 )
-from dualinfer.memory import host_free_bytes  # noqa: E402
-from dualinfer.profiling import Profiler  # noqa: E402
+from dualinfer.system.memory import host_free_bytes  # noqa: E402
 
 from .models import make_model, random_ids, randomize  # noqa: E402
 

@@ -12,7 +12,7 @@ from jax import lax  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.jax.exchange import Exchange, open_exchange  # noqa: E402
-from dualinfer.backends.jax.graphs import Executables  # noqa: E402
+from dualinfer.backends.jax.executables import Executables  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices  # noqa: E402
 from dualinfer.kernels.pallas.exchange import gather_ranks, given_up, sum_ranks  # noqa: E402
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead, sampler  # noqa: E402
-from dualinfer.backends.jax.kernels import KernelOps, unserved  # noqa: E402
-from dualinfer.backends.jax.plain import PlainOps  # noqa: E402
+from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
+from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.kernels.pallas import linear, norm  # noqa: E402
 

@@ -22,9 +22,9 @@ from dualinfer import api  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
 from dualinfer.backends.jax import ahead, cache  # noqa: E402
-from dualinfer.backends.jax.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
-from dualinfer.checkpoint import open_checkpoint  # noqa: E402
+from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.checkpoint.sources import open_checkpoint  # noqa: E402
 from dualinfer.errors import (  # noqa: E402
     ArgumentError,
     ClosedError,

@@ -300,7 +300,7 @@ def test_calls_that_differ_are_told_by_their_names(crew):
 
 def interrupts_one():
     rank = int(os.environ["RANK"])
-    from dualinfer import fused
+    from dualinfer.engine import fused
 
     engine, original = _engine("llama-gqa", 2), fused.make_forward_inputs
 

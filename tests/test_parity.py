@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dualinfer
-from dualinfer.outputs import make_outputs
-from dualinfer.parity import compare, difference, first_difference
+from dualinfer.cli.parity import compare, difference, first_difference
+from dualinfer.model.outputs import make_outputs
 
 from .checkpoints import write_llama
 

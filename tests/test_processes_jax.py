@@ -82,7 +82,7 @@ def scene_all_devices(me: int, folder: str) -> Any:
 
 def interrupted(engine: Any, me: int) -> str:
     """What forward raises where process 1 is interrupted while it prepares the inputs."""
-    from dualinfer import fused
+    from dualinfer.engine import fused
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt

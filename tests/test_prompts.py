@@ -15,7 +15,7 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.backends.torch.cache import KVCache  # noqa: E402
-from dualinfer.backends.torch.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402
 from .test_kernel_ops import CASES, NO_EOS, VOCAB  # noqa: E402

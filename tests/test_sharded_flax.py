@@ -15,7 +15,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.jax import parts  # noqa: E402
+from dualinfer.backends.jax.module import parts  # noqa: E402
 from dualinfer.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

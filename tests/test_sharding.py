@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import dualinfer
-from dualinfer.families import describe_model
-from dualinfer.sharding import Share, make_plan, whole
-from dualinfer.weights import Row, WeightTable, row
+from dualinfer.model.families import describe_model
+from dualinfer.model.weights import Row, WeightTable, row
+from dualinfer.parallel.sharding import Share, make_plan, whole
 
 from .models import ALL, CASES
 

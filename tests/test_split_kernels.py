@@ -51,7 +51,7 @@ def outputs_of(cases, folder):
     """Of each model, with exchanges or by gloo alone: logits, greedy text, and what sums."""
     from dualinfer.backends import torch as backend
     from dualinfer.backends.torch.exchange import Exchange
-    from dualinfer.backends.torch.split_kernels import SplitKernelOps
+    from dualinfer.backends.torch.ops.split import SplitKernelOps
     from dualinfer.kernels.triton.tuning import Configurations
 
     kept, found = [], {}

@@ -6,7 +6,7 @@ import pytest
 
 import dualinfer
 from dualinfer import CheckpointError
-from dualinfer.text import TextStream, load_tokenizer
+from dualinfer.cli.tokenizer import TextStream, load_tokenizer
 
 from .checkpoints import write_byte_tokenizer
 

@@ -17,9 +17,11 @@ import torch
 
 from dualinfer import decoder
 from dualinfer.backends import torch as backend
-from dualinfer.backends.torch import problems, tuned, tuning
 from dualinfer.backends.torch.cache import LayerCache
-from dualinfer.backends.torch.kernels import KernelOps
+from dualinfer.backends.torch.ops.kernels import KernelOps
+from dualinfer.backends.torch.tuning import cases as problems
+from dualinfer.backends.torch.tuning import search as tuning
+from dualinfer.backends.torch.tuning import store as tuned
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig

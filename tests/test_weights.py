@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dualinfer import CheckpointError
-from dualinfer.families import describe_model
-from dualinfer.weights import WeightTable, make_load_plan, marks_of, row
+from dualinfer.model.families import describe_model
+from dualinfer.model.weights import WeightTable, make_load_plan, marks_of, row
 
 from .models import ALL, CASES
 

@@ -4,11 +4,11 @@ import importlib
 import importlib.util
 from typing import Any
 
-from ..agreement import Peers
 from ..config import InferenceConfig
 from ..errors import BackendNotAvailableError
-from ..spec import ModelSpec
-from ..weights import LoadPlan, TensorSource
+from ..model.spec import ModelSpec
+from ..model.weights import LoadPlan, TensorSource
+from ..parallel.agreement import Peers
 from .base import ModuleRunner, Runner
 
 BACKENDS = ("torch", "jax")

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..agreement import Peers
 from ..errors import OutOfMemoryError
-from ..profiling import Profiler, Stopwatch
-from ..spec import ModelSpec
-from ..weights import LoadPlan, TensorSource
+from ..model.spec import ModelSpec
+from ..model.weights import LoadPlan, TensorSource
+from ..parallel.agreement import Peers
+from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
 MAX_STEPS = 32  # of one `decode` call

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..spec import Activation, Attention, ModelSpec, Norm
-from ..weights import Weight
+from ..model.spec import Activation, Attention, ModelSpec, Norm
+from ..model.weights import Weight
 from .base import SamplingFeatures
 
 Array: TypeAlias = Any

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from ..spec import Attention, ModelSpec
-from ..weights import Row, WeightTable
+from ..model.spec import Attention, ModelSpec
+from ..model.weights import Row, WeightTable
 
 _LOOKED_UP = ("vocab", "positions", "types")  # first axes of tables that a token reads one row of
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

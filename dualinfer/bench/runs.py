@@ -67,7 +67,7 @@ def _run_process(waiting: deque[Task]) -> Iterator[Row]:
     command, folders = [sys.executable], {}
     with ExitStack() as stack:
         if task.tp > 1 and side_of(task.system) == "torch":
-            command += ["-m", "dualinfer.launching", str(task.tp)]
+            command += ["-m", "dualinfer.parallel.launching", str(task.tp)]
             model = open_model(task.model)
             dtype = dtype_name(task.dtype or model.dtype or "float32")
             folders[task.model] = str(stack.enter_context(checkpoint(model, dtype)))

@@ -7,9 +7,9 @@ from typing import Any
 
 from .. import embedded
 from ..errors import ArgumentError, ModelError
-from ..families import describe_model
-from ..spec import ModelSpec
-from ..weights import WeightTable
+from ..model.families import describe_model
+from ..model.spec import ModelSpec
+from ..model.weights import WeightTable
 
 EMBEDDED = "embedded"
 _SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

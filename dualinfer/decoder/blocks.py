@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
-from ..spec import Layer
+from ..model.spec import Layer
 
 # Attention of a layer, by its number, over packed queries, keys and values.
 Attend = Callable[[int, Array], Array]

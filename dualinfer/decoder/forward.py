@@ -1,7 +1,7 @@
 """The pass through a model's layers."""
 
 from ..backends.contract import Array, BlockOps, NormOf, Params
-from ..spec import ModelSpec
+from ..model.spec import ModelSpec
 from .blocks import Attend, block
 
 

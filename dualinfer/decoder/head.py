@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..spec import ModelSpec
+from ..model.spec import ModelSpec
 
 
 def outputs(

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dualinfer.weights import Weight
+from dualinfer.model.weights import Weight
 
 from .cases import GARBAGE
 
@@ -71,7 +71,8 @@ class Torch(Implementation):
 
     def __init__(self) -> None:
         from dualinfer.arrays import to_numpy
-        from dualinfer.backends.torch import cache, default_device, ops, sampler
+        from dualinfer.backends.torch import cache, default_device, sampler
+        from dualinfer.backends.torch.ops import primitives as ops
 
         self.ops, self.sampler = ops, sampler
         self.layer_cache = cache.LayerCache
@@ -115,7 +116,8 @@ class Jax(Implementation):
     """`backends.jax` on its default device, compiled."""
 
     def __init__(self) -> None:
-        from dualinfer.backends.jax import cache, ops, sampler
+        from dualinfer.backends.jax import cache, sampler
+        from dualinfer.backends.jax.ops import primitives as ops
 
         self.ops, self.sampler = ops, sampler
         self.layer_cache = cache.LayerCache

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dualinfer.kernels import reference
-from dualinfer.spec import Activation
+from dualinfer.model.spec import Activation
 
 from .cases import assert_close, normal
 

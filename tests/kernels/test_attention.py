@@ -221,7 +221,7 @@ def test_reference_query_sees_itself_only_where_it_would_see_nothing():
 def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
     """Long sequences: the scores of a piece of the queries at a time."""
     put = pytest.importorskip("jax").numpy.asarray
-    from dualinfer.backends.jax import ops
+    from dualinfer.backends.jax.ops import primitives as ops
 
     rng = np.random.default_rng(4)
     q, k, v = (normal(i, 2, 64, heads, 16, dtype=np.dtype(np.float32)) for i, heads in

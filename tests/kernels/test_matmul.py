@@ -41,7 +41,7 @@ def test_embed_takes_rows_exactly(backend, dtype, shape):
 def test_jax_rounds_a_product_once_its_bias_is_added():
     """257 is no bfloat16, and 258 is."""
     put = pytest.importorskip("jax").numpy.ones
-    from dualinfer.backends.jax import ops
+    from dualinfer.backends.jax.ops import primitives as ops
     from dualinfer.backends.jax.params import Weight
 
     x, weight, bias = (Weight(put(shape, "bfloat16"), axes=()) for shape in ((1, 257), (2, 257), 2))

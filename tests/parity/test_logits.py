@@ -11,7 +11,7 @@ import torch
 from transformers.utils import ModelOutput
 
 import dualinfer
-from dualinfer.outputs import Outputs
+from dualinfer.model.outputs import Outputs
 
 from ..models import ALL, BACKENDS, CASES, CAUSAL, PAD, make_model, random_ids, relative_rms
 

@@ -5,28 +5,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...agreement import Peers
 from ...config import InferenceConfig
 from ...errors import UnsupportedError
-from ...sharding import make_plan
-from ...spec import ModelSpec
-from ...weights import LoadPlan, TensorSource
+from ...model.spec import ModelSpec
+from ...model.weights import LoadPlan, TensorSource
+from ...parallel.agreement import Peers
+from ...parallel.sharding import make_plan
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
 from .exchange import open_exchange
+from .executables import check_untraced, compiler_options
 from .forks import check_process
-from .graphs import check_untraced, compiler_options
-from .kernels import KernelOps, runs_kernels, unserved
 from .mesh import ManyDevices, Place, find_place, without_mesh
-from .modules import JaxModuleRunner
+from .module.parts import Target
+from .module.runner import JaxModuleRunner
+from .ops.kernels import KernelOps, runs_kernels, unserved
+from .ops.plain import PlainOps
+from .ops.split import SplitKernelOps
 from .parallel import Split
 from .params import load_model
-from .parts import Target
-from .plain import PlainOps
 from .processes import join as join_processes
 from .runner import JaxRunner
-from .split_kernels import SplitKernelOps
 
 
 def default_device() -> jax.Device:

@@ -10,9 +10,9 @@ import jax
 
 from ...config.dtypes import dtype_name
 from ...errors import UnsupportedError
-from ...outputs import make_outputs
+from ...model.outputs import make_outputs
+from .executables import TRACED, check_untraced
 from .functional import batch_by_rows, traced_inputs
-from .graphs import TRACED, check_untraced
 from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
@@ -203,7 +203,7 @@ def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def register_outputs() -> None:
     """Make what forward returns a pytree; once, since JAX takes a class but once."""
-    from ...outputs import Outputs
+    from ...model.outputs import Outputs
 
     def flatten_with_keys(outputs: Any) -> Any:
         return [(jax.tree_util.DictKey(k), v) for k, v in outputs.items()], tuple(outputs)

@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import ArgumentError, LengthError, UnsupportedError
 from ..base import RESERVED, SMALLEST_CACHE, Request, Sampling, SamplingFeatures, bucket
 from .cache import Cache
-from .graphs import Job
+from .executables import Job
 from .sampler import SlotState
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...agreement import Peers, settle
-from ...memory import host_free_bytes
+from ...parallel.agreement import Peers, settle
+from ...system.memory import host_free_bytes
 from ..base import CacheSpec, no_room
-from .graphs import jit_few
+from .executables import jit_few
 from .mesh import WHOLE, Place
 
 

@@ -11,7 +11,7 @@ import jax
 from jax._src import config as jax_config  # nothing public sets an option for one thread
 
 from ...errors import warn_caller
-from ...private_folder import cache_folder, make_private
+from ...system.private_folder import cache_folder, make_private
 
 SWITCH = "DUALINFER_COMPILATION_CACHE"
 _OFF = ("0", "false", "off", "no")

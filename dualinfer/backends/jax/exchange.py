@@ -14,8 +14,8 @@ from jax import lax
 
 from ...errors import DistributedError
 from ...kernels.pallas.exchange import BLOCK, Mailboxes, given_up, sum_ranks
+from .executables import Executables
 from .forks import is_forked
-from .graphs import Executables
 from .mesh import ManyDevices, Place
 
 # Float32 values of one device in one exchange; the vocabulary's if that is larger.

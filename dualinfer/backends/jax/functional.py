@@ -9,7 +9,7 @@ from jax.custom_batching import custom_vmap
 
 from ...arrays import kind_of, to_numpy
 from ...errors import ArgumentError, LengthError
-from ...spec import ModelSpec
+from ...model.spec import ModelSpec
 
 Inputs = tuple[jax.Array | None, ...]
 

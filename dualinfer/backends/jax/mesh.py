@@ -19,7 +19,7 @@ from jax.sharding import (
 
 from ...config.nested import TensorParallelConfig
 from ...errors import ConfigError, UnsupportedError
-from .graphs import TRACED
+from .executables import TRACED
 
 WHOLE = PartitionSpec()  # on every device
 Make = Callable[[int, jax.Device], jax.Array]

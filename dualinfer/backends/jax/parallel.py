@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...sharding import Plan
+from ...parallel.sharding import Plan
 from .mesh import ManyDevices, Place
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...arrays import kind_of, to_jax
+from ...checkpoint.reader import Found, RowReader
 from ...errors import ArgumentError
-from ...loading import Found, RowReader
-from ...sharding import Plan, Shard
-from ...spec import ModelSpec
-from ...weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...model.spec import ModelSpec
+from ...model.weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...parallel.sharding import Plan, Shard
 from .mesh import Place
 
 Weights = dict[str, Weight]

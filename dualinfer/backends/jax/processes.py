@@ -6,8 +6,8 @@ from contextlib import suppress
 import jax
 from jax._src import distributed  # nothing public waits for a message for a limited time
 
-from ...agreement import Alone, Peers, settle
 from ...errors import ConfigError, DistributedError
+from ...parallel.agreement import Alone, Peers, settle
 from .mesh import OneDevice, Place
 
 

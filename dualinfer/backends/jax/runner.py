@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...agreement import Peers
 from ...errors import StepError, UnsupportedError
-from ...sharding import Plan
-from ...spec import ModelSpec
-from ...weights import LoadPlan, TensorSource
+from ...model.spec import ModelSpec
+from ...model.weights import LoadPlan, TensorSource
+from ...parallel.agreement import Peers
+from ...parallel.sharding import Plan
 from ..base import (
     MAX_STEPS,
     SMALLEST_CACHE,
@@ -29,12 +29,12 @@ from ..base import (
 )
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
-from .graphs import Clock, Executables, Job
+from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
+from .ops.plain import PlainOps
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_model, split_notes
 from .pending import PendingTokens
-from .plain import PlainOps
 from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, prompt_rows
 from .steps import Steps, cut
 

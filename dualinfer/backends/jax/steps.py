@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ... import decoder
-from ...spec import ModelSpec
+from ...model.spec import ModelSpec
 from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
 from .cache import Cache, LayerCache
-from .graphs import jit_few
+from .executables import jit_few
+from .ops.plain import PlainOps
 from .params import Params
-from .plain import PlainOps
 from .sampler import SlotState, book
 
 _BLOCK = 8

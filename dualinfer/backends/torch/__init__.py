@@ -6,19 +6,19 @@ import torch
 
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, warn_caller
-from ...sharding import make_plan
-from ...spec import ModelSpec
-from ...weights import LoadPlan, TensorSource
+from ...model.spec import ModelSpec
+from ...model.weights import LoadPlan, TensorSource
+from ...parallel.sharding import make_plan
 from .adapter import engine_type as engine_type
-from .autotp.plan import Line, describe
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .joining import degree_of, forget_graphs_at_exit
 from .joining import join as join_ranks
-from .modules import create_module_runner as create_module_runner
+from .module.autotp.plan import Line, describe
+from .module.runner import create_module_runner as create_module_runner
+from .ops.plain import PlainOps
 from .parallel import Ranks, Split
 from .params import load_params
-from .plain import PlainOps
 from .runner import TorchRunner
 
 _KERNELS_NEED = (
@@ -75,7 +75,7 @@ def create_runner(
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:
-        from .tuning import autotune
+        from .tuning.search import autotune
 
         autotune(shard.spec, params, ops)
     graphs = config.enable_cuda_graph
@@ -105,8 +105,8 @@ def _make_ops(
     if not has_triton() or not runs_kernels(device):
         obstacle = f"{_KERNELS_NEED}, and this is a {device_name(device)}"
     else:
-        from .kernels import KernelOps, unserved
-        from .tuned import load_configurations
+        from .ops.kernels import KernelOps, unserved
+        from .tuning.store import load_configurations
 
         beyond = unserved(spec)
         if beyond is None:
@@ -123,8 +123,8 @@ def _make_ops(
 def _make_split_ops(device: torch.device, split: Split) -> PlainOps:
     """Kernels of one rank of several, with exchanges peer to peer where the GPUs allow it."""
     from .exchange import open_exchange
-    from .split_kernels import SplitKernelOps
-    from .tuned import load_configurations
+    from .ops.split import SplitKernelOps
+    from .tuning.store import load_configurations
 
     try:
         exchange = open_exchange(split)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ...errors import ConfigError
-from ...memory import host_free_bytes
+from ...system.memory import host_free_bytes
 
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))  # A100, H100 and H200, B200 and B300
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistributedError
-from ...sharding import Plan
+from ...parallel.sharding import Plan
 
 _LENGTH, _SHORT = 8, 248  # bytes
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

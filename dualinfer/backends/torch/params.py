@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 
 from ...arrays import to_kind
-from ...loading import Found, RowReader
-from ...sharding import Shard
-from ...spec import Rope
-from ...weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...checkpoint.reader import Found, RowReader
+from ...model.spec import Rope
+from ...model.weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...parallel.sharding import Shard
 
 Weights = dict[str, Weight]
 

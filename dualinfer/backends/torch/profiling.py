@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.profiler import record_function
 
-from ...profiling import Stopwatch
+from ..profiling import Stopwatch
 
 P = ParamSpec("P")
 R = TypeVar("R")

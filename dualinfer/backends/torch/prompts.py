@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from ... import decoder
-from ...spec import ModelSpec
+from ...model.spec import ModelSpec
 from .cache import KVCache
 from .graphs import StepGraphs
+from .ops.plain import Chunk, PlainOps
 from .params import Params
-from .plain import Chunk, PlainOps
 
 GRAIN = 64  # tokens
 _MOST_REPLAYED = 1024  # tokens of all prompts of a call

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from ... import decoder
-from ...profiling import Stopwatch
-from ...sharding import Shard
-from ...weights import LoadPlan, TensorSource
+from ...model.weights import LoadPlan, TensorSource
+from ...parallel.sharding import Shard
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
@@ -23,14 +22,15 @@ from ..base import (
     cache_specs,
     sampling_rows,
 )
+from ..profiling import Stopwatch
 from . import sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
+from .ops.plain import PlainOps
 from .parallel import Ranks
 from .params import Params, refresh_params
-from .plain import PlainOps
 from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts

@@ -1,0 +1,277 @@
+"""Executables compiled ahead of time, one a bucket or signature, and the clock around them."""
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from ...errors import UnsupportedError
+from ...system.progress import track
+from .compilation_cache import keep_all
+
+TRACED = (
+    "An engine does not run inside of jax.jit, jax.vmap or jax.grad: it runs executables of its "
+    "own, on arrays whose values are known. Call it outside; in fused mode engine.apply, and in "
+    "module mode engine.module may be called inside."
+)
+_EAGER = (
+    "An engine runs compiled steps, and jax.disable_jit (or JAX_DISABLE_JIT) is on. Turn it off "
+    "around the engine; to follow a pass op by op, call engine.apply within it."
+)
+# What varied calls of a server need: batches of 1 to 16, prompts of 16 to 512 tokens, caches of 64
+# to 2048, greedy and sampled, are 5 * (6 + 6) * 2 = 120. Each takes some 9 MB of host memory.
+_MOST = 128
+_MOST_BYTES = 1 << 30  # of their code, which takes the device's memory from weights and cache
+_MOST_HELPERS = 32  # of one kind; quickly compiled again
+_THREADS = min(8, os.cpu_count() or 1)
+_LOWERING = threading.RLock()  # of the process, as the filters of warnings are
+
+
+with ThreadPoolExecutor(1) as _elsewhere:  # where no trace is under way, whatever there is here
+    _UNTRACED = _elsewhere.submit(get_opaque_trace_state).result()
+
+
+def check_untraced(arrays: Iterable[Any] = ()) -> None:
+    """Raise UnsupportedError where one of `arrays`, or all that is put on a device, is traced."""
+    if get_opaque_trace_state() != _UNTRACED and any(
+        isinstance(x, Tracer) for x in (*arrays, jax.device_put(0))
+    ):
+        raise UnsupportedError(TRACED)
+
+
+_CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION"  # XLA's own
+
+
+def compiler_options(
+    enable_cuda_graph: bool | None, device: jax.Device, exchanges: bool = False
+) -> dict[str, str | bool] | None:
+    """Options for the compiler; None is XLA's own choice, which captures CUDA graphs on a GPU.
+
+    That choice captures the bodies of while loops and not the loops themselves, which is best on
+    one device: with loops captured too, an H100 was 1 to 2 % slower on a 7B model and half as fast
+    on GPT-2. Over several, where `exchanges` says that nothing but kernels is in a body, it saves
+    the threads of all devices their turn between two tokens: 8 % of a token of eight layers.
+    """
+    if device.platform != "gpu":
+        return None
+    if enable_cuda_graph is False:
+        return {"xla_gpu_enable_command_buffer": ""}  # the empty list of commands to capture
+    return {"xla_gpu_enable_command_buffer": f"{_CAPTURED},WHILE"} if exchanges else None
+
+
+class Job(NamedTuple):
+    """A function to compile ahead of time; arguments may be ShapeDtypeStructs with a sharding.
+
+    `shardings` are those of the arguments, for where these are abstract and have none; `results` is
+    that of all results, None for the compiler's own choice.
+    """
+
+    key: Hashable
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    shardings: tuple[jax.sharding.Sharding, ...] | None = None
+    results: jax.sharding.Sharding | None = None
+
+
+class Executables:
+    """Compiled functions by key; the one unused for longest goes when there are too many.
+
+    That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
+    go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
+    executables ever made, `evictions` those that went, `seconds` what compiling took, by the clock.
+    Threads that ask for one key wait for one compilation.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, str | bool] | None = None,
+        most: int = _MOST,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._options = dict(options) if options else None
+        self._most, self._most_bytes = most, most_bytes
+        self._made: dict[Hashable, Any] = {}  # the last used one is last
+        self._bytes: dict[Hashable, int] = {}
+        self._asked: set[Hashable] = set()  # by `prepare`
+        self._coming: dict[Hashable, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.compilations = self.evictions = 0
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        """Number of executables held."""
+        return len(self._made)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a report says of them; of code that XLA does not tell the size of, as on CPUs, 0."""
+        with self._lock:
+            return {
+                "compilations": self.compilations,
+                "executables": len(self._made),
+                "evictions": self.evictions,
+                "executable_bytes": sum(self._bytes.values()),
+            }
+
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        results: jax.sharding.Sharding | None = None,
+    ) -> Any:
+        """What `function(*args)` gives, compiled at the key's first use; `donate` as in jax.jit.
+
+        `function` itself is taken from the first call only. `results` as in Job.
+        """
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UnsupportedError(_EAGER)
+        made, is_new = self._find(key)
+        if is_new:
+            job = Job(key, function, args, donate, results=results)
+            with self._book({key: made}):
+                self._compile(self._lower(job), made)
+        if isinstance(made, Future):
+            made = made.result()
+        return made(*args)
+
+    def prepare(self, jobs: Sequence[Job], description: str) -> None:
+        """Compile what is not there yet, several at a time; a later `run` with the key uses it.
+
+        They are traced one after another, in this thread. A progress bar shows `description`.
+        """
+        self._asked.update(job.key for job in jobs)  # what was asked for is not thrown away
+        found = [(job, *self._find(job.key)) for job in jobs]
+        new = [(job, coming) for job, coming, is_new in found if is_new]
+        if not new:
+            return
+        pool = ThreadPoolExecutor(min(len(new), _THREADS), "dualinfer-compile")
+        with self._book({job.key: coming for job, coming in new}):
+            try:
+                under_way = []
+                for i in track(range(2 * len(new)), description):
+                    if i < len(new):
+                        job, coming = new[i]
+                        under_way.append(pool.submit(self._compile, self._lower(job), coming))
+                    else:
+                        under_way[i - len(new)].result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _find(self, key: Hashable) -> tuple[Any, bool]:
+        """The key's executable, or the Future of it; True if it is for the caller to make."""
+        with self._lock:
+            made = self._made.pop(key, None)
+            if made is not None:
+                self._made[key] = made
+                return made, False
+            is_new = key not in self._coming
+            return self._coming.setdefault(key, Future()), is_new
+
+    @contextmanager
+    def _book(self, coming: Mapping[Hashable, "Future[Any]"]) -> Iterator[None]:
+        """Hold what is made within; whoever waits for what is not gets the error."""
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            for future in coming.values():
+                if not future.done():
+                    future.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                self.seconds += time.perf_counter() - start
+                for key, future in coming.items():
+                    del self._coming[key]
+                    if future.exception() is None:
+                        self.compilations += 1
+                        self._made[key] = future.result()
+                        self._bytes[key] = _code_bytes(self._made[key])
+                self._evict()
+
+    def _evict(self) -> None:
+        """Drop what was unused for longest until the rest is within bounds, but not the last used.
+
+        A call that runs one holds it itself.
+        """
+        others = [key for key in self._made if key not in self._asked]
+        size = sum(self._bytes[key] for key in others)
+        for count, key in zip(range(len(others), 1, -1), others, strict=False):
+            if count <= self._most and size <= self._most_bytes:
+                return
+            del self._made[key]
+            size -= self._bytes.pop(key)
+            self.evictions += 1
+
+    def _lower(self, job: Job) -> jax.stages.Lowered:
+        with _LOWERING, warnings.catch_warnings():
+            # Known: launch.py of the Pallas kernels has the Triton lowering to itself.
+            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+            jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results)
+            return jitted.lower(*job.args)
+
+    def _compile(self, lowered: jax.stages.Lowered, coming: "Future[Any]") -> None:
+        with keep_all():
+            coming.set_result(lowered.compile(compiler_options=self._options))
+
+    def clear(self) -> None:
+        """Let go of every executable."""
+        with self._lock:
+            self._made.clear()
+            self._bytes.clear()
+
+
+def _code_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of its code on a device; 0 where XLA does not tell."""
+    executable: Any = compiled.runtime_executable()
+    return max(0, executable.size_of_generated_code_in_bytes())
+
+
+def jit_few(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """`make(*sizes)`, jitted; those last used are kept, where jax.jit of static sizes keeps all."""
+
+    @lru_cache(_MOST_HELPERS)
+    @wraps(make)
+    def made(*sizes: Any) -> Callable[..., Any]:
+        return jax.jit(make(*sizes))
+
+    return made
+
+
+class Clock:
+    """A running stopwatch: wall time until the result is there, without that of compiling."""
+
+    def __init__(self, executables: Executables) -> None:
+        self._executables = executables
+        self._start = self._now()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._executables.seconds
+
+    def stop(self, result: Any) -> Callable[[], float]:
+        """Wait for `result`, a pytree of arrays or tokens under way; a function that gives ms."""
+        jax.block_until_ready(result)
+        elapsed = (self._now() - self._start) * 1e3
+        return lambda: elapsed
+
+
+def check_compile(backend: Any, compile_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise UnsupportedError if `compile()` asks for a compiler other than XLA."""
+    if backend is not None or compile_kwargs:
+        raise UnsupportedError(
+            f"compile(backend={backend!r}, compile_kwargs={dict(compile_kwargs or {})!r}): on JAX "
+            "every step is compiled by XLA as it is. Call compile() without arguments, or not at "
+            "all."
+        )

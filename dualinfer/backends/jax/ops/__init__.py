@@ -1,0 +1,1 @@
+"""The fused ops on JAX: plain, by kernels, and split over devices."""

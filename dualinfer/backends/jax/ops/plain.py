@@ -1,0 +1,235 @@
+"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Pallas.
+
+Everything is traced.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ....model.spec import ModelSpec, Rope
+from ....model.weights import Weight
+from ...base import SamplingFeatures
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from .. import sampler
+from ..cache import LayerCache, write
+from ..exchange import Exchange
+from ..parallel import Split
+from ..params import Params
+from ..sampler import SlotState
+from . import primitives as ops
+
+
+class PlainOps:
+    """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
+
+    implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
+
+    def __init__(self, split: Split | None = None) -> None:
+        self.split = split  # None: a device has the whole model
+        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
+        if split is not None:
+            self.implementations = {**self.implementations, "sum over devices": "XLA"}
+
+    def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
+        """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty.
+
+        `mailboxes` are those of `Params`, this device's row [1, ...].
+        """
+        return None
+
+    def using(self, scratch: Any) -> Self:
+        """These ops for one trace; `scratch` of the result is what a next one goes on with."""
+        return self
+
+    @property
+    def scratch(self) -> Any:
+        """Scratch memory after the ops traced so far."""
+        return None
+
+    def given_up(self) -> jax.Array | None:
+        """int32 [1], not 0 once this device gave up an exchange; None where there is none."""
+        return None
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`."""
+        return jax.named_scope(name)
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed`."""
+        x = self._tokens(ids, w["embed.weight"])
+        if spec.embed_scale != 1:
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        if spec.embed_width:
+            x = ops.matmul(x, w["project_in.weight"])
+        if token_types is not None:
+            if spec.token_types_from_vocab:
+                x = x + self._tokens(token_types, w["embed.weight"])
+            else:
+                x = x + ops.embed(token_types, w["token_types.weight"])
+        if spec.learned_positions:
+            x = x + ops.embed(positions + spec.position_offset, w["positions.weight"])
+        return x
+
+    def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
+        """Rows of the embedding, of which each device has some."""
+        if self.split is None:
+            return ops.embed(ids, weight)
+        rows, here = self.split.is_here(ids)
+        return self.split.sum(jnp.where(here[..., None], ops.embed(rows, weight), 0))
+
+    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
+        """See `contract.BlockOps.norm`."""
+        if residual is not None:
+            x = residual + x
+        if norm.spec.kind == "rms":
+            return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
+        assert norm.bias is not None
+        return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+
+    def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.linear`."""
+        y = ops.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
+        if by.activation is not None:
+            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+        if by.residual is not None:
+            y = by.residual + y
+        return y.astype(jnp.float32) if by.wide else y
+
+    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.row_product`."""
+        if self.split is None:
+            return self.linear(x, weight, by)
+        y = self.split.sum(self.partial_product(x, weight))
+        if by.bias is not None:
+            y = y + by.bias.data.astype(y.dtype)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """x weight^T of this device's columns, before the sum; float32 where rows are few."""
+        return ops.partial_product(x, weight)
+
+    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.add`."""
+        return x + y
+
+    def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
+        """See `contract.BlockOps.softcap`."""
+        return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
+
+    def gather_logits(self, logits: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.gather_logits`."""
+        return logits if self.split is None else self.split.gather_logits(logits)
+
+    def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
+        """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
+        a = spec.layers[index].attention
+        slopes = self.split.slopes(index) if self.split else None
+        if slopes is None and a.alibi is not None:
+            slopes = jnp.array(a.alibi, jnp.float32)
+        return LayerAttention.named(a, params.layers[index], slopes=slopes)
+
+    def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
+        """See `contract.Ops.angles`."""
+        found: dict[Rope, tuple[jax.Array, jax.Array]] = {}
+        for layer in spec.layers:
+            rope = layer.attention.rope
+            if rope and rope not in found:
+                frequencies = jnp.array(rope.inv_freq, jnp.float32)
+                turned = positions[..., None].astype(jnp.float32) * frequencies
+                found[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
+        return found
+
+    def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
+        """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
+        a = layer.spec
+        query, key, _ = a.qkv_sizes
+        parts = jnp.split(qkv, (query, query + key), axis=-1)
+        q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
+        if layer.q_norm and layer.k_norm:
+            q, k = (PlainOps.norm(self, x, n) for x, n in ((q, layer.q_norm), (k, layer.k_norm)))
+        if a.rope:
+            cos, sin = angles[a.rope]
+            q, k = (ops.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
+        return [q, k, v]
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array,
+        angles: Any,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: LayerCache | None = None,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """See `contract.Ops.attend`; slots that the cache does not have are left out."""
+        q, k, v = self._heads(layer, qkv, angles)
+        if cache is not None:
+            assert slots is not None
+            cache = write(cache, slots, k, v)
+        y = ops.attention(
+            q,
+            k,
+            v,
+            causal=layer.spec.causal,
+            mask=mask,
+            segments=segments,
+            positions=positions,
+            **scoring(layer),
+        )
+        return y.reshape(*y.shape[:2], -1), cache
+
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array,
+        angles: Any,
+        cache: LayerCache,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        """See `contract.Ops.attend_token`."""
+        q, k, v = self._heads(layer, qkv, angles)
+        cache = ops.append(cache, k[:, 0], v[:, 0], lengths)
+        y = ops.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
+        return y.reshape(len(lengths), 1, -1), cache
+
+    def sample(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        position: jax.Array,
+        features: SamplingFeatures,
+    ) -> jax.Array:
+        """See `contract.Ops.sample`."""
+        return sampler.sample(logits, state, position, features)
+
+    def advance(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: jax.Array,
+        step: jax.Array,
+    ) -> tuple[SlotState, jax.Array]:
+        """See `contract.Ops.advance`; `step` is a scalar."""
+        return sampler.advance(logits, state, features, out, step)
+
+
+def scoring(layer: LayerAttention) -> dict[str, Any]:
+    """How attention scores the layer's keys: arguments that are facts of the layer."""
+    a = layer.spec
+    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, "alibi": layer.slopes}

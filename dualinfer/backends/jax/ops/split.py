@@ -1,0 +1,103 @@
+"""The kernels' ops of one device of several: what it sums with the others, and what it gathers."""
+
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ....kernels.pallas import exchange as kernels
+from ....model.weights import Weight
+from ...contract import ALONE, Neighbours
+from ..exchange import Exchange
+from ..parallel import Split
+from . import primitives as ops
+from .kernels import KernelOps
+
+
+class SplitKernelOps(KernelOps):
+    """KernelOps where each device has a share of the model. Sums of few values are one launch.
+
+    Without an `exchange`, for the reason `obstacle`, and in traces without its mailboxes, all of
+    them are XLA's.
+    """
+
+    split: Split
+
+    def __init__(
+        self,
+        sms: int,
+        split: Split,
+        exchange: Exchange | None,
+        obstacle: str = "",
+    ) -> None:
+        super().__init__(sms, split=split)
+        self.exchange = exchange
+        self._row: jax.Array | None = None
+        sums = f"XLA: {obstacle}"
+        if exchange is not None:
+            most = exchange.mailboxes.capacity
+            sums = f"Pallas, peer to peer, up to {most:,} values; XLA above"
+        self.implementations = {**self.implementations, "sum over devices": sums}
+
+    def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
+        """See `KernelOps.make_scratch`; with them, this device's row of the table."""
+        return super().make_scratch(pairs), None if mailboxes is None else mailboxes[0]
+
+    def using(self, scratch: Any) -> Self:
+        """See `PlainOps.using`."""
+        ops = super().using(scratch[0])
+        ops._row = scratch[1]
+        return ops
+
+    @property
+    def scratch(self) -> Any:
+        """The counters, by which exchanges come one after another as well, and the row."""
+        return self._counters, self._row
+
+    def given_up(self) -> jax.Array | None:
+        """See `PlainOps.given_up`."""
+        if self.exchange is None or self._row is None:
+            return None
+        assert self._counters is not None
+        return kernels.given_up(self._row, self.exchange.mailboxes, self._counters)
+
+    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
+        if not self._serves(math.prod(x.shape[:-1]) * weight.data.shape[0]):
+            return super().row_product(x, weight, by)
+        y = self.partial_product(x, weight)
+        return self._sum(y, None if by.bias is None else by.bias.data, by.residual, x.dtype)
+
+    def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
+        """See `PlainOps._tokens`."""
+        if not self._serves(ids.size * weight.data.shape[1]):
+            return super()._tokens(ids, weight)
+        rows, here = self.split.is_here(ids)
+        x = jnp.where(here[..., None], ops.embed(rows, weight), 0)
+        return self._sum(x, None, None, x.dtype)
+
+    def gather_logits(self, logits: jax.Array) -> jax.Array:
+        """See `PlainOps.gather_logits`; XLA's where a device has no part of the vocabulary."""
+        vocab, width = self.split.plan.table.sizes["vocab"], logits.shape[-1]
+        everywhere = vocab > width * (self.split.plan.size - 1)
+        if not everywhere or not self._serves(math.prod(logits.shape[:-1]) * vocab):
+            return super().gather_logits(logits)
+        with jax.named_scope("gather"):
+            return self._exchange(kernels.gather_ranks, logits, vocab)
+
+    def _sum(
+        self, x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, dtype: Any
+    ) -> jax.Array:
+        with jax.named_scope("reduce"):
+            return self._exchange(kernels.sum_ranks, x, bias, residual, dtype)
+
+    def _exchange(self, kernel: Any, x: jax.Array, *how: Any) -> jax.Array:
+        assert self.exchange is not None
+        boxes = self.exchange.mailboxes
+        y, self._counters = kernel(x, self._row, boxes, self._counters, *how)
+        return y
+
+    def _serves(self, values: int) -> bool:
+        """Whether so many values are exchanged by a kernel."""
+        return self.exchange is not None and self._row is not None and self.exchange.serves(values)

@@ -1,0 +1,1 @@
+"""Module mode on torch: the caller's own module, filled, placed and split."""

@@ -1,0 +1,205 @@
+"""A small copy of a module, with random weights, and calls to try it with."""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .....system.memory import host_free_bytes
+from ..fill import is_hf, slots
+from .likeness import Likeness
+
+_TOKENS = 7
+_OTHER_SIZES = (2, 1), (1, 40), (9, 3)  # rows and tokens
+_MOST_WHOLE = 2**30  # bytes
+_MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs as much again
+
+
+class Call(NamedTuple):
+    """A call of one part of the module; its path is "" for all of it.
+
+    `doubt` says why the module may call the part in other ways. A `guess` need not work: it shows
+    what else a part may do.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    doubt: str = ""
+    guess: bool = False
+
+
+def pattern(path: str) -> str:
+    """The path with * for each number: the same for all layers of a stack."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def stacks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The stacks of layers, with their paths: lists of modules with parts, in no other list."""
+    outer: list[str] = []
+    for path, part in module.named_modules():
+        if any(path.startswith(f"{o}.") for o in outer):
+            continue
+        is_list = isinstance(part, nn.ModuleList | nn.Sequential) and len(part._modules) > 0
+        if is_list and all(len([*m.modules()]) > 2 for m in part.children()):
+            outer.append(path)
+            yield path, part
+
+
+def make_miniature(module: nn.Module, whole: bool = False) -> Any:
+    """A copy in float32 on the CPU in eval mode, each stack as long as it has new kinds of layers.
+
+    With `whole`, stacks in full, where that is small. The parameters are random, the same each
+    time; the buffers are the module's own. Forward hooks are left out. Raises ValueError where the
+    host lacks memory or buffers lack values.
+    """
+    if whole:
+        small = sharing_copy(module)
+    else:
+        with _shortened(module):
+            small = sharing_copy(module)
+    places = [(slot, slot.tensor) for slot in slots(small)]
+    tensors = {id(tensor): tensor for _, tensor in places}
+    needed, free = sum(4 * t.numel() for t in tensors.values()), host_free_bytes()
+    if whole and needed > _MOST_WHOLE:
+        raise ValueError("it is too large to be copied whole")
+    if free is not None and needed > _MOST_OF_MEMORY * free:
+        raise ValueError(f"a copy needs {needed:,} bytes of host memory, and {free:,} are free")
+    generator = torch.Generator().manual_seed(0)
+    made = {key: _stand_in(tensor, generator) for key, tensor in tensors.items()}
+    for slot, tensor in places:
+        slot.place[slot.key] = made[id(tensor)]
+    for part in small.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return small.eval()
+
+
+def sharing_copy(module: nn.Module) -> Any:
+    """A copy with the same tensors."""
+    tensors = [slot.tensor for slot in slots(module)]
+    return copy.deepcopy(module, {id(t): t for t in tensors})
+
+
+def make_calls(module: nn.Module, rows: int) -> list[Call]:
+    """Calls with random inputs: of a HF model as a whole, else of each kind of layer in a stack.
+
+    The latter also with one token, with many, with more rows, and of the module as a whole, as far
+    as they work. Raises ValueError where it is not known what the module takes.
+    """
+    generator = torch.Generator().manual_seed(1)
+    if is_hf(module):
+        return [Call("", (), _hf_inputs(module, rows, generator))]
+    calls, guesses = [], []
+    likeness = Likeness()
+    for path, stack in stacks(module):
+        seen: list[Any] = []
+        for name, layer in stack.named_children():
+            mark = likeness.mark(layer)
+            widths = (m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
+            width = next(widths, None)
+            if mark not in seen and width is not None:
+                seen.append(mark)
+                x = _uniform((rows, _TOKENS, width), generator)
+                calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}, _doubt(layer)))
+                for size in _OTHER_SIZES:
+                    x = _uniform((*size, width), generator)
+                    guesses.append(calls[-1]._replace(args=(x,), guess=True))
+    if not calls:
+        raise ValueError("it is no HF model and has no stack of layers")
+    vocabs = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+    width = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    for tokens in (_TOKENS, 1):
+        if vocabs:
+            shape = (rows, tokens)
+            x = torch.randint(0, min(vocabs), shape, generator=generator, device="cpu")
+        else:
+            x = _uniform((rows, tokens, width), generator)
+        guesses.append(Call("", (x,), {}, guess=True))
+    return [*calls, *guesses]
+
+
+def _doubt(layer: nn.Module) -> str:
+    """What a layer takes beside the hidden states, if anything."""
+    more = [*inspect.signature(layer.forward).parameters][1:]
+    return f"{type(layer).__name__} takes {', '.join(more)}, too" if more else ""
+
+
+def _share_parts(stack: nn.Module) -> bool:
+    """True if different layers have parts in common that hold parameters."""
+    seen: set[int] = set()
+    for layer in {id(layer): layer for layer in stack.children()}.values():
+        own = {id(part) for part in layer.modules() if any(True for _ in part.parameters())}
+        if seen & own:
+            return True
+        seen |= own
+    return False
+
+
+@contextmanager
+def _shortened(module: nn.Module) -> Iterator[None]:
+    """Each stack without its end, as far as layers of every kind are left."""
+    whole = [(stack, dict(stack._modules)) for _, stack in stacks(module)]
+    likeness = Likeness()
+    try:
+        for stack, layers in whole:
+            if _share_parts(stack):
+                continue
+            marks = [likeness.mark(layer) for layer in stack]
+            kept = max(marks.index(mark) for mark in set(marks)) + 1
+            for name in list(layers)[kept:]:
+                del stack._modules[name]
+        yield
+    finally:
+        for stack, layers in whole:
+            stack._modules.clear()
+            stack._modules.update(layers)
+
+
+def _uniform(shape: Any, generator: torch.Generator) -> torch.Tensor:
+    new = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return new.uniform_(-1, 1, generator=generator)
+
+
+def _stand_in(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values for a parameter, a buffer's own."""
+    if not isinstance(tensor, nn.Parameter):
+        if tensor.is_meta:
+            raise ValueError("its buffers hold no values yet")
+        kind = torch.float32 if tensor.is_floating_point() else None
+        return tensor.to("cpu", kind, copy=True)
+    if not tensor.is_floating_point():
+        raise ValueError(f"it has parameters of {tensor.dtype}")
+    new = _uniform(tensor.shape, generator)
+    new = new * (3 / max(new.shape[-1], 1)) ** 0.5 if new.ndim > 1 else 1 + 0.3 * new
+    return nn.Parameter(new, requires_grad=False)
+
+
+def _hf_inputs(module: Any, rows: int, generator: torch.Generator) -> dict[str, Any]:
+    taken = inspect.signature(module.forward).parameters
+    inputs: dict[str, Any] = {}
+    config = module.config
+    if module.main_input_name == "pixel_values":
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        inputs["pixel_values"] = _uniform((rows, channels, height, width), generator)
+    elif module.main_input_name in ("input_ids", "input_features"):
+        vocab = module.get_input_embeddings().num_embeddings
+        ids = torch.randint(
+            min(8, vocab - 1), vocab, (rows, _TOKENS), generator=generator, device="cpu"
+        )
+        inputs["input_ids"] = ids
+        if module.main_input_name == "input_features":  # Whisper's
+            shape = rows, config.num_mel_bins, 2 * config.max_source_positions
+            inputs = {"input_features": _uniform(shape, generator)}
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+            inputs["decoder_input_ids"] = ids.flip(1)
+    else:
+        raise ValueError(f"its input is {module.main_input_name}")
+    if "use_cache" in taken:
+        inputs["use_cache"] = False
+    return inputs

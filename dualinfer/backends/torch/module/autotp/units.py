@@ -1,0 +1,201 @@
+"""What of a module is split together: attention, MLPs and experts, found by names and shapes.
+
+A unit begins with column-parallel layers and ends with a row-parallel one, whose sum over ranks is
+its only collective. What is not understood in full is no unit, and says why.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .....parallel.sharding import split_evenly
+from .attention import attention_changes, find_attention, head_count
+from .changes import (
+    Change,
+    NotUnderstoodError,
+    Unit,
+    altered_inside,
+    is_altered,
+    is_linear,
+    join_path,
+    opaque_parts,
+    sizes,
+)
+from .layers import EXPERT_WEIGHTS, expert_axes
+from .layouts import Heads, Run, extent, key_rows, local_heads, query_rows
+
+_MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("w1",), "w2"),
+    (("fc1",), "fc2"),
+    (("fc_in",), "fc_out"),
+    (("c_fc",), "c_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
+    (("lin1",), "lin2"),
+    (("ffn",), "ffn_output"),
+    (("intermediate.dense",), "output.dense"),
+)
+_ALIGNED = 8  # elements
+_FFN = ("intermediate_size", "intermediate_dim", "ffn_dim", "inner_dim", "hidden_dim")
+
+
+def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
+    """The attention blocks, MLPs and experts of a module, split over `size` ranks."""
+    units: list[Unit] = []
+    taken: set[str] = set()
+    owners = Counter(id(child) for part in module.modules() for child in part._modules.values())
+    opaque = opaque_parts(module)
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) or f"{path}.".startswith(tuple(opaque)):
+            continue
+        for find in (find_attention, _experts, _mlps):
+            for unit in find(module, path, part, size, grain):
+                if taken & set(unit.layers):
+                    continue
+                shared = [p for p in unit.layers if owners[id(module.get_submodule(p))] > 1]
+                if shared and not unit.problem:
+                    unit.problem = f"{shared[0]} is a layer of other parts, too"
+                unit.problem = unit.problem or altered_inside(module, unit)
+                units.append(unit)
+                taken.update(unit.layers)
+    return units
+
+
+def _mlps(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
+    for columns, row in _MLPS:
+        try:
+            layers: list[Any] = [part.get_submodule(name) for name in (*columns, row)]
+        except AttributeError:
+            continue
+        if not all(hasattr(layer, "weight") for layer in layers):
+            continue
+        unit = Unit(path, "mlp", [join_path(path, name) for name in (*columns, row)])
+        try:
+            odd = [n for n, m in zip(unit.layers, layers, strict=True) if not is_linear(m)]
+            if odd:
+                raise NotUnderstoodError(f"{odd[0]} is no plain linear layer")
+            unit.changes = pair_changes(part, unit, layers, size, grain)
+        except NotUnderstoodError as problem:
+            unit.problem = str(problem)
+        yield unit
+        return
+
+
+def pair_changes(
+    part: nn.Module, unit: Unit, layers: Sequence[Any], size: int, grain: int
+) -> list[Change]:
+    """Changes of column-parallel layers and the row-parallel one behind them, the last."""
+    ffn = sizes(layers[-1])[0]
+    widths = {sizes(layer)[1] for layer in layers[:-1]}
+    is_packed = widths == {2 * ffn} and len(layers) == 2
+    if widths != {ffn} and not is_packed:
+        raise NotUnderstoodError(f"its widths {sorted(widths)} do not fit {ffn} inputs")
+    if ffn < size:
+        raise NotUnderstoodError(f"it is {ffn} wide, for {size} ranks")
+    shares = split_evenly(ffn, size, grain)
+    rows = tuple((Run(s.start, s.real),) for s in shares)
+    packed = tuple((Run(s.start, s.real), Run(ffn + s.start, s.real)) for s in shares)
+    reason = f"MLP of width {ffn}" + (", gate and up in blocks" if is_packed else "")
+    found = [
+        Change(path, "column", packed if is_packed else rows, unit.path, reason)
+        for path in unit.layers[:-1]
+    ]
+    found.append(Change(unit.layers[-1], "row", rows, unit.path, reason))
+    numbers = tuple({name: s.real for name in _FFN if vars(part).get(name) == ffn} for s in shares)
+    if any(numbers):
+        found.append(Change(unit.path, "numbers", (), unit.path, reason, numbers))
+    return found
+
+
+def _experts(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
+    """HF's fused experts; see `layers.expert_axes`."""
+    own: dict[str, Any] = {name: p for name, p in part._parameters.items() if p is not None}
+    if "down_proj" not in own or own["down_proj"].ndim != 3:
+        return
+    unit = Unit(path, "experts")
+    try:
+        if not {"gate_up_proj", "down_proj"} <= set(own) <= EXPERT_WEIGHTS:
+            raise NotUnderstoodError(f"its parameters {', '.join(sorted(own))} are not known")
+        axes = expert_axes(part)
+        if axes is None:
+            raise NotUnderstoodError("its gate and up projections do not fit its down projection")
+        ffn = own["down_proj"].shape[axes[1]]
+        if is_altered(part) or ffn < size:
+            raise NotUnderstoodError(f"it has hooks of its own, or {ffn} columns for {size} ranks")
+        shares = split_evenly(ffn, size, grain)
+        # Grouped products need rows of 16 bytes, which zeros fill up.
+        filled = ((Run(s.start, s.real), Run(None, -s.real % _ALIGNED)) for s in shares)
+        rows = tuple(tuple(run for run in runs if run.width) for runs in filled)
+        embed = own["down_proj"].shape[3 - axes[1]]
+        numbers = tuple(
+            {name: extent(r) for name in _FFN if vars(part).get(name) == ffn != embed} for r in rows
+        )
+        reason = f"{own['down_proj'].shape[0]} experts of width {ffn}"
+        unit.changes = [Change(path, "experts", rows, path, reason, numbers)]
+    except NotUnderstoodError as problem:
+        unit.problem = str(problem)
+    yield unit
+
+
+def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, grain: int) -> Unit:
+    """The unit that ends with `row`, which a policy names, in the layer at path `layer`.
+
+    Its columns are the linear layers before it in its own parent whose widths fit: those of an MLP,
+    or, where the parent says how many heads it has, of attention.
+    """
+    unit = Unit(row, "named by the policy", [row])
+    if row != layer:
+        unit.path = row.rpartition(".")[0]
+        try:
+            _fill_named(root, unit, root.get_submodule(row), taken, size, grain)
+        except NotUnderstoodError as problem:
+            unit.problem = str(problem)
+    unit.problem = unit.problem or altered_inside(root, unit)
+    opaque = opaque_parts(root)
+    inside = next((prefix for prefix in opaque if row.startswith(prefix)), None)
+    if inside is not None:
+        unit.problem = opaque[inside]
+    return unit
+
+
+def _fill_named(
+    root: nn.Module, unit: Unit, last: Any, taken: set[str], size: int, grain: int
+) -> None:
+    """Give a policy's unit its column-parallel layers and its changes."""
+    part, row, inner = root.get_submodule(unit.path), unit.layers[-1], sizes(last)[0]
+    before: list[tuple[str, Any]] = []
+    for name, child in part.named_modules():
+        path = join_path(unit.path, name)
+        if path == row:
+            break
+        if is_linear(child) and path not in taken:
+            before.append((path, child))
+    count = head_count(part) or 0
+    dim = inner // count if count and inner % count == 0 else 0
+    fits = [
+        (path, child)
+        for path, child in before
+        if sizes(child)[1] == inner or (dim and sizes(child)[1] % dim == 0)
+    ]
+    unit.layers = [*(path for path, _ in fits), row]
+    if not fits:
+        raise NotUnderstoodError("no linear layer before it has its width")
+    if not dim:
+        unit.changes = pair_changes(part, unit, [*(child for _, child in fits), last], size, grain)
+        return
+    widths = {sizes(child)[1] // dim for _, child in fits}
+    kv_heads = min(widths)
+    if len(fits) < 3 or max(widths) != count or len(widths) > 2 or count % kv_heads:
+        raise NotUnderstoodError(f"how its {count} heads lie in {', '.join(p for p, _ in fits)}")
+    ranks = local_heads(count, kv_heads, dim, size)
+    layouts = [query_rows if sizes(m)[1] == inner else key_rows for _, m in fits]
+    heads = Heads(count, kv_heads, dim, (), ())
+    unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)

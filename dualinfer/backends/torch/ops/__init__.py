@@ -1,0 +1,1 @@
+"""The fused ops on torch: plain, by kernels, and split over ranks."""

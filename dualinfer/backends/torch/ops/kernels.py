@@ -1,0 +1,364 @@
+"""The ops of the contract by Triton kernels; plain.py has the same ones by plain torch.
+
+Which kernel serves a call follows from its shapes alone: products with few rows read the weights
+once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ....kernels.triton import activation as activations
+from ....kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    embedding,
+    linear,
+    rotary,
+    sampling,
+    thresholds,
+)
+from ....kernels.triton import norm as norms
+from ....kernels.triton.launch import has_pdl
+from ....kernels.triton.linear import LinearConfig, NormArguments
+from ....kernels.triton.tuning import Configurations, Key
+from ....model.spec import ModelSpec
+from ....model.weights import Weight
+from ...base import SamplingFeatures, bucket
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ..cache import LayerCache
+from ..parallel import Split
+from ..params import Params
+from ..profiling import named
+from ..sampler import SlotState
+from .plain import Chunk, PlainOps
+
+_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def unserved(spec: ModelSpec) -> str | None:
+    """What of a model is beyond the kernels, for people; None if they serve it."""
+    dim = max(layer.attention.head_dim for layer in spec.layers)
+    if dim > attention.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    if spec.embed > norms.WIDEST:
+        return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
+    if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
+        return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
+    return None
+
+
+class KernelOps(PlainOps):
+    """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
+
+    takes_chunks = True
+    _IMPLEMENTATIONS: Mapping[str, str] = {
+        "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
+        "embed": "Triton",
+        "rms_norm": "Triton, fused into the product of a single row",
+        "layer_norm": "Triton, fused into the product of a single row",
+        "rotary": "Triton, fused with the append to the cache",
+        "activation": "Triton, fused into products with few rows",
+        "attention": "torch's cuDNN or flash attention where they can, else Triton",
+        "decode_attention": "Triton, split KV, fused with rotary and append",
+        "sampling": "Triton, threefry2x32",
+    }
+
+    def __init__(
+        self,
+        device: torch.device,
+        configurations: Configurations | None = None,
+        split: Split | None = None,
+    ):
+        super().__init__(split)
+        self.configurations = configurations or Configurations()
+        self.sms = 1
+        self.pdl = has_pdl(torch.empty(0, device=device))
+        if device.type == "cuda":
+            self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.device = device
+        self._counters: dict[int, torch.Tensor] = {}
+        self._workspaces: dict[tuple[int, int], sampling.Workspace] = {}
+
+    @property
+    def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What serves each op, and where the kernels' configurations come from."""
+        return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
+
+    @named("embed")
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `PlainOps.embed`; it does not start early, as it reads what sampling wrote."""
+        if spec.embed_width:  # OPT-350m: a product comes between
+            return super().embed(spec, w, ids, positions, token_types)
+        table = w["embed.weight"].data
+        types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
+        learned = spec.learned_positions > 0
+        return embedding.embed(
+            ids,
+            table,
+            positions=positions if learned else None,
+            position_weight=w["positions.weight"].data if learned else None,
+            position_offset=spec.position_offset,
+            token_types=token_types,
+            type_weight=None if token_types is None else w[types].data,
+            scale=float(torch.tensor(spec.embed_scale, dtype=table.dtype)),  # as HF rounds it
+        )
+
+    @named("norm")
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `PlainOps.norm`."""
+        spec, weight, bias = norm
+        how: dict[str, Any] = {
+            "residual": residual,
+            "pdl": self.starts_early(x.numel() // x.shape[-1]),
+        }
+        if spec.kind == "rms":
+            return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
+        assert bias is not None
+        return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
+
+    @named("matmul")
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        by: Neighbours = ALONE,
+        config: LinearConfig | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
+        count = x.numel() // x.shape[-1]
+        if by.norm is not None and count != 1:
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
+        if not self.is_narrow(x, weight, by):
+            return self._wide_product(x, weight, by)
+        if config is None:
+            config = self.configurations.find(linear_key(x, weight, by))
+        fused_norm = None
+        if by.norm is not None:
+            kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
+            norm_bias = None if by.norm.bias is None else by.norm.bias.data
+            fused_norm = NormArguments(kind, by.norm.weight.data, norm_bias, by.norm.spec.eps)
+        return linear.linear(
+            x,
+            weight.data,
+            None if by.bias is None else by.bias.data,
+            norm=fused_norm,
+            activation=by.activation,
+            gated=by.gated,
+            residual=by.residual,
+            dtype=torch.float32 if by.wide else None,
+            config=config,
+            counters=self._zeros(linear.MOST_TILES),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
+
+    def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
+        """Whether the kernel for few rows serves a product, or cuBLAS."""
+        count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+        fused = by.activation is not None or by.residual is not None
+        return linear.serves(count, features, width, x.element_size(), fused)
+
+    def _wide_product(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> torch.Tensor:
+        """Many rows, by cuBLAS."""
+        bias, residual = by.bias, by.residual
+        if residual is not None and bias is None and by.activation is None:
+            # addmm copies the residual first.
+            add = torch.Tensor.addmm_ if by.spend else torch.addmm
+            y = add(residual.flatten(0, -2), x.flatten(0, -2), weight.data.t()).view(residual.shape)
+        else:
+            y = F.linear(x, weight.data, None if bias is None else bias.data)
+            if by.activation is not None:
+                act = activations.gated_activation if by.gated else activations.activation
+                y = act(y, by.activation, pdl=self.pdl)
+            if residual is not None:
+                y = residual.add_(y) if by.spend else residual + y
+        return y.float() if by.wide else y
+
+    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
+        """The positions: kernels turn by them as they read queries and keys."""
+        return positions
+
+    @named("attention")
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> tuple[torch.Tensor, LayerCache | None]:
+        """See `PlainOps.attend`; `qkv` is changed in place."""
+        a = layer.spec
+        start = chunk.start if chunk else 0
+        rotary.rotary_append(
+            qkv,
+            angles,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            cache=cache,
+            slots=slots,
+            starts=torch.full_like(slots, start) if start and slots is not None else None,
+            pdl=self.pdl,
+            **_heads(layer),
+        )
+        q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
+        if start and cache is not None and chunk is not None:
+            k, v = (part[chunk.slot, None].transpose(1, 2) for part in cache)
+        how: dict[str, Any] = {
+            "start": start,
+            "causal": a.causal,
+            "window": a.window,
+            "mask": mask,
+            "segments": segments,
+            "alibi": layer.slopes,
+            "softcap": a.softcap,
+        }
+        backends = attention_choice.sdpa_backends(q, **how)
+        if backends:
+            with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
+                y = F.scaled_dot_product_attention(
+                    q.transpose(1, 2),
+                    k.transpose(1, 2),
+                    v.transpose(1, 2),
+                    is_causal=a.causal,
+                    scale=a.scale,
+                    enable_gqa=a.heads != a.kv_heads,
+                ).transpose(1, 2)
+        else:
+            counted = positions if layer.slopes is not None else None
+            pairs = q.shape[0] * a.heads
+            shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
+            config = self.configurations.find(attention_choice.tuning_key(*shape))
+            how |= {"positions": counted, "config": config}
+            y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
+        return y.flatten(-2), cache
+
+    @named("decode_attention")
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        cache: LayerCache,
+        lengths: torch.Tensor,
+        config: decode_attention.DecodeConfig | None = None,
+    ) -> tuple[torch.Tensor, LayerCache]:
+        """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        a = layer.spec
+        if config is None:
+            slots, kv_heads, reach, dim = cache.k.shape
+            shape = a.heads // kv_heads, dim, qkv.element_size()
+            reach = min(reach, a.window or reach)
+            key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+            config = self.configurations.find(key)
+        y = decode_attention.decode_attention(
+            qkv[:, 0],
+            cache,
+            lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(qkv.shape[0] * a.kv_heads),
+            window=a.window,
+            alibi=layer.slopes,
+            softcap=a.softcap,
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(len(lengths)),
+            **_heads(layer),
+        )
+        return y[:, None], cache
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        position: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """See `PlainOps.sample`."""
+        work = self._workspace(*logits.shape)
+        return sampling.sample(
+            logits, state, position, features, workspace=work, pdl=self.starts_early(len(logits))
+        )
+
+    @named("sampling")
+    def advance(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: torch.Tensor,
+        step: torch.Tensor,
+    ) -> tuple[SlotState, torch.Tensor]:
+        """See `PlainOps.advance`."""
+        work = self._workspace(*logits.shape)
+        sampling.sample_step(
+            logits, state, features, out, step, workspace=work, pdl=self.starts_early(len(logits))
+        )
+        return state, out
+
+    def clear(self) -> None:
+        """See `PlainOps.clear`; no graph may be replayed after it."""
+        self._counters.clear()
+        self._workspaces.clear()
+
+    def starts_early(self, rows: int) -> bool:
+        """Whether kernels over so many rows start before the one in front has ended.
+
+        Between a few rows and many it measured slower, by a tenth at 8 to 32: programs that wait
+        take room from those that work.
+        """
+        return self.pdl and (rows <= 4 or rows >= 64)
+
+    # Graphs hold the addresses of scratch memory, so that none is ever replaced.
+    def _zeros(self, count: int) -> torch.Tensor:
+        if count not in self._counters:
+            self._counters[count] = torch.zeros(count, dtype=torch.int32, device=self.device)
+        return self._counters[count]
+
+    def _workspace(self, rows: int, vocab: int) -> sampling.Workspace:
+        rows = bucket(rows)
+        if (rows, vocab) not in self._workspaces:
+            self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
+        return self._workspaces[rows, vocab]
+
+
+def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
+    """The tuning key of a product with few rows."""
+    count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+    features = features // 2 if by.gated else features
+    return linear.tuning_key(count, features, width, x.element_size(), by.gated)
+
+
+def _heads(layer: LayerAttention) -> dict[str, Any]:
+    """How a layer's queries and keys are normed and turned, as the kernels take it."""
+    rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
+    return {
+        "inv_freq": layer.frequencies,
+        "scaling": rope.scaling if rope else 1.0,
+        "interleaved": rope.interleaved if rope else False,
+        "q_norm": q_norm.weight.data if q_norm else None,
+        "k_norm": k_norm.weight.data if k_norm else None,
+        "norm_eps": q_norm.spec.eps if q_norm else 0.0,
+        "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+    }

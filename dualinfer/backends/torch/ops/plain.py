@@ -1,0 +1,229 @@
+"""The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ....model.spec import ModelSpec, Rope
+from ....model.weights import Weight
+from ...base import SamplingFeatures
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from .. import sampler
+from ..cache import LayerCache
+from ..parallel import Split
+from ..params import Params
+from ..profiling import span
+from ..sampler import SlotState
+from . import primitives as ops
+
+if TYPE_CHECKING:
+    from ..exchange import Exchange
+
+
+class Chunk(NamedTuple):
+    """A later piece of one prompt: its first token's position, and the slot of what came before."""
+
+    start: int
+    slot: int
+
+
+class PlainOps:
+    """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
+
+    takes_chunks = False  # whether `attend` can go on behind what the cache holds already
+    implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
+
+    def __init__(self, split: Split | None = None):
+        self.split = split  # None: one rank has the whole model
+        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
+
+    def clear(self) -> None:
+        """Let go of memory on the device."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`: `dualinfer::name`."""
+        return span(name)
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.embed`."""
+        x = self._tokens(ids, w["embed.weight"])
+        if spec.embed_scale != 1:
+            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+        if spec.embed_width:
+            x = ops.matmul(x, w["project_in.weight"])
+        if token_types is not None:
+            if spec.token_types_from_vocab:
+                x = x + self._tokens(token_types, w["embed.weight"])
+            else:
+                x = x + ops.embed(token_types, w["token_types.weight"])
+        if spec.learned_positions:  # ended slots stay where they are, free ones at 0
+            at = positions.clamp(max=spec.learned_positions - 1)
+            x = x + ops.embed(at + spec.position_offset, w["positions.weight"])
+        return x
+
+    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Rows of the embedding, of which each rank has some."""
+        if self.split is None:
+            return ops.embed(ids, weight)
+        rows, here = self.split.is_here(ids)
+        found = ops.embed(rows, weight)
+        return self.split.sum(torch.where(here[..., None], found, 0))
+
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.norm`."""
+        if residual is not None:
+            x = residual + x
+        if norm.spec.kind == "rms":
+            return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
+        assert norm.bias is not None
+        return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+
+    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        """See `contract.BlockOps.linear`."""
+        y = ops.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
+        if by.activation is not None:
+            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+        if by.residual is not None:
+            y = by.residual + y
+        return y.float() if by.wide else y
+
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        """See `contract.BlockOps.row_product`."""
+        if self.split is None:
+            return self.linear(x, weight, by)
+        y = self.split.sum(self.linear(x, weight))
+        if by.bias is not None:
+            y = y + by.bias.data
+        return y if by.residual is None else by.residual + y
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.add`."""
+        return x + y
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `contract.BlockOps.softcap`."""
+        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.gather_logits`."""
+        return logits if self.split is None else self.split.gather_logits(logits)
+
+    def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
+        """See `contract.Ops.layer_attention`."""
+        a = spec.layers[index].attention
+        frequencies = params.frequencies[a.rope] if a.rope else None
+        slopes = params.slopes[a.alibi] if a.alibi else None
+        return LayerAttention.named(a, params.layers[index], frequencies, slopes)
+
+    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
+        """See `contract.Ops.angles`."""
+        angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        for rope, frequencies in params.frequencies.items():
+            turned = positions[..., None].float() * frequencies
+            angles[rope] = turned.cos() * rope.scaling, turned.sin() * rope.scaling
+        return angles
+
+    def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
+        """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
+        a = layer.spec
+        q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
+        if layer.q_norm and layer.k_norm:
+            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        if a.rope:
+            cos, sin = angles[a.rope]
+            q, k = (ops.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
+        return [q, k, v]
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> tuple[torch.Tensor, LayerCache | None]:
+        """See `contract.Ops.attend`; the cache is written in place.
+
+        With `chunk` keys and values go behind what the cache holds, which is attended to as well.
+        """
+        assert chunk is None, "plain ops take whole prompts"
+        a = layer.spec
+        q, k, v = self._heads(layer, qkv, angles)
+        if cache is not None:
+            assert slots is not None
+            ops.write(cache, k, v, slots)
+        y = ops.attention(
+            q,
+            k,
+            v,
+            scale=a.scale,
+            causal=a.causal,
+            window=a.window,
+            mask=mask,
+            segments=segments,
+            alibi=layer.slopes,
+            positions=positions,
+            softcap=a.softcap,
+        )
+        return y.flatten(-2), cache
+
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        cache: LayerCache,
+        lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, LayerCache]:
+        """See `contract.Ops.attend_token`; the cache is written in place."""
+        a = layer.spec
+        q, k, v = self._heads(layer, qkv, angles)
+        ops.append(cache, k[:, 0], v[:, 0], lengths)
+        y = ops.decode_attention(
+            q[:, 0],
+            cache,
+            lengths + 1,
+            scale=a.scale,
+            window=a.window,
+            alibi=layer.slopes,
+            softcap=a.softcap,
+        )
+        return y.flatten(-2)[:, None], cache
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        position: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """See `contract.Ops.sample`."""
+        return sampler.sample(logits, state, position, features)
+
+    def advance(
+        self,
+        logits: torch.Tensor,
+        state: SlotState,
+        features: SamplingFeatures,
+        out: torch.Tensor,
+        step: torch.Tensor,
+    ) -> tuple[SlotState, torch.Tensor]:
+        """See `contract.Ops.advance`; all is written in place, as `sampler.advance` says."""
+        sampler.advance(logits, state, features, out, step)
+        return state, out

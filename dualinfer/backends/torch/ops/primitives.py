@@ -1,0 +1,260 @@
+"""The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
+
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ....model.spec import Activation
+from ....model.weights import Weight
+from ..cache import LayerCache
+from ..profiling import named
+
+_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+IMPLEMENTATIONS = {
+    "matmul": "torch.nn.functional.linear",
+    "embed": "torch.nn.functional.embedding",
+    "rms_norm": "plain torch",
+    "layer_norm": "torch.nn.functional.layer_norm",
+    "rotary": "plain torch",
+    "activation": "torch.nn.functional",
+    "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "sampling": "plain torch, threefry2x32",
+}
+
+
+@named("matmul")
+def matmul(x: torch.Tensor, weight: Weight, bias: Weight | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in], plus bias [out]."""
+    return F.linear(x, weight.data, None if bias is None else bias.data)
+
+
+@named("embed")
+def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of weight [V, E] for ids [...]: [..., E]."""
+    return F.embedding(ids, weight.data)
+
+
+@named("rms_norm")
+def rms_norm(
+    x: torch.Tensor, weight: Weight, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    factor = weight.data.float()
+    return (y * (1 + factor if unit_offset else factor)).to(x.dtype)
+
+
+@named("layer_norm")
+def layer_norm(x: torch.Tensor, weight: Weight, bias: Weight, eps: float) -> torch.Tensor:
+    """(x - mean) / std * weight + bias over the last axis."""
+    return F.layer_norm(x, x.shape[-1:], weight.data, bias.data, eps)
+
+
+@named("rotary")
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotate the start of each head of x [B, T, heads, D] by cos and sin, float32 [B, T, R/2].
+
+    Its R elements are halves that turn together, or pairs if `interleaved`.
+    """
+    size = 2 * cos.shape[-1]
+    turning, rest = x[..., :size], x[..., size:]
+    wide = turning.float()
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+@named("activation")
+def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """An activation by our name of it."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind == "relu":
+        return F.relu(x)
+    return torch.tanh(x)
+
+
+@named("gated_activation")
+def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """activation(gate) * up for x [..., 2F] that holds gate, then up."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, kind) * up
+
+
+@named("attention")
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
+
+    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
+    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
+    `positions` int [B, T] are what the slopes of `alibi` count.
+    """
+    if alibi is not None or softcap is not None or sinks is not None:
+        at = torch.arange(q.shape[1], device=q.device)[None] if positions is None else positions
+        ahead = None if alibi is None else at[:, None, :] - at[:, :, None]
+        visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
+        query, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        out = _dense_attention(query, keys, values, visible, scale, alibi, ahead, softcap, sinks)
+        return out.transpose(1, 2)
+    visible = None
+    windowed = window is not None and window < q.shape[1]
+    if mask is not None or segments is not None or windowed:
+        visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visible,
+        is_causal=causal and visible is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def _dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    alibi: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What SDPA has no arguments for: q [B, H, T, D], k and v [B, K, S, D] to [B, H, T, D].
+
+    `visible` bool [B or 1, 1, T, S]; `ahead` int [B or 1, T, S] is how far a key lies ahead of the
+    query. Scores are float32, as HF has them where it matters (GPT-Neo, Gemma 2).
+    """
+    batch, heads, tokens, dim = q.shape
+    kv_heads = k.shape[1]
+    # The query heads of one KV head are rows of one product: no copy of the keys for GQA.
+    rows = q.reshape(batch, kv_heads, -1, dim).float()
+    scores = (rows @ k.float().transpose(-1, -2)).view(batch, heads, tokens, -1) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi is not None and ahead is not None:
+        scores = scores + alibi[:, None, None] * ahead[:, None]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
+        scores = torch.cat((scores, beside), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
+
+
+def visible_keys(
+    tokens: int,
+    device: torch.device,
+    causal: bool,
+    window: int | None,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """bool [B or 1, 1, T, T]: whether a query (second last axis) sees a key (last axis)."""
+    at = torch.arange(tokens, device=device)
+    visible = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device)
+    if causal:
+        visible = visible & (at[None, :] <= at[:, None])
+    if window is not None:
+        visible = visible & (at[None, :] > at[:, None] - window)
+    if mask is not None:
+        visible = visible & mask[:, None, :]
+    if segments is not None:
+        visible = visible & (segments[:, :, None] == segments[:, None, :])
+    if mask is not None:
+        itself = torch.eye(tokens, dtype=torch.bool, device=device)
+        visible = visible | (itself & ~visible.any(-1, keepdim=True))
+    return visible[:, None]
+
+
+@named("append")
+def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
+
+    The sequence that had the slot before may have left values that are not finite, and a masked
+    value still takes part in the product as 0 * value.
+    """
+    tokens = k.shape[1]
+    for buffer, new in zip(cache, (k, v), strict=True):
+        buffer[slots, :, :tokens] = new.transpose(1, 2)
+        buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
+
+
+@named("append")
+def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Write k and v [N, K, D] of one new token a slot at position `lengths` [N], in place."""
+    at = lengths.clamp(max=cache.k.shape[2] - 1)
+    slots = torch.arange(k.shape[0], device=k.device)
+    cache.k[slots, :, at] = k
+    cache.v[slots, :, at] = v
+
+
+@named("decode_attention")
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    alibi: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
+
+    The query is the last of them. `alibi` and `sinks` are float32 [H].
+    """
+    slots, heads, dim = q.shape
+    kv_heads = cache.k.shape[1]
+    at = torch.arange(cache.k.shape[2], device=q.device)
+    visible = at[None] < lengths[:, None]
+    if window is not None:
+        visible = visible & (at[None] >= lengths[:, None] - window)
+    if alibi is not None or softcap is not None or sinks is not None:
+        ahead = (at[None] - (lengths[:, None] - 1))[:, None]
+        seen = visible[:, None, None]
+        query = q[:, :, None]
+        out = _dense_attention(query, *cache, seen, scale, alibi, ahead, softcap, sinks)
+        return out[:, :, 0]
+    # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
+    out = F.scaled_dot_product_attention(
+        q.view(slots, kv_heads, heads // kv_heads, dim),
+        cache.k,
+        cache.v,
+        attn_mask=visible[:, None, None, :],
+        scale=scale,
+    )
+    return out.reshape(slots, heads, dim)

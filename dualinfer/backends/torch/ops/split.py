@@ -1,0 +1,115 @@
+"""The kernels' ops of one rank of several: what it sums with the others, and what it gathers."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ....kernels.triton import embedding
+from ....kernels.triton.tuning import Configurations
+from ....model.spec import ModelSpec
+from ....model.weights import Weight
+from ...contract import ALONE, Neighbours, Weights
+from ..exchange import Exchange
+from ..parallel import Split
+from ..profiling import named
+from .kernels import KernelOps
+
+
+class SplitKernelOps(KernelOps):
+    """KernelOps where each rank has a share of the model. Sums of few values are one launch.
+
+    Without an `exchange` all of them are NCCL's.
+    """
+
+    split: Split
+
+    def __init__(
+        self,
+        device: torch.device,
+        configurations: Configurations,
+        split: Split,
+        exchange: Exchange | None,
+    ):
+        super().__init__(device, configurations, split)
+        self.exchange = exchange
+
+    def clear(self) -> None:
+        """See `PlainOps.clear`; later sums would be NCCL's."""
+        super().clear()
+        self.exchange = None
+
+    @property
+    def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What serves each op, sums over ranks included."""
+        sums = "NCCL"
+        if self.exchange is not None:
+            sums = f"Triton, peer to peer, up to {self.exchange.capacity:,} values; NCCL above"
+        return {**super().implementations, "sum over ranks": sums}
+
+    @named("embed")
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `PlainOps.embed`; what is not split is added once, after the sum."""
+        if spec.embed_width:  # a product comes between
+            return super().embed(spec, w, ids, positions, token_types)
+        table = w["embed.weight"].data
+        scale = float(torch.tensor(spec.embed_scale, dtype=table.dtype))  # as HF rounds it
+        x = embedding.embed(ids, table, scale=scale, first=self.split.first)
+        added = None
+        if spec.learned_positions:
+            at = positions.clamp(max=spec.learned_positions - 1) + spec.position_offset
+            added = embedding.embed(at, w["positions.weight"].data)
+        if token_types is not None and spec.token_types_from_vocab:
+            x += embedding.embed(token_types, table, first=self.split.first)
+        elif token_types is not None:
+            types = embedding.embed(token_types, w["token_types.weight"].data)
+            added = types if added is None else added + types
+        return self._sum(x, None, added, x.dtype)
+
+    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        x = embedding.embed(ids, weight.data, first=self.split.first)
+        return self._sum(x, None, None, x.dtype)
+
+    @named("matmul")
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
+        values = x.numel() // x.shape[-1] * weight.data.shape[0]
+        wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
+        partial = self.linear(x, weight, Neighbours(wide=wide))
+        return self._sum(partial, None if by.bias is None else by.bias.data, by.residual, x.dtype)
+
+    @named("gather")
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `PlainOps.gather_logits`."""
+        rows = logits.numel() // logits.shape[-1]
+        exchange = self._exchange_for(rows * max(self.split.vocab))
+        if exchange is None:
+            return super().gather_logits(logits)
+        return exchange.gather_vocab(logits, self.starts_early(rows))
+
+    def _sum(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """residual + the sum over ranks of x, which may be overwritten, + bias, in `dtype`."""
+        exchange = self._exchange_for(x.numel())
+        if exchange is not None:
+            early = self.starts_early(x.numel() // x.shape[-1])
+            return exchange.sum(x, bias, residual, dtype, early)
+        y = self.split.sum(x).to(dtype)
+        if bias is not None:
+            y = y + bias
+        return y if residual is None else residual + y
+
+    def _exchange_for(self, values: int) -> Exchange | None:
+        """What exchanges so many values of each rank; None where NCCL does."""
+        return self.exchange if self.exchange and self.exchange.serves(values) else None

@@ -1,0 +1,274 @@
+"""What a model's steps ask of the kernels, as problems to measure: its own weights, real shapes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .... import decoder
+from ....kernels.triton import attention, attention_choice, decode_attention, tuning
+from ....kernels.triton.tuning import Config, Key
+from ....model.spec import ModelSpec
+from ....model.weights import Weight
+from ...base import bucket
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ..cache import LayerCache
+from ..device import free_bytes
+from ..ops.kernels import KernelOps, linear_key
+from ..params import Params
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 32)
+FORWARD_ROWS = (1, 16, 32, 64, 128)  # of models that only run whole sequences
+REACHES = (256, 512, 1024, 2048, 4096)
+PROMPTS = (128, 512, 2048)
+_L2_TIMES = 4  # so much more than the L2 cache holds is read between two readings of a tensor
+_MOST_CACHE = 1 << 29  # bytes of a layer: above, reading them is all that counts
+_PROMPT_CALLS = 4
+
+Run: TypeAlias = Callable[[Any], torch.Tensor]
+
+
+class Problem(NamedTuple):
+    """A key to measure: `prepare` makes the tensors, and a function that does `calls` with them.
+
+    That function gives the first call's result. The first of the candidates is the default.
+    """
+
+    key: Key
+    candidates: Sequence[Config]
+    prepare: Callable[[], tuple[Run, int]]
+
+
+class _Product(NamedTuple):
+    """A product with few rows, but for x and the values of the residual."""
+
+    weight: Weight
+    by: Neighbours
+
+
+def find_problems(
+    spec: ModelSpec,
+    params: Params,
+    ops: KernelOps,
+    rows: Iterable[int] = (),
+    reaches: Iterable[int] = REACHES,
+    prompts: Iterable[int] = PROMPTS,
+) -> list[Problem]:
+    """What a model's steps ask of the kernels with so many rows (by default the likely ones).
+
+    One row comes first, and what matters less later: the time may not last.
+    """
+    problems: dict[Key, Problem] = {}
+    layers = [ops.layer_attention(spec, params, i) for i in range(len(spec.layers))]
+    most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
+    reaches = sorted({min(reach, bucket(most)) for reach in reaches})
+    for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
+        for problem in _products(spec, params, ops, count):
+            problems.setdefault(problem.key, problem)
+        if spec.causal:
+            for problem in _decodes(layers, ops, params, count, reaches):
+                problems.setdefault(problem.key, problem)
+    for tokens in sorted({min(tokens, most) for tokens in prompts}):
+        for problem in _prompts(layers, ops, params, tokens):
+            problems.setdefault(problem.key, problem)
+    return list(problems.values())
+
+
+class _Recorder:
+    """Ops of the contract that launch nothing: they note the products with few rows of a pass.
+
+    What they give is empty, of the right shape; `ops` says which kernel would serve.
+    """
+
+    def __init__(self, ops: KernelOps):
+        self.ops = ops
+        self.products: dict[Key, list[_Product]] = {}
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return w["embed.weight"].data.new_empty((*ids.shape, spec.embed))
+
+    def norm(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return x
+
+    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        if x.numel() > x.shape[-1]:
+            by = by._replace(norm=None)  # a launch of its own
+        if self.ops.is_narrow(x, weight, by):
+            product = _Product(weight, by)
+            self.products.setdefault(linear_key(x, weight, by), []).append(product)
+        return x.new_empty((*x.shape[:-1], weight.data.shape[0] // (2 if by.gated else 1)))
+
+    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+        return self.linear(x, weight, by)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[Problem]:
+    """The products with few rows of a step with `rows` rows, those of a shape together."""
+    recorder = _Recorder(ops)
+    ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
+
+    def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv[..., : spec.layers[i].attention.qkv_sizes[0]].contiguous()
+
+    with torch.inference_mode():
+        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
+        if spec.head is not None:
+            decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
+    total = sum(weight.data.nbytes for weight in params.weights())
+    return [
+        Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
+        for key, group in recorder.products.items()
+    ]
+
+
+def _product_maker(
+    ops: KernelOps, group: list[_Product], rows: int, total: int
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        first = group[0].weight.data
+        needed = min(_beyond_cache(ops.device), total)
+        held = sum(product.weight.data.nbytes for product in group)
+        extra = max(0, -(-(needed - held) // first.nbytes))
+        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // first.nbytes)
+        products = list(group)
+        for product in islice(cycle(group), extra):
+            weight = replace(product.weight, data=product.weight.data.clone())
+            products.append(product._replace(weight=weight))
+        x = _random(first, rows, first.shape[1])
+        features = first.shape[0] // (2 if group[0].by.gated else 1)
+        residual = _random(first, rows, features)
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for weight, by in products:
+                if by.residual is not None:
+                    by = by._replace(residual=residual)
+                made = ops.linear(x, weight, by, config)
+                y = made if y is None else y
+            assert y is not None
+            return y
+
+        return run, len(products)
+
+    return prepare
+
+
+def _decodes(
+    layers: list[LayerAttention], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
+) -> Iterable[Problem]:
+    """Attention of one token of `slots` sequences, by kind of layer and length."""
+    like = params.outer["embed.weight"].data
+    for reach in reaches:
+        for layer in layers:
+            a = layer.spec
+            seen = min(reach, a.window or reach)
+            shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
+            if 2 * slots * reach * a.kv_heads * a.head_dim * like.element_size() > _MOST_CACHE:
+                continue
+            key = decode_attention.tuning_key(slots * a.kv_heads, seen, *shape)
+            maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
+            yield Problem(key, tuning.candidates(key, ops.sms), maker)
+
+
+def _decode_maker(
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        a = layer.spec
+        qkv = _random(like, slots, 1, sum(a.qkv_sizes))
+        keys = _random(like, slots, a.kv_heads, reach, a.head_dim)
+        size = 2 * keys.nbytes
+        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
+        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
+        caches = [LayerCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
+        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for cache in caches:
+                made, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
+                y = made if y is None else y
+            assert y is not None
+            return y
+
+        return run, count
+
+    return prepare
+
+
+def _prompts(
+    layers: list[LayerAttention], ops: KernelOps, params: Params, tokens: int
+) -> Iterable[Problem]:
+    """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
+    like = params.outer["embed.weight"].data
+    for layer in layers:
+        a = layer.spec
+        how: dict[str, Any] = {
+            **{"causal": a.causal, "window": a.window},
+            **{"alibi": layer.slopes, "softcap": a.softcap},
+        }
+        shape = like.new_empty((1, tokens, 1, a.head_dim))
+        if attention_choice.sdpa_backends(shape, **how):
+            continue
+        numbers = like.element_size(), a.head_dim, tokens, a.heads, a.causal
+        key = attention_choice.tuning_key(*numbers)
+        how["scale"] = a.scale
+        maker = _prompt_maker(layer, ops, like, tokens, how)
+        yield Problem(key, tuning.candidates(key, ops.sms), maker)
+
+
+def _prompt_maker(
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        a = layer.spec
+        q = _random(like, 1, tokens, a.heads, a.head_dim)
+        k, v = (_random(like, 1, tokens, a.kv_heads, a.head_dim) for _ in range(2))
+
+        def run(config: Any) -> torch.Tensor:
+            made = [
+                attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
+                for _ in range(_PROMPT_CALLS)
+            ]
+            return made[0]
+
+        return run, _PROMPT_CALLS
+
+    return prepare
+
+
+def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Normal numbers that leave the caller's generators alone, on the device and in the dtype."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def _beyond_cache(device: torch.device) -> int:
+    """Bytes that push everything else out of the L2 cache."""
+    if device.type != "cuda":
+        return 0
+    return _L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size

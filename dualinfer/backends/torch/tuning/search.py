@@ -1,0 +1,150 @@
+"""The search for the kernels' best configurations on the device."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ....errors import warn_caller
+from ....kernels.triton.tuning import Measured, Table
+from ....model.spec import ModelSpec
+from ....system.progress import track
+from ..ops.kernels import KernelOps
+from ..ops.plain import PlainOps
+from ..params import Params
+from .cases import Problem, find_problems
+from .store import HERE, Machine, save_cache
+
+MOST_SECONDS = 300.0
+_FINALISTS = 3
+_REPEATS, _FINAL_REPEATS = 5, 21
+_CLEARLY = 0.99  # of the default's time: less of a gain is noise
+_ERRORS = {torch.float32: 1e-5}  # relative RMS; half precision rounds once
+_ERROR = 4e-3
+
+_log = logging.getLogger(__name__)
+
+Clock: TypeAlias = Callable[[Callable[[], Any], int], float]
+
+
+def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
+    """Give `ops` the best configurations for the model: those of the cache, else measured now.
+
+    What is measured is added to the cache. It takes a minute or two, five at the most, of which
+    nearly all is Triton's compiler; where that was not enough, the next call goes on.
+    """
+    if not isinstance(ops, KernelOps):
+        return
+    known = ops.configurations.table(HERE)
+    problems = [
+        _with_shipped(problem, ops)
+        for problem in find_problems(spec, params, ops)
+        if problem.key not in known
+    ]
+    if not problems:
+        return
+    found: Table = {}
+    try:
+        ended = search(problems, found, graph_seconds(ops.device), MOST_SECONDS)
+    finally:  # what an interrupt leaves is worth keeping
+        torch.cuda.empty_cache()
+        if found:
+            save_cache(Machine.of(ops.device), found)
+    if not ended:
+        warn_caller(
+            f"triton_autotune measured {len(found)} of {len(problems)} shapes, as it takes "
+            f"{MOST_SECONDS:.0f} seconds at most. The others run as without it; the next start "
+            "with triton_autotune=True goes on."
+        )
+    ops.configurations = ops.configurations.having(HERE, found)
+
+
+def _with_shipped(problem: Problem, ops: KernelOps) -> Problem:
+    """The problem, with what runs without a search among its candidates."""
+    _, config = ops.configurations.look_up(problem.key)
+    if config is None or config in problem.candidates:
+        return problem
+    return problem._replace(candidates=[*problem.candidates, config])
+
+
+@torch.inference_mode()
+def search(
+    problems: Sequence[Problem], found: Table, seconds: Clock, limit: float | None = None
+) -> bool:
+    """Add each problem's best configuration to `found`; none is begun after `limit` seconds.
+
+    False if that left some out.
+    """
+    started = time.monotonic()
+    for problem in track(problems, "Tuning kernels"):
+        if limit is not None and time.monotonic() - started > limit:
+            return False
+        best = _best(problem, seconds)
+        if best is not None:
+            found[problem.key] = best
+    return True
+
+
+def _best(problem: Problem, seconds: Clock) -> Measured | None:
+    """The fastest candidate that gives what the default gives; None if the default itself fails."""
+    default = problem.candidates[0]
+    try:
+        run, calls = problem.prepare()
+        expected = run(default)
+    except Exception as error:  # of the compiler, the driver, the allocator
+        _log.warning("%s cannot run as %s: %s", problem.key, default, error)
+        return None
+    runs = {default: lambda: run(default)}
+    for config in problem.candidates[1:]:
+        try:
+            same = _agree(run(config), expected)
+        except Exception as error:  # of the compiler, the driver: this one cannot run here
+            _log.debug("%s cannot run as %s: %s", problem.key, config, error)
+            continue
+        if same:
+            runs[config] = lambda config=config: run(config)
+        else:
+            _log.warning("%s gives a wrong result as %s", problem.key, config)
+    times = {config: seconds(call, _REPEATS) for config, call in runs.items()}
+    finalists = [default, *sorted(times, key=lambda config: times[config])[:_FINALISTS]]
+    times = {config: seconds(runs[config], _FINAL_REPEATS) for config in dict.fromkeys(finalists)}
+    best = min(times, key=lambda config: times[config])
+    if times[best] > _CLEARLY * times[default]:
+        best = default
+    return Measured(best, times[best] / calls * 1e6)
+
+
+def _agree(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results are the same but for rounding; never if one has a NaN."""
+    error = (y.float() - expected.float()).square().mean().sqrt()
+    most = _ERRORS.get(y.dtype, _ERROR)
+    return bool(error <= most * expected.float().square().mean().sqrt())
+
+
+def graph_seconds(device: torch.device) -> Clock:
+    """A clock: the median seconds of a call's launches, captured in a CUDA graph and replayed."""
+    side = torch.cuda.Stream(device)
+
+    def seconds(call: Callable[[], Any], repeats: int) -> float:
+        torch.cuda.synchronize(device)
+        graph, times = torch.cuda.CUDAGraph(), []
+        # Not `torch.cuda.graph`, which collects garbage each time: that takes longer than this.
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call()
+            finally:
+                graph.capture_end()
+            for _ in range(repeats + 1):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                times.append((start, end))
+        side.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in times[1:]) / 1e3
+
+    return seconds

@@ -1,0 +1,1 @@
+"""What JAX's ops offer to be measured."""

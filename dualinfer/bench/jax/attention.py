@@ -1,0 +1,133 @@
+"""Attention for `dualinfer bench ops`, beside XLA's dense one and cuDNN's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...backends.contract import LayerAttention
+from ...backends.jax.cache import LayerCache
+from ...backends.jax.ops import primitives
+from ...backends.jax.ops.plain import PlainOps
+from ...kernels.pallas.attention import attention
+from ...kernels.pallas.attention_choice import cudnn_serves
+from ...model.spec import Attention, Rope
+from ..case import OpCase
+from .inputs import Bench, Op, Shape
+
+_THETA = 500000.0
+_CUDNN = "cudnn"
+_CUDNN_HEAD = 128  # with room for every version that JAX 0.9 and later may come with
+_MOST_SCORES = 8 << 30  # bytes of the float32 scores that dense attention writes
+
+
+def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCase]:
+    """One new token's attention to `tokens` tokens, itself included, in each of `slots`.
+
+    Ours and XLA's turn queries and keys and append to the cache; for cuDNN that is done, and its
+    cache has the order of axes that it wants.
+    """
+    frequencies = tuple(_THETA ** (-i / shape.head_dim) for i in range(0, shape.head_dim, 2))
+    rope = Rope("default", frequencies) if shape.gated else None  # GPT-2 has none
+    a = Attention(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope=rope)
+    layer = LayerAttention(a)
+    past = tokens - 1
+    row = sum(a.qkv_sizes)  # as many elements are written: the result, a key and a value
+    cached = 2 * past * a.kv_heads * a.head_dim
+    moved = slots * ((2 * row + cached) * bench.dtype.itemsize + 4)
+
+    def inputs() -> tuple[LayerCache, tuple[Any, ...]]:
+        draw = bench.draws()
+        qkv, shape = draw(slots, 1, row), (slots, a.kv_heads, tokens, a.head_dim)
+        cache = LayerCache(draw(*shape), draw(*shape))
+        return cache, (qkv, jnp.full(slots, past, jnp.int32, device=bench.device))
+
+    def angles(lengths: jax.Array) -> dict[Rope, tuple[jax.Array, jax.Array]]:
+        if rope is None:
+            return {}
+        angle = lengths[:, None, None].astype(jnp.float32) * jnp.array(frequencies, jnp.float32)
+        return {rope: (jnp.cos(angle), jnp.sin(angle))}
+
+    def ready() -> tuple[None, tuple[Any, ...]]:
+        cache, (qkv, lengths) = inputs()
+        q, k, v = _heads(a, qkv)
+        if rope is not None:
+            q, k = (primitives.rotary(x, *angles(lengths)[rope]) for x in (q, k))
+        cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
+        return None, (q, *(jnp.asarray(x.swapaxes(1, 2)) for x in cache))
+
+    def run(ops: PlainOps, cache: LayerCache, qkv: Any, lengths: Any) -> tuple[Any, LayerCache]:
+        return ops.attend_token(layer, qkv, angles(lengths), cache, lengths)
+
+    def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[Any, None]:
+        y = jax.nn.dot_product_attention(q, k, v, scale=a.scale, implementation=_CUDNN)
+        return y.reshape(slots, 1, -1), state
+
+    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
+    description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads}"
+    flops = 4 * slots * tokens * a.heads * a.head_dim
+    op = Op(bench, "decode_attention", description, moved, flops, inputs)
+    yield op.by_kernels("", run)
+    yield op.by_plain(run)
+    if bench.dtype != jnp.float32 or bench.interpret:  # cuDNN's attention knows no float32
+        op = Op(bench, "decode_attention", description, moved, flops, ready)
+        yield op.by_gpu("cuDNN", cudnn)
+
+
+def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpCase]:
+    """Attention of whole prompts; where the engine leaves it to cuDNN, beside our kernel too.
+
+    The engine's and XLA's begin with queries, keys and values in one array, others with three.
+    """
+    most = min(a.window or tokens, tokens)
+    visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
+    moved = batch * tokens * 2 * (a.heads + a.kv_heads) * a.head_dim * bench.dtype.itemsize
+    layer = LayerAttention(a)
+
+    def inputs() -> tuple[None, tuple[Any, ...]]:
+        return None, (bench.draws()(batch, tokens, sum(a.qkv_sizes)),)
+
+    def ready() -> tuple[None, tuple[Any, ...]]:
+        _, (qkv,) = inputs()
+        return None, tuple(_heads(a, qkv))
+
+    def run(ops: PlainOps, state: None, qkv: Any) -> tuple[jax.Array, None]:
+        return ops.attend(layer, qkv, {})[0], state
+
+    def our_kernel(ops: PlainOps, state: None, q: Any, k: Any, v: Any) -> tuple[jax.Array, None]:
+        how: dict[str, Any] = {"scale": a.scale, "window": a.window, "softcap": a.softcap}
+        how |= {"sms": bench.kernels.sms, "interpret": bench.interpret}
+        return attention(q, k, v, causal=a.causal, **how).reshape(batch, tokens, -1), state
+
+    def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[jax.Array, None]:
+        how: dict[str, Any] = {"scale": a.scale, "is_causal": a.causal}
+        if a.window:
+            how["local_window_size"] = (a.window - 1, 0)
+        y = jax.nn.dot_product_attention(q, k, v, implementation=_CUDNN, **how)
+        return y.reshape(batch, tokens, -1), state
+
+    kind = "causal" if a.causal else "bidirectional"
+    kind += f", window {a.window:,}" if a.window else ""
+    kind += f", soft cap {a.softcap:g}" if a.softcap else ""
+    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
+    description = f"{batch} x {tokens:,} tokens, {heads}, {kind}"
+    flops = 4 * batch * a.heads * a.head_dim * visible
+    about = bench, "attention", description, moved, flops
+    op, opened = Op(*about, inputs), Op(*about, ready)
+    yield op.by_kernels("", run)
+    _, (q, k, _) = jax.eval_shape(ready)
+    if cudnn_serves(q, k, causal=a.causal, window=a.window, softcap=a.softcap):
+        yield opened.by_kernels("dualinfer's Pallas kernel", our_kernel)
+    if 4 * batch * a.heads * tokens * tokens <= _MOST_SCORES:
+        yield op.by_plain(run)
+    half = bench.dtype != jnp.float32 or bench.interpret  # cuDNN's attention knows no float32
+    if half and not a.softcap and a.head_dim <= _CUDNN_HEAD:
+        yield opened.by_gpu("cuDNN", cudnn)
+
+
+def _heads(a: Attention, qkv: jax.Array) -> list[jax.Array]:
+    """Queries, keys and values [B, T, heads, D] of packed ones."""
+    query, key, _ = a.qkv_sizes
+    parts = jnp.split(qkv, (query, query + key), axis=-1)
+    return [part.reshape(*part.shape[:2], -1, a.head_dim) for part in parts]

@@ -1,0 +1,194 @@
+"""Ops for `dualinfer bench ops`: those of a step as the engine calls them, beside XLA's and cuDNN.
+
+A reference gets what it needs ready, so that it may do less than our op does, never more. Shapes by
+letter: see `spec.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...backends.contract import Neighbours
+from ...backends.jax.ops.kernels import runs_kernels
+from ...backends.jax.ops.plain import PlainOps
+from ...kernels.pallas import linear as products_by_pallas
+from ...kernels.pallas import norm as norms
+from ...model.spec import Attention
+from ..case import OpCase, TracedCall
+from .attention import decode, prompts
+from .inputs import EPS, Bench, Op, Shape, make_norm, make_weight, rows_of
+
+SHAPES = (
+    Shape("8B", 4096, 32, 8, 128, 14336, 128256),
+    Shape("7B", 4096, 32, 32, 128, 11008, 32000),
+    Shape("GPT-2", 768, 12, 12, 64, 3072, 50257, gated=False),
+)
+TINY = Shape("tiny", 64, 4, 2, 16, 96, 101)
+_WIDTH = 8192  # of the matrix whose product with a vector is a stream
+
+
+def bench_cases(dtype: str) -> list[OpCase]:
+    """All cases in `dtype`; on a CPU tiny ones, which show only that bench runs."""
+    from ...backends.jax import default_device
+
+    device = default_device()
+    bench = Bench(dtype, device)
+    if device.platform == "cpu":
+        return [
+            *(case for rows in (1, 8) for case in products(bench, TINY, rows)),
+            *decode(bench, TINY, 2, 64),
+            *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25)),
+            *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25, window=16)),
+            *norms_of(bench, 64, 1),
+        ]
+    large, older, small = SHAPES
+    return [
+        *(case for shape in SHAPES for case in products(bench, shape, 1)),
+        *(case for rows in (8, 32) for s in (large, small) for case in products(bench, s, rows)),
+        *(case for tokens in (256, 1024, 8192) for case in decode(bench, large, 1, tokens)),
+        *decode(bench, large, 32, 1024),
+        *decode(bench, older, 8, 1024),
+        *decode(bench, small, 1, 1024),
+        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5)),
+        *prompts(bench, 4, 4096, Attention(16, 16, 128, 128**-0.5)),
+        *prompts(bench, 1, 2048, Attention(32, 8, 128, 128**-0.5)),
+        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, window=1024)),
+        *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
+        *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
+        *(case for rows in (1, 32, 2048) for case in norms_of(bench, large.embed, rows)),
+    ]
+
+
+def products(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
+    """A layer's four products and the head's, with all that is fused with them."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    product = partial(_product, bench, shape, rows)
+    activation, up = ("silu", "gate and up") if shape.gated else ("gelu_tanh", "up")
+    ffn = 2 * shape.ffn if shape.gated else shape.ffn
+    yield from product("qkv", q + 2 * kv, shape.embed, norm=True)
+    yield from product("out", shape.embed, q, residual=True)
+    yield from product(up, ffn, shape.embed, norm=True, activation=activation)
+    yield from product("down", shape.embed, shape.ffn, residual=True)
+    yield from product("head", shape.vocab, shape.embed, norm=True, wide=True)
+
+
+def _product(
+    bench: Bench,
+    shape: Shape,
+    rows: int,
+    part: str,
+    features: int,
+    width: int,
+    norm: bool = False,
+    activation: Any = None,
+    residual: bool = False,
+    wide: bool = False,
+) -> Iterator[OpCase]:
+    gated = shape.gated and activation is not None
+    biased = not shape.gated and not wide
+    size, results = bench.dtype.itemsize, features // 2 if gated else features
+    vectors = norm * (1 if shape.gated else 2) * width + biased * features
+    given = features * width + rows * width + vectors + residual * rows * results
+    moved = given * size + rows * results * (4 if wide else size)
+
+    def inputs() -> tuple[None, tuple[Any, ...]]:
+        draw = bench.draws()
+        scale = draw(width) if norm else None
+        shift = draw(width) if norm and not shape.gated else None
+        bias = draw(features) if biased else None
+        added = draw(rows, 1, results) if residual else None
+        x, weight = draw(rows, 1, width), draw(features, width, scale=0.02)
+        return None, (x, weight, bias, scale, shift, added)
+
+    def run(ops: PlainOps, state: None, *given: Any) -> tuple[jax.Array, None]:
+        x, weight, bias, scale, shift, added = given
+        by = Neighbours(
+            None if bias is None else make_weight(bias),
+            None if scale is None else make_norm(scale, shift),
+            activation=activation,
+            gated=gated,
+            residual=added,
+            wide=wide,
+        )
+        return ops.linear(x, make_weight(weight), by), state
+
+    names = {"norm": norm, "bias": biased, "SiLU gate": gated, "residual": residual}
+    names |= {"GELU": activation is not None and not gated, "float32": wide}
+    around = ", ".join(name for name, there in names.items() if there)
+    description = f"{shape.name} {part} {features} x {width}, {rows_of(rows)}, {around}"
+    flops = 2 * rows * features * width
+    op = Op(bench, "linear", description, moved, flops, inputs)
+    yield op.by_kernels("", run)
+    yield op.by_plain(run)
+
+
+def norms_of(bench: Bench, width: int, rows: int) -> Iterator[OpCase]:
+    """RMSNorm and LayerNorm; with many rows the engine's own is XLA's."""
+    for name, vectors in (("rms_norm", 1), ("layer_norm", 2)):
+
+        def inputs(vectors: int = vectors) -> tuple[None, tuple[Any, ...]]:
+            draw = bench.draws()
+            return None, (draw(1, rows, width), *(draw(width) for _ in range(vectors)))
+
+        def run(
+            ops: PlainOps, state: None, x: Any, weight: Any, bias: Any = None
+        ) -> tuple[jax.Array, None]:
+            return ops.norm(x, make_norm(weight, bias)), state
+
+        def our_kernel(
+            ops: PlainOps, state: None, x: Any, weight: Any, bias: Any = None
+        ) -> tuple[jax.Array, None]:
+            if bias is None:
+                return norms.rms_norm(x, weight, EPS, interpret=bench.interpret), state
+            return norms.layer_norm(x, weight, bias, EPS, interpret=bench.interpret), state
+
+        moved = (2 * rows + vectors) * width * bench.dtype.itemsize
+        op = Op(bench, name, f"{rows_of(rows)} of {width}", moved, 0, inputs)
+        if rows <= products_by_pallas.MOST_ROWS:
+            yield op.by_kernels("", run)
+            yield op.by_plain(run)
+        else:
+            yield op.by_kernels("", run)
+            yield op.by_kernels("dualinfer's Pallas kernel", our_kernel)
+
+
+def read_streams(nbytes: int, device: jax.Device) -> dict[str, Callable[[], TracedCall]]:
+    """Ways to read `nbytes` once and write next to nothing; the best shows the read bandwidth.
+
+    XLA's sums of float32 and of the same bytes as int32, its maximum, and, where our kernels run,
+    the products of a vector with two bfloat16 matrices, half of the bytes each. The values are
+    ones: random ones would take several times the memory for a moment, and hide rows' peaks.
+    """
+
+    def stream(read: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[], TracedCall]:
+        dtype = jnp.float32 if len(shapes) == 1 else jnp.bfloat16
+
+        @jax.jit
+        def call(state: None, *arrays: jax.Array) -> tuple[Any, None]:
+            return read(*arrays), state
+
+        def prepare() -> TracedCall:
+            arrays = tuple(jnp.ones(shape, dtype, device=device) for shape in shapes)
+            return TracedCall(call, None, arrays)
+
+        return prepare
+
+    def whole_numbers(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.int32).sum()
+
+    def product(x: jax.Array, *matrices: jax.Array) -> list[jax.Array]:
+        sms = getattr(device, "core_count", 132)
+        return [products_by_pallas.linear(x, matrix, sms=sms)[0] for matrix in matrices]
+
+    floats, matrix = (nbytes // 4,), (nbytes // 4 // _WIDTH, _WIDTH)
+    found = {
+        "sum of float32": stream(jnp.sum, floats),
+        "sum of int32": stream(whole_numbers, floats),
+        "maximum of float32": stream(jnp.max, floats),
+    }
+    if runs_kernels(device):
+        found["matrix-vector products"] = stream(product, (1, _WIDTH), matrix, matrix)
+    return found

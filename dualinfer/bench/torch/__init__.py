@@ -1,0 +1,1 @@
+"""What torch's ops offer to be measured."""

@@ -1,0 +1,88 @@
+"""What the ops of `dualinfer bench ops` share: our kernels, inputs, and how a case is made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ...backends.contract import NormOf
+from ...model.spec import Norm
+from ...model.weights import Weight
+from ..case import OpCase
+
+EPS = 1e-5
+
+
+class Shape(NamedTuple):
+    """What a Llama's ops are as large as."""
+
+    name: str
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op at one size, and what makes its inputs, alike for all who implement it."""
+
+    name: str
+    description: str
+    bytes: int
+    flops: int
+    inputs: Callable[[], tuple[Any, ...]]
+
+    def by(self, reference: str, function: Callable[..., Any]) -> OpCase:
+        """The case of `function`, which takes the inputs; `reference` is empty for ours."""
+        return self.made(reference, lambda *inputs: partial(function, *inputs))
+
+    def made(self, reference: str, make: Callable[..., Callable[[], Any]]) -> OpCase:
+        """The case of the call that `make` makes of the inputs."""
+
+        def prepare() -> Callable[[], Any]:
+            return make(*self.inputs())
+
+        return OpCase(self.name, self.description, self.bytes, self.flops, prepare, reference)
+
+
+class Bench:
+    """One dtype on one device, and the engine's ops there."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        from ...backends.torch.ops.kernels import KernelOps
+        from ...backends.torch.tuning.store import load_configurations
+
+        self.ops = KernelOps(device, load_configurations(device))
+        self.dtype, self.device = dtype, device
+
+    def draws(self, dtype: torch.dtype | None = None) -> Callable[..., torch.Tensor]:
+        """A function that makes normal numbers of a shape: the same ones, every time."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        how: dict[str, Any] = {"dtype": dtype or self.dtype, "device": self.device}
+
+        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, **how).mul_(scale)
+
+        return draw
+
+
+def make_weight(data: torch.Tensor) -> Weight:
+    """A vector or a matrix as the ops take it."""
+    return Weight(data, ("rows", "columns")[-data.ndim :])
+
+
+def make_norm(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NormOf:
+    """RMSNorm; LayerNorm if there is a bias."""
+    if bias is None:
+        return NormOf(Norm("rms", EPS), make_weight(weight), None)
+    return NormOf(Norm("layer", EPS), make_weight(weight), make_weight(bias))
+
+
+def rows_of(count: int) -> str:
+    """A number of rows in words."""
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -1,0 +1,197 @@
+"""A checkpoint folder's config.json and generation_config.json as HF's objects."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..engine.options import check_types_of
+from ..errors import ArgumentError, CheckpointError, ModelError
+from ..model.families import check_model_type, check_unquantized
+from ..model.families.fields import GENERATION, INERT, check_layers, shown
+from ..model.families.gpt_neo import check_types
+from .files import read_json
+
+# Which code attends is chosen here, and HF would fetch a name that it does not know.
+_CODE = {
+    *("_attn_implementation", "attn_implementation", "_attn_implementation_internal"),
+    *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_MOST_PARTS = 1024
+_MOST_LABELS = 1 << 16  # HF makes a name for each; no family here has a head with labels
+_DTYPES = (
+    *("float16", "bfloat16", "float32", "float64", "half", "float", "double"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
+
+
+def read_config(folder: Path) -> Any:
+    """config.json in transformers' present form: defaults filled in, old names moved.
+
+    No code of the folder runs, and no field of it makes HF look for a file or fill the memory.
+    Raises ModelError that names a bad field, and UnsupportedError for a quantized model.
+    """
+    path = folder / "config.json"
+    written = read_json(path)
+    model_type = check_model_type(written.get("model_type"))
+    check_unquantized(written)
+    fields = usable_fields(model_type, written)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # transformers' validation raises many kinds
+        raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
+
+
+def read_other_config(folder: Path) -> Any:
+    """config.json of a family that fused mode does not know, for a look at its layers.
+
+    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError.
+    """
+    path = folder / "config.json"
+    written = _without_code(read_json(path))
+    from transformers import CONFIG_MAPPING
+
+    model_type = written.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        own = (
+            " Its config is Python code of the checkpoint's own, which dualinfer does not run: if "
+            "you trust it, load the model yourself with trust_remote_code=True and pass it to "
+            "init_inference with backend='torch'."
+        )
+        raise ModelError(
+            f"transformers has no model_type {shown(model_type)}."
+            + (own if written.get("auto_map") else "")
+        )
+    check_counts(written)
+    try:
+        config = CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
+        config._attn_implementation = "eager"
+    except ModelError:
+        raise
+    except Exception as error:  # transformers' validation raises many kinds
+        raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
+    return config
+
+
+def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those that choose code, in the configs inside as well."""
+    return {
+        name: _without_code(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in _CODE
+    }
+
+
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Raise ModelError for more parts than any model has: each would become a module."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_counts(value)
+        counts = any(part in name for part in ("layer", "expert", "block", "depth"))
+        if counts and isinstance(value, int) and value > _MOST_PARTS:
+            raise ModelError(
+                f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
+                f"{_MOST_PARTS} parts of a kind."
+            )
+
+
+def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json that HF's class of `model_type` may be made from.
+
+    Raises ModelError that names a field which would overwrite a part of that class, or make it
+    build lists beyond all measure.
+    """
+    check_sizes(model_type, written)
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    declared = {field.name for field in dataclasses.fields(config_class)}
+    fields = {}
+    for name, value in written.items():
+        if name in _CODE or name in ("model_type", "quantization_config"):
+            continue
+        own = inspect.getattr_static(config_class, name, None)
+        settable = own is None or (isinstance(own, property) and own.fset is not None)
+        if name in declared or settable:
+            fields[name] = value
+        elif name not in INERT:
+            raise ModelError(
+                f"config.json has a field {name}, which is a part of transformers' "
+                f"{config_class.__name__} and no setting. Remove it."
+            )
+    return fields
+
+
+def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
+    """Raise ModelError for what HF's class would loop over beyond all measure, or not check."""
+    for name in _LAYERS:
+        check_layers(name, written.get(name))
+    if model_type == "gpt_neo" and written.get("attention_types") is not None:
+        check_types(written["attention_types"])
+    if written.get("per_layer_config"):
+        raise ModelError(
+            "config.json has per_layer_config; layers that differ from one another in their sizes "
+            "are not in this version's fused families."
+        )
+    labels = written.get("num_labels")
+    if labels is not None and not (isinstance(labels, int) and 0 <= labels <= _MOST_LABELS):
+        raise ModelError(
+            f"config.json has num_labels={shown(labels)}; expected an int of at most "
+            f"{_MOST_LABELS}. No family here reads it: remove it."
+        )
+    for name in ("dtype", "torch_dtype"):
+        dtype = written.get(name)
+        if dtype is not None and dtype not in _DTYPES:
+            raise ModelError(
+                f"config.json has {name}={shown(dtype)}; expected one of {', '.join(_DTYPES)}."
+            )
+
+
+def read_generation_config(folder: Path, config: Any) -> Any:
+    """generation_config.json; without one, what config.json says of generation, as in HF.
+
+    Fields that HF does not know stay, as in HF, which ignores them. Raises CheckpointError that
+    names the file, and a field of a wrong type.
+    """
+    path = folder / "generation_config.json"
+    if path.is_file():
+        return _make_generation_config(path, read_json(path))
+    path = folder / "config.json"
+    fields = {name: getattr(config, name, None) for name in _SPECIAL}
+    written = {name: value for name, value in read_json(path).items() if name in GENERATION}
+    return _make_generation_config(path, fields | written)
+
+
+def _make_generation_config(path: Path, written: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    fields = {n: v for n, v in written.items() if n != "self" and not hasattr(GenerationConfig, n)}
+    try:
+        check_types_of(fields)
+        return GenerationConfig(**fields)
+    except ArgumentError as error:
+        raise CheckpointError(f"{path} has {error}") from error
+    except Exception as error:  # transformers' validation raises many kinds
+        known = {name: value for name, value in fields.items() if name in GENERATION}
+        bad = [f"{n}={shown(v)}" for n, v in known.items() if not _is_valid(n, v)]
+        where = f" ({', '.join(bad)})" if bad else ""
+        raise CheckpointError(
+            f"{path} is no valid generation config{where}: {str(error)[:_LONGEST]}"
+        ) from error
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether transformers takes this field alone."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig(**{name: value})
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""Sources of named tensors: a HF folder (safetensors or .bin) or a live module."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, CheckpointNotFoundError
+from ..model.weights import TensorSource, listing
+from .files import StoredFile, TensorFile, check_inside, read_json, shown
+from .pieces import INDEX, ShardedSource
+from .torch_files import open_torch_file
+
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_ADAPTER = "adapter_config.json"
+_ADAPTER_PREFIX = "base_model.model."  # of peft's names
+# Of several, transformers takes the first (modeling_utils._get_resolved_checkpoint_files).
+_FORMS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+class FilesSource:
+    """Tensors of one or several files; a read copies what is asked for, and no more.
+
+    `index` says, by name, in which of `files` a tensor lies, if an index does. Raises
+    CheckpointError for a name that two files hold, or that is not where the index says.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, StoredFile],
+        description: str,
+        index: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ):
+        self.description, self.notes = description, tuple(notes)
+        self._files: dict[str, StoredFile] = {}
+        twice = []
+        for file in files.values():
+            for name in file.names():
+                if name in self._files:
+                    twice.append(f"{name} ({self._files[name].path.name}, {file.path.name})")
+                self._files[name] = file
+        index = index or {}
+        astray = [n for n, file in index.items() if self._files.get(n) is not files[file]]
+        problems = {"tensors held by two files": twice}
+        problems["tensors that are not in the file that the index names"] = [
+            f"{name} ({shown(index[name])})" for name in astray
+        ]
+        found = [f"{what} {len(n)}: {listing(n)}" for what, n in problems.items() if n]
+        if found:
+            raise CheckpointError(
+                f"The files of {description} contradict each other: {'; '.join(found)}. Were they "
+                "copied from two checkpoints? Fetch or save them again."
+            )
+
+    def names(self) -> Iterable[str]:
+        """Names as stored."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as the file says."""
+        return self._files[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the stored dtype; the file's own where NumPy has none."""
+        return self._files[name].dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor, or the part of it at `index`, as a NumPy array; bfloat16 by ml_dtypes."""
+        return self._files[name].read(name, index)
+
+
+class TorchSource:
+    """Torch tensors by name: a live module's state. Read without a copy."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, tensors: Mapping[str, Any], description: str):
+        self._tensors = tensors
+        self.description = description
+
+    def names(self) -> Iterable[str]:
+        """Names as stored."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the tensor's dtype."""
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor itself, or a view of the part at `index`, detached from autograd."""
+        tensor = self._tensors[name].detach()
+        return tensor if index is None or _takes_all(index, tensor.shape) else tensor[index]
+
+
+def _takes_all(index: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+    return all(part.indices(size) == (0, size, 1) for part, size in zip(index, shape, strict=True))
+
+
+def open_module(module: Any) -> TorchSource:
+    """The parameters and persistent buffers of a live torch module, shared and never changed.
+
+    Raises CheckpointError for a module on the meta device, which holds no values.
+    """
+    tensors = module.state_dict()
+    empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise CheckpointError(
+            f"The {type(module).__name__} lies on the meta device and holds no values "
+            f"({empty[0]} and {len(empty) - 1} more). Load its weights first, or pass the "
+            "checkpoint's folder as the model."
+        )
+    return TorchSource(tensors, f"the live {type(module).__name__}")
+
+
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint's folder; it must exist and hold config.json."""
+    folder = Path(os.path.expanduser(path))
+    if not os.path.isdir(folder):
+        kind = "is a file" if os.path.isfile(folder) else "does not exist"
+        raise CheckpointNotFoundError(
+            f"{shown(repr(str(path)))} {kind}; expected the folder of a HF checkpoint. dualinfer "
+            "downloads nothing: fetch a model first, for instance with "
+            "huggingface_hub.snapshot_download()."
+        )
+    if not os.path.isfile(folder / "config.json"):
+        if os.path.isfile(folder / _ADAPTER):
+            raise _adapter_error(folder, f"{folder} holds no model, but", "pass the model's folder")
+        raise CheckpointNotFoundError(f"{folder} holds no config.json, so it is no HF checkpoint.")
+    return folder
+
+
+def open_checkpoint(folder: Path) -> TensorSource:
+    """The weights of a HF folder, those that transformers takes where there are several.
+
+    These are safetensors, then `.bin`, and of both a single file before an index. A folder that
+    `save_mp_checkpoint_path` wrote is one as well, if it holds no other. `.bin` files need torch
+    and are read with `weights_only=True`. Raises CheckpointError for a folder with an adapter,
+    which transformers would load too.
+    """
+    if os.path.isfile(folder / _ADAPTER):
+        held = f"{folder} holds beside the model, in {_ADAPTER},"
+        raise _adapter_error(folder, held, "remove that file")
+    forms = [form for form in _FORMS if os.path.isfile(folder / form)]
+    if os.path.isfile(folder / INDEX):
+        if forms:
+            raise CheckpointError(
+                f"{folder} holds two checkpoints, {INDEX} and {' and '.join(forms)}. Which one is "
+                "the model? Move the other one elsewhere."
+            )
+        return ShardedSource(folder)
+    if not forms:
+        raise _no_weights(folder)
+    form, *others = forms
+    notes = [f"{form} was read, as transformers does, not {', '.join(others)}"] if others else []
+    opener = TensorFile if "safetensors" in form else open_torch_file
+    if not form.endswith(".json"):
+        return FilesSource({form: opener(folder / form)}, str(folder), notes=notes)
+    index = _read_index(folder / form)
+    files = {file: opener(folder / file) for file in sorted(set(index.values()))}
+    return FilesSource(files, str(folder), index, notes)
+
+
+def open_weights(path: str | os.PathLike[str]) -> TensorSource:
+    """The weights of a HF folder, or of one state-dict file: .safetensors, or torch's.
+
+    A torch file may hold its state dict under "module", "model" or "state_dict". It needs torch and
+    is read with `weights_only=True`.
+    """
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
+        return open_checkpoint(file)
+    said = f"checkpoint={shown(repr(str(path)))}"
+    if not os.path.isfile(file):
+        raise CheckpointNotFoundError(
+            f"{said} does not exist; expected the folder of a HF checkpoint or a state-dict file."
+        )
+    if file.suffix == ".safetensors":
+        opener = TensorFile
+    elif file.suffix in _TORCH_SUFFIXES:
+        opener = open_torch_file
+    else:
+        raise CheckpointError(
+            f"{said} is no checkpoint by its name; expected a folder, .safetensors, "
+            f"{', '.join(_TORCH_SUFFIXES)}."
+        )
+    source = FilesSource({file.name: opener(file)}, str(file))
+    if all(name.startswith(_ADAPTER_PREFIX) for name in source.names()):
+        raise _adapter_error(file.parent, f"{file} holds no model, but", "leave it out")
+    return source
+
+
+def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
+    """The error of an adapter, with the model that it is made for if that is known."""
+    try:
+        said = read_json(folder / _ADAPTER)
+    except CheckpointError:
+        said = {}
+    kind, base = said.get("peft_type"), said.get("base_model_name_or_path")
+    what = f"{shown(kind)} adapter" if isinstance(kind, str) else "adapter"
+    of = f" for {shown(base)}" if isinstance(base, str) and base else ""
+    return CheckpointError(
+        f"{held} an adapter of peft ({what}{of}). Adapters are not read: load it with peft, merge "
+        f"it with merge_and_unload() and save the result with save_pretrained(); or {instead} to "
+        "run the model without it."
+    )
+
+
+def _no_weights(folder: Path) -> CheckpointNotFoundError:
+    kinds = (".safetensors", *_TORCH_SUFFIXES, ".gguf")
+    found = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
+    held = f" It holds {listing(found)}: rename what is the model." if found else ""
+    return CheckpointNotFoundError(f"{folder} holds none of {', '.join(_FORMS)}.{held}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor that an index names."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map.")
+    return {name: check_inside(path, file) for name, file in weight_map.items()}

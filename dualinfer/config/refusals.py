@@ -1,0 +1,137 @@
+"""What a backend, a mode or this version cannot honour: refused before anything is loaded."""
+
+import importlib.util
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from . import InferenceConfig
+from .model import shown
+
+_NO_QUANT = 'quantized weights are not in this version. Leave it unset, or set {"enabled": False}.'
+Mode = Literal["fused", "module"]
+
+
+def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
+    """Raise ConfigError for the first field that cannot be honoured; `device` is cpu, cuda ...
+
+    Fields at values that ask for nothing pass.
+    """
+    _check_parallelism(config)
+    _check_later(config)
+    _check_triton(config, mode, device)
+    on_torch = config.backend == "torch"
+    if config.enable_cuda_graph and on_torch and device != "cuda":
+        raise ConfigError(
+            f"enable_cuda_graph=True needs a CUDA device, but torch runs on {device} here. Leave "
+            "enable_cuda_graph unset."
+        )
+    if mode == "module":
+        _check_module_mode(config)
+    else:
+        _check_fused_mode(config, device)
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    raise ConfigError(f"{name}={shown(value)}: {reason}")
+
+
+def _check_parallelism(config: InferenceConfig) -> None:
+    """How devices share the model; how many there are is checked by the backend, in `join`."""
+    tp, moe = config.tensor_parallel, config.moe
+    if config.backend == "jax":
+        sizes = {"mpu": "get_model_parallel_world_size", "tp_group": "size"}
+        for name, method in sizes.items():
+            size = getattr(getattr(tp, name), method, None)
+            if getattr(tp, name) is not None and not (callable(size) and size() == 1):
+                reason = "processes in groups are torch's. On JAX set tp_size, or pass a mesh."
+                _refuse(f"tensor_parallel.{name}", getattr(tp, name), reason)
+    else:
+        reason = "meshes are JAX's. On torch set tp_size, or pass tp_group."
+        if tp.mesh is not None:
+            _refuse("tensor_parallel.mesh", tp.mesh, reason)
+        if tp.axis != type(tp).model_fields["axis"].default:
+            _refuse("tensor_parallel.axis", tp.axis, reason)
+    if moe.enabled:
+        whole = "experts are not spread over devices in this version."
+        if moe.ep_size != 1:
+            _refuse("moe.ep_size", moe.ep_size, f"{whole} Use 1.")
+        if moe.moe_experts != [1] or moe.type != "standard":
+            value = moe.moe_experts if moe.moe_experts != [1] else moe.type
+            name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
+            _refuse(name, value, "mixtures of experts are not in this version's fused families.")
+        for name in ("ep_group", "ep_mp_group"):
+            if getattr(moe, name) is not None:
+                _refuse(f"moe.{name}", getattr(moe, name), f"{whole} Leave it unset.")
+
+
+def _check_later(config: InferenceConfig) -> None:
+    """What the contract has and this version does not serve yet."""
+    if config.quant is not None and config.quant.enabled:
+        _refuse("quant", config.quant, _NO_QUANT)
+    if str(config.checkpoint).endswith(".index.json"):
+        reason = "this is the index of a HF checkpoint. Pass its folder."
+        _refuse("checkpoint", config.checkpoint, reason)
+    if isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json"):
+        reason = (
+            "DeepSpeed's checkpoint JSON is not read in this version. Pass the folder of a HF "
+            "checkpoint or a state-dict file (.safetensors, .bin, .pt, .pth)."
+        )
+        _refuse("checkpoint", config.checkpoint, reason)
+    if config.base_dir:
+        reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
+        _refuse("base_dir", config.base_dir, reason)
+
+
+def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
+    """What asks for Triton kernels needs the mode, backend and device that they run in."""
+    asked = [name for name in ("use_triton", "triton_autotune") if getattr(config, name)]
+    if not asked:
+        return
+    name, way = asked[0], "Leave it unset."
+    if config.backend == "jax":
+        _refuse(name, True, f"Triton is torch's; use backend='torch'. {way}")
+    if mode == "module" or not config.replace_with_kernel_inject:
+        reason = "the kernels are those of replace_with_kernel_inject=True. Set it, too."
+        _refuse(name, True, reason)
+    if device != "cuda":
+        _refuse(name, True, f"Triton needs a CUDA device, and torch runs on {device} here. {way}")
+    if importlib.util.find_spec("triton") is None:
+        _refuse(name, True, f"Triton is not installed. Install it (pip install triton). {way}")
+    if config.use_triton is False:
+        _refuse(name, True, "with use_triton=False there are no kernels to tune. Set one of them.")
+
+
+def _check_module_mode(config: InferenceConfig) -> None:
+    if config.min_out_tokens > 1:
+        reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
+        _refuse("min_out_tokens", config.min_out_tokens, reason)
+    if not config.return_tuple:
+        reason = "in module mode forward returns what the module returns. Leave it unset."
+        _refuse("return_tuple", False, reason)
+    if config.save_mp_checkpoint_path:
+        reason = (
+            "in module mode the module keeps its own names and layers. Save it with its own "
+            "save_pretrained(), or leave this unset."
+        )
+        _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
+    if config.backend == "jax" and config.checkpoint is not None:
+        reason = (
+            "the names of a Flax module's parameters follow no convention that a checkpoint could "
+            "be matched by. Load the weights into the module first, with orbax for example."
+        )
+        _refuse("checkpoint", config.checkpoint, reason)
+
+
+def _check_fused_mode(config: InferenceConfig, device: str) -> None:
+    if config.injection_policy:
+        way = "Leave it unset, or pass the live module with backend='torch'."
+        if config.replace_with_kernel_inject and config.backend == "torch":
+            way = "Leave out one of injection_policy and replace_with_kernel_inject."
+        reason = (
+            "a policy says how the model's own layers are split, and in fused mode dualinfer's "
+            f"run instead. {way}"
+        )
+        _refuse("injection_policy", config.injection_policy, reason)
+    if config.keep_module_on_host and device != "cpu":
+        reason = "in fused mode weights go straight to the device. Leave it unset."
+        _refuse("keep_module_on_host", True, reason)

@@ -1,0 +1,1 @@
+"""Engines: what a call returns, in its two modes."""

@@ -1,0 +1,224 @@
+"""InferenceEngine: what every engine has, whatever runs in it: model, times, report, life cycle."""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..backends.profiling import Profiler
+from ..config import InferenceConfig
+from ..errors import ArgumentError, ClosedError
+from .report import Report
+
+CLOSED = "This engine was closed. Make a new one with init_inference()."
+
+
+class Turns:
+    """The lock by which the calls of several threads take turns.
+
+    It is reentrant: a collected stream may end within any step. Unless `may_fork`, only threads of
+    the process that made it may take it.
+    """
+
+    def __init__(self, may_fork: bool) -> None:
+        self._lock = threading.RLock()
+        self._process = None if may_fork else os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """True in a forked process, which must leave the engine alone."""
+        return self._process not in (None, os.getpid())
+
+    def check(self) -> None:
+        """Raise ClosedError where it is foreign: what runs the model did not come along."""
+        if self.is_foreign:
+            raise ClosedError(
+                f"This engine belongs to process {self._process}, from which this one, "
+                f"{os.getpid()}, was forked; what runs the model did not come along, and a call "
+                "would hang or fail. Start the process by 'spawn' or 'forkserver' "
+                "(multiprocessing.get_context) and make an engine there."
+            )
+
+    def __enter__(self) -> None:
+        """Wait for the turn."""
+        self.check()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        """Give it to the next."""
+        self._lock.release()
+
+
+@dataclass(frozen=True)
+class About:
+    """What an engine knows of its model beside the runner.
+
+    `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
+    the weights are from, and `notes` what was decided for the user.
+    """
+
+    inference_config: InferenceConfig
+    config: Any
+    generation_config: Any
+    source: str
+    notes: Sequence[str]
+
+
+class InferenceEngine:
+    """A model ready to run. Made by `init_inference`; usable as a context manager.
+
+    `inference_config` is the InferenceConfig. `config` and `generation_config` are the model's own
+    (HF's objects), or None. On torch the engine is an nn.Module as well. Calls from several threads
+    take turns.
+    """
+
+    def __init__(self, runner: Any, about: About) -> None:
+        self._runner: Any = runner
+        on_host = str(runner.device).startswith("cpu")
+        self._lock = Turns(may_fork=about.inference_config.backend == "torch" and on_host)
+        self._about = about
+        self.inference_config = about.inference_config
+        self.config = about.config
+        self.generation_config = about.generation_config
+        self._profiler = Profiler(runner.stopwatch)
+
+    @property
+    def runner(self) -> Any:
+        """The backend's Runner or ModuleRunner; ClosedError after `close()`, or where forked."""
+        self._lock.check()
+        if self._runner is None:
+            raise ClosedError(CLOSED)
+        return self._runner
+
+    @property
+    def module(self) -> Any:
+        """The model as an object of its framework.
+
+        In module mode the caller's own module on torch, its cast copy on JAX; in fused mode an
+        nn.Module or nnx module that holds dualinfer's weights.
+        """
+        return self.runner.module
+
+    @property
+    def device(self) -> Any:
+        """The torch.device or jax.Device that holds the weights."""
+        return self.runner.device
+
+    @property
+    def dtype(self) -> Any:
+        """The framework's dtype of the weights."""
+        return self.runner.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass of the model, without gradients."""
+        raise NotImplementedError
+
+    def can_generate(self) -> bool:
+        """True if `generate` serves this model."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Take the weights that the model has now, without new graphs or executables."""
+        raise NotImplementedError
+
+    def profile_model_time(self, use_cuda_events: bool = True, enabled: bool = True) -> None:
+        """Time every forward pass of the model from now on; `enabled=False` ends it.
+
+        A generate of N tokens is N passes. With `use_cuda_events` (torch on CUDA) the times are
+        taken on the device without waiting for it; else, and on JAX and CPUs always, by the clock
+        around completed work, which slows generate down.
+        """
+        with self._lock:
+            self._watch(self.runner, enabled, use_cuda_events)
+
+    def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
+        """Turn profiling on or off on a runner that is open."""
+        self._profiler.switch(enabled, use_cuda_events)
+
+    @property
+    def model_profile_enabled(self) -> bool:
+        """True while model times are taken."""
+        return self._profiler.enabled
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward pass since the last call, oldest first; they are cleared.
+
+        Raises ProfilingError if profiling is off.
+        """
+        with self._lock:
+            _ = self.runner  # a closed engine says that it is
+            return self._profiler.take()
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile forward with torch.compile; a second call does nothing.
+
+        `backend` None is torch's default, "inductor". On JAX everything is compiled as it is, so
+        that only None is taken. Raises UnsupportedError where it cannot be done, and ArgumentError
+        for what the compiler does not know.
+        """
+        if not (compile_kwargs is None or isinstance(compile_kwargs, Mapping)):
+            kind = type(compile_kwargs).__name__
+            raise ArgumentError(
+                f"compile_kwargs is a {kind}; a dict of names to values is expected."
+            )
+        with self._lock:
+            self.runner.compile(backend, dict(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if forward is compiled."""
+        return self.runner.is_compiled
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        raise NotImplementedError
+
+    def _make_report(self, **facts: Any) -> Report:
+        return Report(
+            backend=self.inference_config.backend,
+            dtype=self.inference_config.dtype or "",
+            source=self._about.source,
+            notes=(*self._about.notes, *getattr(self.runner, "notes", ())),
+            **facts,
+            **self.runner.report(),
+        )
+
+    def close(self) -> None:
+        """Free what the engine holds on the device; it cannot be used afterwards."""
+        if self._lock.is_foreign:  # what it holds is another process's
+            return
+        with self._lock:
+            if self._runner is None:
+                return
+            self._let_go()
+            self._profiler.switch(False)
+            runner, self._runner = self._runner, None
+            runner.close()
+
+    def _let_go(self) -> None:
+        """End what is under way, before the runner is closed."""
+
+    def destroy(self) -> None:
+        """DeepSpeed's name of `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """What runs, on which backend, in which dtype."""
+        state = "closed" if self._runner is None else f"{self.inference_config.dtype}"
+        return f"InferenceEngine({self._name()}, {self.inference_config.backend}, {state})"
+
+    def _name(self) -> str:
+        raise NotImplementedError

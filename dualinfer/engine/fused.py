@@ -1,0 +1,405 @@
+"""FusedEngine: forward, generate and stream over a backend's runner."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import kind_of, to_kind, to_numpy
+from ..backends.base import ForwardInputs, Request, Runner, Sampling
+from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
+from ..model.outputs import FIELDS, make_outputs
+from ..parallel.agreement import agree, settle, share_inputs
+from .base import CLOSED, About, InferenceEngine
+from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
+from .loop import Generation, Loop, StopStrings
+from .options import GenerationOptions, config_dict, make_options, over_limit, shown
+from .origin import Origin
+from .report import Report
+
+_STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+
+
+class FusedEngine(InferenceEngine):
+    """dualinfer's own decoder in the place of the model's forward."""
+
+    def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
+        super().__init__(runner, about)
+        self._spec, self._origin = runner.spec, origin
+        self._loop = Loop(runner, self._profiler, self._lock)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most prompt plus new tokens of generate: `max_out_tokens`, else what positions allow.
+
+        That is one token more than the model has positions, since the last new one takes none. A
+        table of positions bounds it in any case.
+        """
+        return self._spec.most_tokens(self.inference_config.max_out_tokens)
+
+    def can_generate(self) -> bool:
+        """True for a causal model with a vocabulary head."""
+        return self._spec.can_generate
+
+    def refresh(self) -> None:
+        """Read the weights again from the live model, or the folder, that the engine was made of.
+
+        They are written in place: no graph is captured and nothing compiled, unless the model has
+        other tensors in the place of some that the engine shared; these it then copies. Raises
+        ModelError or CheckpointError where the model is gone or is another one by its config,
+        UnsupportedError while a stream is open; the old weights stay. Where the reading itself
+        fails the engine refuses to run until a refresh succeeds. Every process that shares the
+        model must call it.
+        """
+        with self._lock:
+            self._origin.refresh(self.runner, self._loop.check_idle)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        *,
+        position_ids: Any = None,
+        token_type_ids: Any = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        return_tuple: bool | None = None,
+        use_cache: bool | None = None,
+        **unsupported: Any,
+    ) -> Any:
+        """HF's forward over whole sequences: logits, or last_hidden_state and pooler_output.
+
+        `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
+        counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
+        come back in the same framework, in the engine's dtype, on its device. As in HF,
+        `position_ids` that start anew separate packed sequences only without a mask and without a
+        cache: with `use_cache=False` here or in the model's config. Returns HF's ModelOutput; with
+        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
+        ArgumentError and LengthError before anything runs.
+        """
+        peers = self.runner.peers
+        with self._lock:
+            given = share_inputs(
+                peers,
+                "forward()",
+                {
+                    "input_ids": input_ids,
+                    "attention_mask": attention_mask,
+                    "position_ids": position_ids,
+                    "token_type_ids": token_type_ids,
+                },
+                self.device,
+            )
+
+            def prepare() -> ForwardInputs:
+                self._origin.check()
+                refuse_arguments("forward", unsupported)
+                if use_cache:
+                    raise ArgumentError(
+                        "forward does not support use_cache=True: it returns no past_key_values. "
+                        "The cache belongs to generate()."
+                    )
+                cached, keep = use_cache, output_hidden_states
+                if cached is None:
+                    cached = getattr(self.config, "use_cache", True)
+                if keep is None:
+                    keep = bool(getattr(self.config, "output_hidden_states", False))
+                return make_forward_inputs(
+                    self._spec,
+                    given["input_ids"],
+                    given["attention_mask"],
+                    given["position_ids"],
+                    given["token_type_ids"],
+                    keep,
+                    may_pack=not cached,
+                )
+
+            inputs = agree(peers, "The inputs of forward()", prepare, lambda made: made)
+            results = self._profiler.run(self.runner.forward, inputs)
+        kind = kind_of(given["input_ids"]) or "list"
+        fields = {
+            name: tuple(to_kind(v, kind) for v in results[name])
+            if isinstance(results[name], tuple)
+            else to_kind(results[name], kind)
+            for name in FIELDS  # a jitted function returns its dict sorted
+            if name in results
+        }
+        if return_tuple is None:
+            return_tuple = self.inference_config.return_tuple
+        if not return_tuple:
+            return next(iter(fields.values()))
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return make_outputs(fields) if return_dict is not False else tuple(fields.values())
+
+    def generate(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
+
+        `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
+        a list of lists of any lengths, or None for the model's BOS alone; rows of the result are
+        left-padded, and filled up with the pad id after their end. Other arguments have HF's names
+        and meanings, with the model's own generation_config as defaults; `streamer` follows HF's
+        protocol, `tokenizer` is needed for
+        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
+        each. Raises before anything runs; an argument that is not supported is refused by name.
+        """
+        chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
+        prompts, requests, options, stop, chunk = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk, streamer
+        )
+        pad = options.fill_id
+        block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
+        failed: list[Exception] = []
+
+        def put(values: np.ndarray) -> None:
+            if streamer is None or failed:
+                return
+            try:
+                streamer.put(self._streamed(values))
+            except Exception as error:
+                if self.runner.peers.size == 1:
+                    raise
+                failed.append(error)  # the other processes go on, and so must this one
+
+        put(block)
+        columns = []
+        for tokens in Generation(self._loop, requests, chunk, stop):
+            column = np.array([pad if t is None else t for t in tokens], np.int64)
+            columns.append(column)
+            put(column)
+        if failed:
+            raise failed[0]
+        self._origin.check_late()
+        if streamer is not None:
+            streamer.end()
+        return self._result(np.column_stack((block, *columns)), prompts)
+
+    def stream(
+        self,
+        input_ids: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """An iterator of new tokens, as they are made; the arguments of `generate`.
+
+        One sequence gives ints; several give lists with an int for each, None once it has ended.
+        Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
+        `close()` on the iterator, frees what it holds.
+        """
+        _, requests, _, stop, chunk = self._prepare(
+            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, _STREAM_CHUNK
+        )
+        return self._stream(requests, stop, chunk)
+
+    def _stream(
+        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
+    ) -> Iterator[Any]:
+        if self._runner is None:  # closed since stream() was called
+            raise ClosedError(CLOSED)
+        self._origin.check()
+        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+            for tokens in steps:
+                yield tokens[0] if len(tokens) == 1 else tokens
+                self._origin.check()  # the caller had the turn
+
+    def _prepare(
+        self,
+        ids: Any,
+        config: Any,
+        mask: Any,
+        tokenizer: Any,
+        seed: Any,
+        kwargs: dict[str, Any],
+        chunk: int,
+        streamer: Any = None,
+    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
+        """Everything that generate and stream check and derive before anything runs.
+
+        `chunk` is how many steps this process wants at a time; the result's, how many all take.
+        """
+        peers = self.runner.peers
+        with self._lock:
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "inputs": kwargs.pop("inputs", None),
+            }
+            given = share_inputs(peers, "generate()", inputs, self.device)
+
+            def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+                self._origin.check()
+                if streamer is not None and not (
+                    hasattr(streamer, "put") and hasattr(streamer, "end")
+                ):
+                    raise ArgumentError(
+                        f"streamer is a {type(streamer).__name__}; expected put() and end(), as "
+                        "HF's have."
+                    )
+                return self._make_requests(given, config, tokenizer, seed, kwargs)
+
+            def alike(made: tuple[Any, list[Request], GenerationOptions, Any]) -> Any:
+                _, requests, options, stop = made
+                seeds = [] if seed is None else [r.sampling.seed for r in requests]
+                same = [replace(r, sampling=replace(r.sampling, seed=0)) for r in requests]
+                return same, seeds, options, stop is None, self._profiler.enabled
+
+            prompts, requests, options, stop = agree(
+                peers, "The arguments of generate()", prepare, alike
+            )
+            wanted = min(chunk, _STOP_CHUNK) if stop else chunk
+            drawn = [r.sampling.seed for r in requests]
+            said = settle(peers, "The start of generate()", {"chunk": wanted, "seeds": drawn})
+            requests = [
+                replace(r, sampling=replace(r.sampling, seed=own))
+                for r, own in zip(requests, said["seeds"][0], strict=True)
+            ]
+        return prompts, requests, options, stop, min(said["chunk"])
+
+    def _make_requests(
+        self,
+        given: Mapping[str, Any],
+        config: Any,
+        tokenizer: Any,
+        seed: Any,
+        kwargs: dict[str, Any],
+    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+        """What `_prepare` derives in one process, before the others are asked."""
+        spec = self.runner.spec
+        ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
+        if not spec.can_generate:
+            raise UnsupportedError(
+                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
+                "head."
+            )
+        if inputs is not None:  # HF's name of its first argument
+            if ids is not None:
+                raise ArgumentError("Both inputs and input_ids were given; they are the same.")
+            ids = inputs
+        if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
+            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
+        options = make_options(config_dict(self.generation_config), config, kwargs, spec.vocab)
+        pad = options.fill_id
+        if options.stop_strings and not hasattr(tokenizer, "decode"):
+            raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
+        if ids is None and options.bos_token_id is not None:
+            ids, mask = [[options.bos_token_id]], None  # as in HF
+        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+        count = options.num_return_sequences
+        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
+            raise ArgumentError(
+                "stop_strings may end some rows before others, but the model names neither a "
+                "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
+            )
+        width = prompts.block.shape[1]
+        longest = max(len(row) for row in prompts.rows)  # without padding, which takes no room
+        asked = self.inference_config.max_out_tokens
+        default = self.max_tokens - (self.max_tokens != asked)  # HF's own fills the positions
+        new_tokens = options.new_tokens(width, default + width - longest)
+        least_tokens = options.least_tokens(width)
+        if least_tokens > new_tokens:
+            warn_caller(
+                f"At least {least_tokens} new tokens are asked for, and at most {new_tokens}: "
+                "the maximum counts."
+            )
+        self._check_length(prompts, new_tokens)
+        options.check_sequences(len(prompts.rows))
+        seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
+        requests = [
+            Request(
+                tokens=row,
+                max_new_tokens=new_tokens,
+                min_new_tokens=least_tokens,
+                eos_ids=options.eos_token_ids,
+                sampling=Sampling(
+                    options.do_sample,
+                    options.temperature,
+                    options.top_k,
+                    options.top_p,
+                    options.min_p,
+                    options.repetition_penalty,
+                    row_seed,
+                    index,
+                ),
+            )
+            for row, row_seed in zip(prompts.rows, seeds, strict=True)
+            for index in range(count)
+        ]
+        stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
+        return prompts, requests, options, stop
+
+    def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
+        longest = max(len(row) for row in prompts.rows)
+        limit, asked = self.max_tokens, self.inference_config.max_out_tokens
+        if longest + new_tokens <= limit:
+            return
+        table = self._spec.learned_positions
+        way = "" if table and limit == table + 1 else " or set a larger max_out_tokens"
+        if limit == asked:
+            raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
+        own = "max_position_embeddings" if asked is None else "number of positions"
+        raise LengthError(
+            f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
+            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). Ask "
+            f"for fewer new tokens, a shorter prompt{way}."
+        )
+
+    def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
+        if seed is None:
+            return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
+        if kind_of(seed) == "jax" and not str(seed.dtype).startswith("int"):
+            raise ArgumentError(
+                f"seed is a JAX array of {seed.dtype}, as keys are; expected an int, or one for "
+                "each prompt."
+            )
+        if kind_of(seed) not in (None, "list"):
+            seed = to_numpy(seed).tolist()
+        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
+        if len(seeds) != prompts:
+            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
+        for value in seeds:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ArgumentError(f"seed={shown(value)}; expected an int.")
+            if not 0 <= value.__index__() < 2**64:
+                raise ArgumentError(f"seed={shown(value)}; expected an int from 0 to 2**64 - 1.")
+        return [value.__index__() for value in seeds]
+
+    def _streamed(self, tokens: np.ndarray) -> Any:
+        """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
+        return to_kind(tokens, "torch" if self.inference_config.backend == "torch" else "numpy")
+
+    def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
+        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        return to_kind(ids, kind, like=prompts.like)
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        return self._make_report(
+            mode="fused",
+            family=self._spec.family,
+            architecture=self._spec.architecture,
+            layers=len(self._spec.layers),
+            max_tokens=self.max_tokens,
+        )
+
+    def _name(self) -> str:
+        return self._spec.architecture
+
+    def _let_go(self) -> None:
+        self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
+        self._origin.close()

@@ -1,0 +1,239 @@
+"""The caller's token ids, checked and brought into host memory: for forward and for generate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import Kind, kind_of, to_numpy
+from ..backends.base import ForwardInputs
+from ..errors import ArgumentError, LengthError
+from ..model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts without padding, and the block of columns that the result begins with.
+
+    `block` int64 [B, width] holds each prompt at its right end. `kind` and `like` say which
+    framework and device the result goes back to.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    block: np.ndarray
+    kind: Kind
+    like: Any
+
+
+def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
+    """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
+    if kind_of(ids) is None:
+        raise ArgumentError(
+            f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
+            "or a list."
+        )
+    array = _read(ids, name, "rows differ in length; pad them and give a mask.")
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2:
+        raise ArgumentError(f"{name} has shape {array.shape}; expected [batch, tokens].")
+    if array.size == 0:
+        raise ArgumentError(f"{name} has shape {array.shape}: there is no token in it.")
+    outside = (array < 0) | (array >= vocab)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise ArgumentError(
+            f"{name}[{row}, {column}] is {array[row, column]}, outside the {what} of {vocab} "
+            f"(0 to {vocab - 1})."
+        )
+    return array.astype(np.int32)
+
+
+def _read(value: Any, name: str, ragged: str) -> np.ndarray:
+    """The caller's array in host memory; ArgumentError with `ragged` for lists without a shape."""
+    try:
+        return to_numpy(value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error}") from error
+    except Exception as error:  # of the array's framework, or of the objects in a list
+        if kind_of(value) == "list" and isinstance(error, ValueError):
+            raise ArgumentError(f"{name}: {ragged}") from error
+        raise ArgumentError(
+            f"{name} cannot be read as an array: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
+    """An attention mask of `shape` as bool; None where it is None."""
+    if mask is None:
+        return None
+    if kind_of(mask) is None:
+        raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
+    array = _read(mask, "attention_mask", "rows differ in length.")
+    if array.ndim == 1 and shape[0] == 1:
+        array = array[None]
+    if array.shape != shape:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}; expected {shape}, that of input_ids."
+        )
+    if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
+        array = array.astype(np.float32)
+    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
+        raise ArgumentError("attention_mask holds other values than 0 and 1.")
+    return array != 0
+
+
+def make_prompts(
+    ids: Any, mask: Any, vocab: int, pad_id: int | None, eos_ids: tuple[int, ...]
+) -> Prompts:
+    """Prompts from [B, T] ids with a mask, or from a list of lists of any lengths.
+
+    Without a mask, ids equal to a `pad_id` that is no EOS are padding in an array, as in HF; in a
+    list, which needs no padding, every token counts. Raises ArgumentError for an empty prompt.
+    """
+    if ids is None:
+        raise ArgumentError("input_ids is missing; generate needs a prompt.")
+    kind = kind_of(ids) or "list"
+    like = ids if kind == "torch" else None
+    if kind_of(ids) == "list" and len(ids) and _has_rows(ids[0]):
+        return _make_ragged(ids, mask, vocab, pad_id)
+    array = check_ids(ids, "input_ids", vocab)
+    visible = check_mask(mask, array.shape)
+    if visible is None:
+        padded = kind != "list" and pad_id is not None and pad_id not in eos_ids
+        visible = array != pad_id if padded else np.ones(array.shape, bool)
+    rows, block = [], np.empty(array.shape, np.int64)
+    for i, (row, keep) in enumerate(zip(array, visible, strict=True)):
+        if not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+        rows.append(row[keep])
+        block[i] = np.concatenate((row[~keep], row[keep]))
+    return Prompts(tuple(rows), block, kind, like)
+
+
+def _has_rows(value: Any) -> bool:
+    """True for lists, and for arrays of one axis or more."""
+    return kind_of(value) is not None and getattr(value, "ndim", 1) > 0
+
+
+def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts:
+    if mask is not None and (not _has_rows(mask) or len(mask) != len(ids)):
+        raise ArgumentError(f"attention_mask must have one row for each of {len(ids)} prompts.")
+    rows = []
+    for i, row in enumerate(ids):
+        if _has_rows(row) and len(row) == 0:
+            raise ArgumentError(f"Prompt {i} is empty.")
+        tokens = check_ids(row, f"input_ids[{i}]", vocab)
+        if len(tokens) > 1:
+            raise ArgumentError(f"input_ids[{i}] has shape {tokens.shape}; expected one prompt.")
+        keep = None if mask is None else check_mask(mask[i], tokens.shape)
+        if keep is not None and not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+        rows.append(tokens[0] if keep is None else tokens[keep])
+    width = max(len(row) for row in rows)
+    if pad_id is None and any(len(row) < width for row in rows):
+        raise ArgumentError(
+            "The prompts differ in length and the result is left-padded, but the model names "
+            "neither a pad_token_id nor an eos_token_id. Pass pad_token_id."
+        )
+    block = np.full((len(rows), width), -1 if pad_id is None else pad_id, np.int64)
+    for i, row in enumerate(rows):
+        block[i, width - len(row) :] = row
+    return Prompts(tuple(rows), block, "list", None)
+
+
+def make_forward_inputs(
+    spec: ModelSpec,
+    ids: Any,
+    mask: Any,
+    positions: Any,
+    types: Any,
+    output_hidden_states: bool,
+    may_pack: bool,
+) -> ForwardInputs:
+    """One forward pass's inputs. `may_pack`: positions that start anew separate sequences.
+
+    Raises ArgumentError for ids, mask, positions or token types that do not fit the model, and
+    LengthError for more tokens than it has positions.
+    """
+    if ids is None:
+        raise ArgumentError("input_ids is missing.")
+    tokens = check_ids(ids, "input_ids", spec.vocab)
+    if spec.learned_positions and tokens.shape[1] > spec.learned_positions:
+        raise LengthError(
+            f"input_ids has {tokens.shape[1]} tokens, but the model has "
+            f"{spec.learned_positions} positions."
+        )
+    visible = check_mask(mask, tokens.shape)
+    segments = None
+    at = _default_positions(tokens.shape, visible if spec.positions_from_mask else None)
+    if positions is not None:
+        limit = spec.learned_positions or 2**31 - 1
+        given = check_ids(positions, "position_ids", limit, "positions")
+        given = _broadcast(given, "position_ids", tokens.shape)
+        if spec.alibi and ((given != at) if visible is None else (given != at) & visible).any():
+            raise ArgumentError(
+                f"The {spec.family} family takes no position_ids: attention counts the tokens of "
+                "attention_mask itself. Leave them out; padding is told by attention_mask."
+            )
+        at = at if spec.alibi else given
+        if spec.causal and not spec.positions_from_mask and visible is None and may_pack:
+            segments = _packed_segments(at)
+    if visible is not None and visible.all():
+        visible = None
+    if types is not None:
+        if not spec.token_types and not is_zero(types):
+            raise ArgumentError(
+                f"The {spec.family} family has no token types, but token_type_ids holds other "
+                "values than 0."
+            )
+        types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
+        types = _broadcast(types, "token_type_ids", tokens.shape) if spec.token_types else None
+    elif spec.token_types and not spec.token_types_from_vocab:
+        types = np.zeros_like(tokens)
+    return ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
+
+
+def _default_positions(shape: tuple[int, int], counted: np.ndarray | None) -> np.ndarray:
+    """0 to T-1 for every row, or the number of `counted` tokens before each; int32 [B, T]."""
+    if counted is None:
+        return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
+    return np.maximum(counted.cumsum(axis=1) - 1, 0).astype(np.int32) * counted
+
+
+def is_zero(ids: Any) -> bool:
+    """True for token types that say nothing."""
+    if kind_of(ids) is None:
+        return False
+    return not np.any(_read(ids, "token_type_ids", "rows differ in length."))
+
+
+def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
+    if array.shape not in (shape, (1, shape[1])):
+        raise ArgumentError(f"{name} has shape {array.shape}; expected {shape}.")
+    return np.broadcast_to(array, shape).copy()
+
+
+def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
+    """Numbers of the packed sequences in each row, None if there is one.
+
+    HF starts a new one wherever a position is not its predecessor plus one (`masking_utils.py`).
+    """
+    starts = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
+    segments = starts.cumsum(axis=1).astype(np.int32)
+    return segments if segments.any() else None
+
+
+def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
+    if asked:
+        raise ArgumentError(
+            f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
+            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
+            "return_tuple."
+        )

@@ -1,0 +1,243 @@
+"""The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
+from ..backends.profiling import Profiler
+from ..errors import ClosedError, StepError, UnsupportedError
+from ..parallel.agreement import agree
+
+
+class StopStrings:
+    """Tells whether the newest token of a sequence completes a stop string.
+
+    As in HF, the string may begin in the prompt, and must end within the newest token. Every token
+    is decoded with those before it, since a token alone may be half a character.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any):
+        self._strings = strings
+        self._tokenizer = tokenizer
+        self._window = 4 * max(len(s) for s in strings) + 8  # a token may be a quarter character
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def completed(self, tokens: Sequence[int], prompt: Sequence[int] = ()) -> bool:
+        """True if a stop string ends within the last of `tokens`, which follow `prompt`."""
+        tail = [*prompt[-self._window :], *tokens[-self._window :]][-self._window :]
+        text = self._text(tail)
+        old = len(os.path.commonprefix((text, self._text(tail[:-1]))))
+        return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
+
+
+@dataclass(eq=False)
+class Live:
+    """One sequence being generated in a slot. `queued` counts tokens that were asked for.
+
+    `error` says why tokens that it should have will never come.
+    """
+
+    request: Request
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    queued: int = 1
+    error: Exception | None = None
+
+    def take(self, token: int) -> None:
+        """Book a token; the sequence ends where it ends on the device."""
+        self.tokens.append(token)
+        full = len(self.tokens) >= self.request.max_new_tokens
+        self.ended = full or token in self.request.eos_ids
+
+
+class Loop:
+    """The slots of one runner. Several generations may be open at once, each with its own slots.
+
+    They may belong to several threads, as with HF's TextIteratorStreamer; one at a time drives.
+    Where several processes share the model, each must begin the same generations in the same
+    order, and those that are open at once belong to one thread: how threads take turns differs
+    from process to process.
+    """
+
+    def __init__(self, runner: Runner, profiler: Profiler, lock: AbstractContextManager[Any]):
+        self._runner = runner
+        self._profiler = profiler
+        self._lock = lock
+        self._closed: Exception | None = None
+        self._live: dict[int, Live] = {}
+        self._thread = 0  # that drives what is live, where several processes share the model
+        self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
+
+    def start(self, requests: Sequence[Request]) -> list[Live]:
+        """Sequences for `requests`, in the lowest free slots, with their first token under way."""
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            self._check_thread()
+            slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
+            agree(
+                self._runner.peers,
+                "What is begun and what is open",
+                lambda: None,
+                lambda _: (requests, sorted(self._live)),
+            )
+            self._thread = threading.get_ident()
+            lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
+            slots = slots[: len(lives)]
+            try:
+                pending = self._profiler.run(self._runner.prefill, requests, slots)
+            except BaseException:
+                self._runner.release(slots)
+                raise
+            self._live.update(zip(slots, lives, strict=True))
+            self._chunks.append((pending, dict(enumerate(lives))))
+            return lives
+
+    def _check_thread(self) -> None:
+        """Raise where another thread drives what is open, and other processes could not follow."""
+        other = self._live and self._thread != threading.get_ident()
+        if other and self._runner.peers.size > 1:
+            raise UnsupportedError(
+                "Several processes share this model, and another thread has a generation open: "
+                "how threads take turns differs from process to process. Finish or close it "
+                "first, or run both from one thread."
+            )
+
+    def check_idle(self) -> None:
+        """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
+        if self._live:
+            raise UnsupportedError(
+                "A generation is under way, and what it has cached was computed with the weights "
+                "as they are. Finish its stream, or call close() on it, before engine.refresh()."
+            )
+
+    def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
+        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
+        while True:
+            with self._lock:
+                if all(live.ended or len(live.tokens) >= count for live in lives):
+                    return
+                self._check_thread()
+                self._pump(steps)
+
+    def _pump(self, steps: int) -> None:
+        """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it.
+
+        While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
+        """
+        if not (self._profiler.enabled and self._chunks):
+            self._enqueue(steps)
+        pending, columns = self._chunks[0]  # stays there if the wait is interrupted
+        try:
+            tokens = pending.fetch()
+        except Exception as error:
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
+        self._chunks.popleft()
+        for row in tokens:
+            for column, live in columns.items():
+                if not live.ended and row[column] != NO_TOKEN:
+                    live.take(int(row[column]))
+
+    def _enqueue(self, steps: int) -> None:
+        """Ask for the next chunk, at most one beyond the one about to be fetched."""
+        unfinished = [live for live in list(self._live.values()) if not live.ended]
+        ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
+        if ahead <= 0 or len(self._chunks) > 1:
+            return
+        steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
+        columns = dict(self._live)
+        try:
+            pending = self._profiler.run(self._runner.decode, steps)
+        except BaseException as error:  # some of the steps may have run, and their tokens are gone
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
+        for live in columns.values():
+            live.queued += steps
+        self._chunks.append((pending, columns))
+
+    def lose(self, error: Exception) -> None:
+        """End every sequence; whoever waits for more of its tokens gets `error`."""
+        with self._lock:
+            lives = list(self._live.values())
+            for live in lives:
+                live.error = None if live.ended else error
+            self.finish(lives)
+
+    def close(self, error: Exception) -> None:
+        """End every sequence, and refuse new ones, with `error`."""
+        with self._lock:
+            self._closed = error
+            self.lose(error)
+
+    def finish(self, lives: Sequence[Live]) -> None:
+        """Free the slots of these sequences, ended or not."""
+        with self._lock:
+            slots = [live.slot for live in lives if self._live.get(live.slot) is live]
+            for live in lives:
+                live.ended = True
+            for slot in slots:
+                del self._live[slot]
+            if slots:
+                self._runner.release(slots)
+            if not self._live:
+                self._chunks.clear()
+
+
+class Generation:
+    """The sequences of one call, step by step. Close it, or exhaust it, to free its slots."""
+
+    def __init__(
+        self, loop: Loop, requests: Sequence[Request], chunk: int, stop: StopStrings | None = None
+    ):
+        self._loop = loop
+        self._chunk = chunk
+        self._stop = stop
+        self._lives = loop.start(requests)
+
+    def __iter__(self) -> Generator[list[int | None], None, None]:
+        """For every step, each sequence's new token; None once it has ended."""
+        step = 0
+        try:
+            while True:
+                self._loop.fill(self._lives, step + 1, self._chunk)
+                for live in self._lives:
+                    if live.error and len(live.tokens) <= step:
+                        raise live.error
+                tokens = [x.tokens[step] if len(x.tokens) > step else None for x in self._lives]
+                if all(token is None for token in tokens):
+                    return
+                step += 1
+                self._stop_at(step)
+                yield tokens
+        finally:
+            self.close()
+
+    def _stop_at(self, count: int) -> None:
+        """End the sequences of which a stop string ends within token number `count`.
+
+        Here and not where tokens are booked: that may happen on behalf of another call, which a
+        tokenizer's error does not concern.
+        """
+        if self._stop is None:
+            return
+        for live in self._lives:
+            head = live.tokens[:count]
+            if len(head) == count and self._stop.completed(head, live.request.tokens.tolist()):
+                del live.tokens[count:]
+                self._loop.finish([live])
+
+    def close(self) -> None:
+        """End what is unfinished and free the slots."""
+        with suppress(ClosedError):  # in a forked process, which has nothing to free
+            self._loop.finish(self._lives)

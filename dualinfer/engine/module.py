@@ -1,0 +1,232 @@
+"""ModuleEngine: the user's own module, with the contract's guard around its own generate."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..arrays import kind_of
+from ..backends.base import ModuleRunner
+from ..errors import LengthError
+from ..parallel.agreement import agree, share_inputs
+from .base import About, InferenceEngine
+from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
+from .report import Report
+
+
+class ModuleEngine(InferenceEngine):
+    """Module mode: what the caller's module computes, cast and placed, without gradients."""
+
+    def __init__(self, runner: ModuleRunner, about: About) -> None:
+        super().__init__(runner, about)
+        self._architecture = type(runner.module).__name__
+
+    @property
+    def generation_config(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The module's own, which its generate reads."""
+        return getattr(self.runner.module, "generation_config", None)
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        if value is not self.generation_config:
+            self.runner.module.generation_config = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments."""
+        with self._lock:
+            return self.runner.forward(*self._alike("forward()", args, kwargs))
+
+    def refresh(self) -> None:
+        """Take the weights that the caller's module has now.
+
+        On torch it is his own module that runs, so that there is nothing to do. On JAX the engine
+        keeps arrays of its own until this is called, and nothing is compiled again; a Linen
+        module's variables are values: UnsupportedError. Raises ModelError where the module is gone
+        or has other parts or shapes.
+        """
+        with self._lock:
+            agree(self.runner.peers, "Reading the weights again", self.runner.refresh)
+
+    def can_generate(self) -> bool:
+        """What the module says, if it says; else whether it has a generate."""
+        module = self.runner.module
+        own = getattr(module, "can_generate", None)
+        return bool(own()) if callable(own) else hasattr(module, "generate")
+
+    @property
+    def generate(self) -> Any:
+        """The module's own generate, refused where the contract does; absent if it has none.
+
+        UnsupportedError for beams, in whatever way they are asked for; LengthError if prompt and
+        new tokens exceed `max_out_tokens`. `engine.module.generate` is without this guard.
+        """
+        if self._runner is not None and not hasattr(self._runner.module, "generate"):
+            raise AttributeError(f"{self._architecture} has no generate, so the engine has none.")
+        return self._generate
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            args, kwargs = self._alike("generate()", args, kwargs, self._check)
+            return self.runner.generate(args, {**kwargs, **self._check(args, kwargs)})
+
+    def _alike(
+        self,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: Callable[[Sequence[Any], Mapping[str, Any]], Any] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, once every process that shares the module has the same ones.
+
+        One that has no arrays among them takes rank 0's.
+        """
+        peers = self.runner.peers
+        if peers.size == 1:
+            return args, kwargs
+        named = {str(i): value for i, value in enumerate(args)} | kwargs
+        arrays = {n: v for n, v in named.items() if kind_of(v) in ("torch", "jax", "numpy")}
+        named |= share_inputs(peers, call, arrays, self.device)
+        count = sum(name.isdecimal() for name in named)
+        args = tuple(named.pop(str(i)) for i in range(count))
+
+        def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if check is not None:
+                check(args, named)
+            return args, named
+
+        def alike(made: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            args, kwargs = made
+            return args, sorted((n, v) for n, v in kwargs.items() if n != "streamer")
+
+        return agree(peers, f"The inputs of {call}", prepare, alike)
+
+    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise for what the contract's guard refuses, before anything runs.
+
+        Gives max_new_tokens where the caller asked for no length and the default is over the limit.
+        """
+        module = self.runner.module
+        named = _named(module.generate, args, kwargs)
+        own = _options(getattr(module, "generation_config", None))
+        given = _options(named.get("generation_config")) | named
+        asked = {name: value for name, value in given.items() if value is not None}
+        check_beams(own | asked, "num_beams=1, or engine.module.generate, which has no guard")
+        limit = self.inference_config.max_out_tokens
+        if limit is None:
+            return {}
+        width = self._prompt_width(module, args[0] if args else None, named, limit)
+        by_caller = {"max_new_tokens", "max_length"} & asked.keys()
+        if not by_caller and not _takes_length(module):
+            new = 0  # how many it makes is its own affair
+        else:
+            new = _new_tokens(asked if by_caller else own, width)
+        capped = {}
+        if not by_caller and width < limit < width + new:
+            new = limit - width
+            capped["max_new_tokens"] = new
+        if width + new > limit:
+            raise LengthError(over_limit(width, new if by_caller else 0, "max_out_tokens", limit))
+        return capped
+
+    def _prompt_width(self, module: Any, first: Any, kwargs: Mapping[str, Any], limit: int) -> int:
+        """Tokens that the generated sequence begins with: the decoder's, where there are two."""
+        prompt, is_text = first, False
+        for name in ("inputs", "input_ids", "inputs_embeds"):
+            if prompt is None:
+                prompt, is_text = kwargs.get(name), name == "inputs_embeds"
+        is_text = is_text or _is_ids(prompt)
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            if is_text and _width(prompt) > limit:
+                raise LengthError(
+                    f"The encoder's input has {_width(prompt)} tokens, over max_out_tokens "
+                    f"({limit}). Shorten it, or set a larger max_out_tokens."
+                )
+            for name in ("decoder_input_ids", "prompt_ids"):  # Whisper's prompt is the second
+                if kwargs.get(name) is not None:
+                    return _width(kwargs[name])
+            return 1
+        return _width(prompt) if is_text else 0
+
+    def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
+        super()._watch(runner, enabled, use_cuda_events)
+        runner.watch(self._profiler)
+
+    def report(self) -> Report:
+        """What runs, where, and what it holds."""
+        return self._make_report(
+            mode="module",
+            family="",
+            architecture=self._architecture,
+            layers=0,
+            max_tokens=self.inference_config.max_out_tokens or 0,
+        )
+
+    def _name(self) -> str:
+        return self._architecture
+
+
+def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, as far as `function` tells."""
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):  # the call itself will say what is wrong
+        return dict(kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[name] = value
+    return named
+
+
+def _options(generation_config: Any) -> dict[str, Any]:
+    """HF's GenerationConfig or a dict as a dict; anything else is the module's own affair."""
+    is_known = isinstance(generation_config, Mapping) or hasattr(generation_config, "to_dict")
+    return config_dict(generation_config) if is_known else {}
+
+
+def _takes_length(module: Any) -> bool:
+    """True if the module's generate knows `max_new_tokens`, as HF's does."""
+    if hasattr(getattr(module, "generation_config", None), "to_dict"):
+        return True
+    try:
+        return "max_new_tokens" in inspect.signature(module.generate).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _shape(prompt: Any) -> tuple[int, ...]:
+    """Shape of an array, or of lists as far as their first items tell."""
+    if isinstance(prompt, list | tuple):
+        return (len(prompt), *_shape(prompt[0])) if len(prompt) > 0 else (0,)
+    return tuple(getattr(prompt, "shape", ()))
+
+
+def _width(prompt: Any) -> int:
+    """Tokens of a prompt [T], [B, T] or [B, T, E]; HF starts with one where there is none."""
+    if isinstance(prompt, list | tuple) and any(isinstance(row, list | tuple) for row in prompt):
+        return max(len(row) for row in prompt)
+    shape = _shape(prompt)
+    if not shape:
+        return 1
+    return int(shape[min(1, len(shape) - 1)])
+
+
+def _is_ids(prompt: Any) -> bool:
+    """False for features, which a limit on tokens does not concern: noise, sound, pictures."""
+    if prompt is None:
+        return True
+    first = prompt
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    is_int = isinstance(first, int) or "int" in str(getattr(first, "dtype", ""))
+    return len(_shape(prompt)) <= 2 and is_int
+
+
+def _new_tokens(values: Mapping[str, Any], width: int) -> int:
+    if values.get("max_new_tokens") is not None:
+        return int(values["max_new_tokens"])
+    if values.get("max_length") is not None:
+        return max(0, int(values["max_length"]) - width)
+    return DEFAULT_NEW_TOKENS

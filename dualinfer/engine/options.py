@@ -1,0 +1,397 @@
+"""GenerationOptions: HF's generation arguments, resolved, and refused where not supported."""
+
+import difflib
+import operator
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError, UnsupportedError
+
+# HF's own defaults for what neither the caller nor the model sets.
+_DEFAULTS: dict[str, Any] = {
+    "max_length": None,
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "stop_strings": None,
+    "num_return_sequences": 1,
+}
+_SUPPORTED = ", ".join(sorted([*_DEFAULTS, "seed", "streamer", "tokenizer"]))
+DEFAULT_NEW_TOKENS = 20
+_MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
+_MOST = 2**31 - 1  # the largest id of a result on JAX
+_MODULE_MODE = (
+    "Module mode serves what HF's generate does: pass the live HF model, with backend='torch' and "
+    "without replace_with_kernel_inject."
+)
+
+# Arguments that cannot change the tokens, or only together with one that is refused.
+_INERT = frozenset(
+    """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
+    assistant_lookbehind cache_config cache_implementation compile_config
+    decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
+    num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size renormalize_logits
+    return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache""".split()
+)
+# Arguments of HF's that are known and not supported: they pass as None, False or empty.
+_OFF = frozenset(
+    """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
+    bad_words_ids begin_suppress_tokens constraints continuous_batching_config custom_generate
+    dola_layers exponential_decay_length_penalty force_words_ids forced_bos_token_id
+    forced_eos_token_id inputs_embeds is_assistant logits_processor low_memory
+    max_matching_ngram_size max_time negative_prompt_attention_mask negative_prompt_ids
+    output_attentions output_hidden_states output_logits output_scores past_key_values
+    position_ids prefix_allowed_tokens_fn prompt_lookup_num_tokens remove_invalid_values
+    return_dict_in_generate sequence_bias speculation_type stopping_criteria suppress_tokens
+    token_healing token_type_ids top_h use_mtp watermarking_config""".split()
+)
+# Values, beside None, False and empty ones, at which an unsupported argument does nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "diversity_penalty": (0.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0.0,),
+    "typical_p": (1.0,),
+}
+_KNOWN = {*_DEFAULTS, *_INERT, *_OFF, *_NEUTRAL}
+# What HF passes over in a model's own generation config: unless it samples, without beams, and
+# where generate() returns ids alone.
+_SAMPLING = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")
+_BEAMS = ("diversity_penalty", "num_beam_groups")
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """One generate call's options, HF's names and meanings.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 are off. Of `max_new_tokens` and `max_length`, the number of
+    columns of the result, the first wins where both are set; `asked_length` tells that the caller
+    set one, not the model's defaults. `forced_bos_token_id` is the model's own, which HF takes
+    after a prompt of one token alone, and which is not supported there.
+    """
+
+    max_new_tokens: int | None
+    max_length: int | None
+    asked_length: bool
+    min_new_tokens: int | None
+    min_length: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    stop_strings: tuple[str, ...]
+    num_return_sequences: int
+    forced_bos_token_id: Any = None
+
+    @property
+    def fill_id(self) -> int | None:
+        """The id that fills rows up: the pad id, else the first EOS, as in HF."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def new_tokens(self, width: int, limit: int) -> int:
+        """Most new tokens after a prompt block of `width` columns.
+
+        `limit`, on all of them, caps what the caller did not ask for: the model's default, or HF's
+        20. Raises ArgumentError where nothing could be generated, or a token would be forced.
+        """
+        if width == 1 and self.forced_bos_token_id is not None:
+            raise ArgumentError(
+                f"The model's generation config has forced_bos_token_id="
+                f"{shown(self.forced_bos_token_id)}, which HF makes the next token of a prompt of "
+                "one. That is not supported; pass forced_bos_token_id=None to go without it."
+            )
+        count = self._count(width)
+        return count if self.asked_length else max(1, min(count, limit - width))
+
+    def _count(self, width: int) -> int:
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is None:
+            return DEFAULT_NEW_TOKENS
+        if self.max_length <= width:
+            raise ArgumentError(
+                f"The prompt has {width} tokens and max_length={self.max_length} counts it, so "
+                "nothing could be generated. Raise max_length, or set max_new_tokens."
+            )
+        return self.max_length - width
+
+    def check_sequences(self, prompts: int) -> None:
+        """Raise ArgumentError for more sequences of `prompts` prompts than anyone can want."""
+        many = self.num_return_sequences
+        if many > 1 and many * prompts > _MOST_SEQUENCES:
+            raise ArgumentError(
+                f"num_return_sequences={many} of {prompts} prompts make {many * prompts} "
+                f"sequences; one call makes at most {_MOST_SEQUENCES}. Use a smaller one."
+            )
+
+    def least_tokens(self, width: int) -> int:
+        """New tokens before which no EOS is chosen; of the two minima, as of the two maxima."""
+        if self.min_new_tokens is not None:
+            return self.min_new_tokens
+        return max(0, self.min_length - width)
+
+
+def make_options(
+    model_defaults: Mapping[str, Any], generation_config: Any, kwargs: Mapping[str, Any], vocab: int
+) -> GenerationOptions:
+    """Options from keyword arguments, then the call's `generation_config`, then the model's own.
+
+    Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
+    unknown, not supported, or out of range.
+    """
+    ignored = set(model_defaults) - _KNOWN  # HF keeps them and reads none
+    own = {k: v for k, v in model_defaults.items() if v is not None and k not in ignored}
+    given = {
+        k: v
+        for k, v in config_dict(generation_config).items()
+        # A copy of the model's own config asks for no more than that does.
+        if v is not None and k not in ignored and (k in _DEFAULTS or not _is_same(own.get(k), v))
+    }
+    _refuse_unknown({k: v for k, v in kwargs.items() if v is not None or k not in ignored})
+    asked = {**given, **{k: v for k, v in kwargs.items() if k not in ignored}}
+    values = {**_DEFAULTS, **own, **asked}
+    check_beams(values, "num_beams=1")
+    greedy = not _boolean(values, "do_sample")
+    count = _integer(values, "num_return_sequences", 1, 1)
+    idle = {*(_SAMPLING if greedy else ()), *_BEAMS, "forced_bos_token_id", "low_memory"}
+    if any(values.get("return_dict_in_generate") is off for off in (None, False)):
+        idle.update(_OUTPUTS)
+    _refuse({k: v for k, v in values.items() if k in asked or k not in idle})
+    if greedy and count != 1:
+        raise ArgumentError(
+            f"num_return_sequences={count} with do_sample=False would return the same text several "
+            "times. Set do_sample=True, or num_return_sequences=1."
+        )
+    return GenerationOptions(
+        max_new_tokens=_integer(values, "max_new_tokens", 1, None),
+        max_length=_integer(values, "max_length", 1, None),
+        asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
+        min_new_tokens=_integer(values, "min_new_tokens", 0, None),
+        min_length=_integer(values, "min_length", 0, 0),
+        do_sample=not greedy,
+        # HF ignores what shapes sampling when it does not sample, whatever its value.
+        temperature=1.0 if greedy else _number(values, "temperature", 1.0, low=0.0, open_low=True),
+        top_k=0 if greedy else _integer(values, "top_k", 0, 0),
+        top_p=1.0 if greedy else _number(values, "top_p", 1.0, low=0.0, high=1.0),
+        min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
+        repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
+        bos_token_id=_bos(values["bos_token_id"]),
+        eos_token_ids=_eos(values["eos_token_id"], vocab),
+        pad_token_id=_pad(values),
+        stop_strings=_strings(values["stop_strings"]),
+        num_return_sequences=count,
+        forced_bos_token_id=values.get("forced_bos_token_id"),
+    )
+
+
+def check_types_of(values: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for the first generation argument that is of a wrong type.
+
+    Its value is none of this check's affair: HF takes some, as a temperature of 0, while it does
+    not read them.
+    """
+    for names, kinds, expected in _TYPES:
+        for name in names:
+            value = values.get(name)
+            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            if isinstance(value, list) and fits:
+                fits = all(isinstance(one, kinds[0]) for one in value)
+            if value is not None and not fits:
+                raise ArgumentError(f"{name}={shown(value)}; expected {expected}.")
+
+
+_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
+    (("do_sample",), (bool,), "true or false"),
+    (("temperature", "top_p", "min_p", "repetition_penalty"), (int, float), "a number"),
+    (("max_length", "max_new_tokens", "min_length", "min_new_tokens"), (int,), "an int"),
+    (("num_return_sequences", "pad_token_id", "top_k"), (int,), "an int"),
+    (("bos_token_id", "eos_token_id"), (int, list), "an int or a list of ints"),
+    (("stop_strings",), (str, list), "a string or a list of them"),
+)
+
+
+def config_dict(generation_config: Any) -> dict[str, Any]:
+    """HF's GenerationConfig, a dict or None as a new dict."""
+    if generation_config is None:
+        return {}
+    if isinstance(generation_config, Mapping):
+        return dict(generation_config)
+    if hasattr(generation_config, "to_dict") and not isinstance(generation_config, type):
+        return generation_config.to_dict()
+    raise ArgumentError(
+        f"generation_config is a {type(generation_config).__name__}; expected HF's "
+        "GenerationConfig or a dict."
+    )
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
+    known = {*_KNOWN, "seed", "streamer", "tokenizer"}
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.6)
+            raise ArgumentError(
+                f"generate() does not know {name[:80]}."
+                + (f" Did you mean {near[0]}?" if near else "")
+                + f" Supported: {_SUPPORTED}."
+            )
+
+
+def check_beams(values: Mapping[str, Any], way: str) -> None:
+    """Raise UnsupportedError if generation arguments ask for beams; `way` says how to go on."""
+    beams = values.get("num_beams")
+    if beams is not None and not (isinstance(beams, int | float) and beams == 1):
+        raise UnsupportedError(
+            f"num_beams={shown(beams)}: beam search is not supported. Use {way}. If the model's "
+            "own generation_config asks for beams, pass num_beams=1 to generate; in a HF pipeline, "
+            'generate_kwargs={"num_beams": 1}.'
+        )
+
+
+def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> str:
+    """What to say of a prompt and new tokens over a limit; `new` 0 where none were asked for."""
+    if new == 0:
+        return (
+            f"A prompt of {prompt} tokens leaves no room for a new one within {name} ({limit}). "
+            f"Shorten the prompt{way}."
+        )
+    return (
+        f"A prompt of {prompt} tokens and {new} new ones make {prompt + new}, over {name} "
+        f"({limit}). Ask for fewer new tokens, a shorter prompt{way}."
+    )
+
+
+def shown(value: Any) -> str:
+    """Repr of a value, cut to a length that fits a message."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int of thousands of digits, or a repr of the caller's own
+        return f"<{type(value).__name__}>"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # arrays and the like: they are not known as equal
+        return False
+
+
+def _refuse(values: Mapping[str, Any]) -> None:
+    if _is_same(values.get("cache_implementation"), "quantized"):
+        raise ArgumentError(
+            "cache_implementation='quantized' changes results and is not supported."
+        )
+    for name, value in values.items():
+        if name in _DEFAULTS or name in _INERT or value is None or value is False:
+            continue
+        empty = isinstance(value, list | tuple | dict) and not value
+        number = isinstance(value, int | float)
+        if empty or (number and value in _NEUTRAL.get(name, ())):
+            continue
+        raise ArgumentError(
+            f"generate() does not support {name}={shown(value)}. Supported: {_SUPPORTED}. "
+            f"{_MODULE_MODE}"
+        )
+
+
+def _boolean(values: Mapping[str, Any], name: str) -> bool:
+    value = values[name]
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={shown(value)}; expected True or False.")
+    return value
+
+
+def _integer(values: Mapping[str, Any], name: str, low: int, unset: Any, most: int = 2**127) -> Any:
+    value = values[name]
+    if value is None:
+        return unset
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError):  # the second from torch, for a tensor without values
+        number = low - 1
+    if isinstance(value, bool) or number < low:
+        raise ArgumentError(f"{name}={shown(value)}; expected an int of at least {low}.")
+    if number > most:
+        raise ArgumentError(f"{name}={shown(value)}; expected an int of at most {most}.")
+    return number
+
+
+def _number(
+    values: Mapping[str, Any],
+    name: str,
+    unset: float,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,
+) -> float:
+    value = values[name]
+    if value is None:
+        return unset
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = float("nan")
+    inside = low < number < high if open_low else low <= number <= high
+    if not inside:
+        bound = f"above {low}" if open_low else f"from {low} to {high}"
+        raise ArgumentError(f"{name}={shown(value)}; expected a number {bound}.")
+    return number
+
+
+def _pad(values: Mapping[str, Any]) -> int | None:
+    """The pad id; the first Llama checkpoints write -1 for none."""
+    none = _is_same(values["pad_token_id"], -1)
+    return None if none else _integer(values, "pad_token_id", 0, None, _MOST)
+
+
+def _bos(value: Any) -> int | None:
+    """The BOS id, which only a missing prompt needs: one that is none is as good as absent."""
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _eos(value: Any, vocab: int) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    try:
+        found = value.tolist() if hasattr(value, "tolist") else value
+    except Exception:  # an array without values, or a device that failed
+        found = None
+    ids: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ArgumentError(f"eos_token_id={shown(value)}; expected an int or a list of ints.")
+    # HF lets a config name an id that no token has; such an EOS never comes.
+    return tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = tuple(value or ()) if isinstance(value, list | tuple | None) else (value,)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise ArgumentError(f"stop_strings={shown(value)}; expected non-empty strings.")
+    return strings

@@ -1,0 +1,83 @@
+"""Where a fused engine's weights are from: whether they are still so, and reading them again."""
+
+from collections.abc import Callable
+
+from ..backends.base import Runner
+from ..errors import ModelError, StaleWeightsError
+from ..model.live import Watch
+from ..model.spec import ModelSpec
+from ..model.weights import LoadPlan, TensorSource, marks_of
+from ..parallel.agreement import agree
+
+Read = Callable[[], tuple[ModelSpec, LoadPlan, TensorSource]]
+
+
+class Origin:
+    """A live module, which is watched, or files, which are not: an engine has copies of these.
+
+    `read` describes the model as it is now. It raises where it is gone or not to be run.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: LoadPlan, read: Read, watch: Watch | None = None):
+        self._spec, self._sizes, self._rows = spec, dict(plan.table.sizes), _rows(plan)
+        self._read, self._watch = read, watch
+        self._failed: str | None = None
+
+    def check(self) -> None:
+        """Raise StaleWeightsError if the engine's weights are not those of the model."""
+        if self._failed is not None:
+            raise StaleWeightsError(
+                f"The last refresh() failed and left some weights old and some new: {self._failed} "
+                "Call engine.refresh() again, or make a new engine."
+            )
+        if self._watch is not None and (change := self._watch.change()):
+            raise _stale(change)
+
+    def check_late(self) -> None:
+        """Raise as `check` for what a GPU has compared since, at the end of a call."""
+        if self._watch is not None and (change := self._watch.late_change()):
+            raise _stale(change)
+
+    def refresh(self, runner: Runner, check: Callable[[], None]) -> None:
+        """Read the weights again into `runner`, in place; `check` raises where this is no time."""
+
+        def prepare() -> tuple[LoadPlan, TensorSource]:
+            check()
+            spec, plan, source = self._read()
+            if (spec, dict(plan.table.sizes), _rows(plan)) != (self._spec, self._sizes, self._rows):
+                raise ModelError(
+                    "The model has another shape or config than the one that this engine was made "
+                    "of, and refresh() takes new values of the same weights alone. Make a new "
+                    "engine with init_inference()."
+                )
+            return plan, source
+
+        plan, source = agree(
+            runner.peers, "The weights to read again", prepare, lambda m: marks_of(m[1], m[0])
+        )
+        if self._watch is not None:
+            self._watch.look()  # before the weights are read: what is written meanwhile is seen
+        try:
+            agree(runner.peers, "Reading the weights again", lambda: runner.refresh(plan, source))
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}".rstrip(".") + "."
+            raise
+        self._failed = None
+
+    def close(self) -> None:
+        """Let go of what is watched."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+def _stale(change: str) -> StaleWeightsError:
+    return StaleWeightsError(
+        f"The model that this engine was made of has changed since: {change}. The engine shares "
+        "some of its weights and holds others in a layout of its own, so that it would run a "
+        "mixture. Call engine.refresh() to take the new weights. To keep the old ones, make the "
+        "engine of a copy: init_inference(copy.deepcopy(model), ...)."
+    )
+
+
+def _rows(plan: LoadPlan) -> dict[str, tuple[str, ...]]:
+    return {row.name: row.axes for row, _ in plan.rows}

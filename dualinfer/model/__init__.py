@@ -1,0 +1,1 @@
+"""A Hugging Face model as data: its spec, its weights by name, its families."""

@@ -1,0 +1,81 @@
+"""Families: from a HF config to a ModelSpec and a weight table; a file per kind of architecture."""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from ...errors import ModelError, UnsupportedError
+from ..spec import ModelSpec
+from ..weights import WeightTable
+from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
+from .fields import ConfigFields, shown
+
+_FAMILIES: dict[str, ModuleType] = {
+    **dict.fromkeys(llama.CLASSES, llama),
+    "gemma2": gemma2,
+    "gpt2": gpt2,
+    "gpt_neo": gpt_neo,
+    "gpt_neox": gpt_neox,
+    "gptj": gptj,
+    "opt": opt,
+    "bloom": bloom,
+    "bert": bert,
+}
+
+
+def check_model_type(model_type: Any) -> str:
+    """`model_type` if it is served; ModelError names those that are."""
+    if model_type is None:
+        raise ModelError(
+            "config.json has no model_type, so the family is unknown. Add one of "
+            f"{', '.join(sorted(_FAMILIES))}."
+        )
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise ModelError(
+            f"model_type={shown(model_type)} is not supported in fused mode. "
+            f"Supported: {', '.join(sorted(_FAMILIES))}."
+        )
+    return model_type
+
+
+def check_unquantized(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a config whose weights are quantized."""
+    found = config.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        named = f" ({method[:80]})" if isinstance(method, str) and method else ""
+        raise UnsupportedError(
+            f"config.json has a quantization_config{named}, and quantized weights are not in this "
+            "version, in no mode. Pass the model that they were made from."
+        )
+
+
+def describe_model(
+    config: Mapping[str, Any], class_names: Sequence[str] | None = None
+) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a HF config, given as the dict that HF's `to_dict` makes.
+
+    `class_names` are the HF classes that the weights belong to, the most derived first; None means
+    the family's default. Raises ModelError that names an unsupported class or config field, and
+    UnsupportedError for a quantized model.
+    """
+    check_unquantized(config)
+    model_type = check_model_type(config.get("model_type"))
+    family = _FAMILIES[model_type]
+    served = family.architectures(model_type)
+    names = [class_names] if isinstance(class_names, str) else class_names or served
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"config.json has architectures={shown(class_names)}; expected a list of class names."
+        )
+    # The first Llama checkpoints spell their class LLaMAForCausalLM.
+    known = [own for name in names for own in served if own.lower() == name.lower()]
+    if not known:
+        raise ModelError(
+            f"{names[0][:80]} is not supported in fused mode; of the "
+            f"{model_type} family it serves {' and '.join(served)}."
+        )
+    fields = ConfigFields(model_type, config)
+    described = family.describe(fields, known[0])
+    fields.finish()
+    return described

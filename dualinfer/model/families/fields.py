@@ -1,0 +1,234 @@
+"""A HF config that is read field by field, so that whatever a family leaves unread is refused."""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ModelError
+from ..spec import Activation
+
+# Fields of any HF config that cannot change what forward computes: names that public config.json
+# files of the twelve families hold and that HF's models of them do not read. The files, about a
+# hundred from GitHub repositories, were searched for by model_type in November 2026.
+INERT = frozenset(
+    """_attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
+    _flash_attn_2_enabled _name_or_path _num_labels architectures attn_implementation auto_map
+    base_model_name_or_path bos_token bos_token_id chunk_size_feed_forward cls_token cls_token_id
+    custom_pipeline custom_pipelines dtype eos_token eos_token_id experts_implementation
+    finetuning_task gradient_checkpointing id2label initializer_range internal_version
+    is_composition is_llama_config keys_to_ignore_at_inference label2id line_by_line mask_token
+    mask_token_id max_sequence_length model_max_length model_type n_vocab name_or_path num_labels
+    output_hidden_states output_past pad_token pad_token_id prefix pretraining_tp problem_type
+    return_dict sep_token sep_token_id task_specific_params tokenizer_class torch_dtype torchscript
+    transformers_version trust_remote_code unk_token unk_token_id unsloth_fixed unsloth_version
+    use_cache use_deepspeed_checkpointing use_flash_attention use_flash_attention_2
+    use_return_dict""".split()
+)
+# HF takes these from config.json as defaults of generation, where generation_config.json is not.
+GENERATION = frozenset(
+    """assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+    assistant_lookbehind bad_words_ids begin_suppress_tokens cache_config cache_implementation
+    compile_config constraints continuous_batching_config decoder_start_token_id disable_compile
+    diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale is_assistant
+    length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens
+    max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits
+    output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values
+    renormalize_logits repetition_penalty return_dict_in_generate sequence_bias speculation_type
+    stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p
+    typical_p use_mtp watermarking_config""".split()
+)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "tanh": "tanh",
+}
+
+
+# A few bytes of a file ask for as many layers, heads or elements as they like, and each costs
+# memory before any weight is looked at. Models of today stay below a tenth of these.
+MOST_LAYERS = 4096
+_MOST_HEADS = 1 << 16
+_MOST_HEAD_DIM = 1 << 16
+_SHOWN, _LONGEST = 8, 80  # unread fields in a message, and letters of a field's name
+_MOST = 2**31 - 1  # ids, positions and sizes of axes are 32-bit numbers on both backends
+
+
+def check_layers(name: str, count: Any) -> None:
+    """Raise ModelError where a config's number of layers is more than any model has."""
+    if isinstance(count, int | float) and count > MOST_LAYERS:
+        raise ModelError(
+            f"config.json has {name}={shown(count)}; dualinfer takes at most {MOST_LAYERS} layers."
+        )
+
+
+def shown(value: Any) -> str:
+    """Repr of a config's value, cut to a length that fits a message."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    try:
+        return short.repr(value)
+    except ValueError:  # an int of thousands of digits
+        return f"a {type(value).__name__} of thousands of digits"
+
+
+class ConfigFields:
+    """One HF config's fields; remembers which were read. `family` names it in errors."""
+
+    def __init__(self, family: str, values: Mapping[str, Any]):
+        self.family = family
+        self._values = dict(values)
+        self._read: set[str] = set()
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The field's value, `default` where it is absent or None; marks it as honoured."""
+        self._read.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None, most: int = _MOST) -> int:
+        """A field that must be a positive int, of at most `most`."""
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"config.json has {name}={shown(value)}; expected a positive int.")
+        if value > most:
+            raise ModelError(
+                f"config.json has {name}={shown(value)}; dualinfer takes at most {most}."
+            )
+        return value
+
+    def layers(self, name: str) -> int:
+        """The number of layers."""
+        check_layers(name, self.take(name))
+        return self.size(name)
+
+    def heads(self, name: str, default: int | None = None) -> int:
+        """A number of heads."""
+        return self.size(name, default, _MOST_HEADS)
+
+    def head_dim(self, embed: int, heads: int) -> int:
+        """The field `head_dim`, or the heads' share of the embedding."""
+        return self.size("head_dim", embed // heads, _MOST_HEAD_DIM)
+
+    def split(self, embed_name: str, heads_name: str) -> tuple[int, int, int]:
+        """Embedding size, number of heads and size of a head, of heads that share the embedding."""
+        embed, heads = self.size(embed_name), self.heads(heads_name)
+        if embed % heads:
+            raise ModelError(f"{embed_name}={embed} is no multiple of {heads_name}={heads}.")
+        if embed // heads > _MOST_HEAD_DIM:
+            raise ModelError(
+                f"config.json has {embed_name}={embed} and {heads_name}={heads}, so that a head "
+                f"has {embed // heads} elements; dualinfer takes at most {_MOST_HEAD_DIM}."
+            )
+        return embed, heads, embed // heads
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that must be true or false."""
+        value = self.take(name, default)
+        if not isinstance(value, bool) and not (isinstance(value, int) and value in (0, 1)):
+            raise ModelError(f"config.json has {name}={shown(value)}; expected true or false.")
+        return bool(value)
+
+    def number(self, name: str) -> float:
+        """A field that must be a positive number."""
+        value = self.take(name)
+        if not is_positive(value):
+            raise ModelError(f"config.json has {name}={shown(value)}; expected a positive number.")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A field that is a positive number, or None or absent where it is off."""
+        return None if self.take(name) is None else self.number(name)
+
+    def layer_types(self, layers: int) -> list[str]:
+        """`layer_types`, checked: full_attention or sliding_attention for each layer."""
+        return self.kinds("layer_types", layers, ("full_attention", "sliding_attention"))
+
+    def kinds(self, name: str, layers: int, known: tuple[str, ...], given: Any = None) -> list[str]:
+        """A list with one of a few words for each layer: the field `name`, or `given` in place."""
+        kinds = self.take(name, []) if given is None else given
+        fits = isinstance(kinds, list | tuple) and len(kinds) == layers
+        if not fits or any(kind not in known for kind in kinds):
+            raise ModelError(
+                f"config.json has {name}={shown(kinds)}; the {self.family} family honours one of "
+                f"{' and '.join(known)} for each of {layers} layers."
+            )
+        return list(kinds)
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuse the field unless it is absent, None or one of `allowed`."""
+        value = self.take(name)
+        if value is not None and value not in allowed:
+            honoured = " or ".join(repr(a) for a in allowed) or "nothing"
+            raise ModelError(
+                f"config.json has {name}={shown(value)}, which the {self.family} family does not "
+                f"honour ({honoured} only); ignoring it would give wrong results."
+            )
+
+    def activation(self, name: str) -> Activation:
+        """An activation field, as our name of it."""
+        value = self.take(name)
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise ModelError(
+                f"config.json has {name}={shown(value)}, which the {self.family} family does not "
+                f"honour; known: {', '.join(sorted(_ACTIVATIONS))}."
+            )
+        return _ACTIVATIONS[value]
+
+    def ignore(self, *names: str) -> None:
+        """Mark fields as read that change nothing at inference, such as dropout."""
+        self._read.update(names)
+
+    def ignore_summary(self) -> None:
+        """Mark the fields of a GPT-2 classifier's head, which language models' configs hold too."""
+        self.ignore("summary_type", "summary_use_proj", "summary_activation")
+        self.ignore("summary_proj_to_labels", "summary_first_dropout")
+
+    def finish(self) -> None:
+        """Refuse every field that nobody read and that is set to something."""
+        self.require("is_encoder_decoder", False)
+        self.require("rope_interleaved", False)
+        self.require("use_mrope", False)
+        self.require("output_attentions", False)
+        self.require("tie_last_hidden_states", True)
+        self.require("is_causal", True)
+        unread = {
+            name: value
+            for name, value in self._values.items()
+            if name not in self._read | INERT | GENERATION
+            and not name.startswith("transformers.js")
+            and value not in (None, False, [], {}, "")
+        }
+        if unread:
+            some = sorted(unread.items())[:_SHOWN]
+            found = ", ".join(f"{name[:_LONGEST]}={shown(value)}" for name, value in some)
+            found += f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
+            way = ", ".join(f'"{name[:_LONGEST]}": None' for name, _ in some)
+            raise ModelError(
+                f"config.json has {found}, which the {self.family} family does not honour; "
+                "ignoring it could give wrong results. If it has no effect on this model, remove "
+                f"it from config.json, or pass args={{{way}}} to init_inference."
+            )
+
+
+def is_positive(value: Any) -> bool:
+    """True for a finite number above 0 that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:
+        return False

@@ -1,0 +1,108 @@
+"""GPT-Neo: unscaled attention, in layers of turns over all of the past and over a window.
+
+HF source: models/gpt_neo.
+"""
+
+from typing import Any
+
+from ...errors import ModelError
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import WeightTable, row
+from . import rows as make
+from .fields import MOST_LAYERS, ConfigFields, shown
+
+
+def architectures(model_type: str) -> tuple[str, ...]:
+    """HF class names served, the default first."""
+    return "GPTNeoForCausalLM", "GPTNeoModel"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a GPT-Neo model."""
+    embed, heads, head_dim = fields.split("hidden_size", "num_heads")
+    layers, vocab = fields.layers("num_layers"), fields.size("vocab_size")
+    positions = fields.size("max_position_embeddings")
+    ffn = fields.size("intermediate_size", 4 * embed)
+    norm = Norm("layer", fields.number("layer_norm_epsilon"))
+    mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
+    tied = fields.flag("tie_word_embeddings", True)
+    has_head = architecture == "GPTNeoForCausalLM"
+    fields.ignore("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout")
+    fields.ignore_summary()
+    spec = ModelSpec(
+        family="gpt_neo",
+        architecture=architecture,
+        vocab=vocab,
+        embed=embed,
+        layers=tuple(
+            Layer(Attention(heads, heads, head_dim, 1.0, window=window), mlp, norm, "pre")
+            for window in _windows(fields, layers)
+        ),
+        max_positions=positions,
+        learned_positions=positions,
+        token_types=vocab,
+        token_types_from_vocab=True,
+        final_norm=norm,
+        head=Head("causal") if has_head else None,
+    )
+    head = make.HeadRows.of(has_head, tied, "transformer.wte.weight")
+    rows = [
+        row("embed.weight", "vocab embed", ("transformer.wte.weight", "vocab embed")),
+        row("positions.weight", "positions embed", ("transformer.wpe.weight", "positions embed")),
+        *make.layer_norm("final_norm", "transformer.ln_f"),
+    ]
+    for i in range(layers):
+        ours, hf = f"layers.{i}.", f"transformer.h.{i}."
+        rows += make.layer_norm(f"{ours}attn_norm", f"{hf}ln_1")
+        rows += make.split_qkv(f"{ours}qkv", f"{hf}attn.attention.", bias=False)
+        rows += make.linear(f"{ours}out", f"{hf}attn.attention.out_proj", "embed q")
+        rows += make.layer_norm(f"{ours}mlp_norm", f"{hf}ln_2")
+        rows += make.linear(f"{ours}up", f"{hf}mlp.c_fc", "ffn embed")
+        rows += make.linear(f"{ours}down", f"{hf}mlp.c_proj", "embed ffn")
+    table = WeightTable(
+        rows=(*rows, *head.rows),
+        sizes={
+            "vocab": vocab,
+            "embed": embed,
+            "positions": positions,
+            "q": embed,
+            "k": embed,
+            "v": embed,
+            "ffn": ffn,
+        },
+        base="transformer.",
+        # Causal masks that older versions stored as buffers.
+        unused=(r"\.attn\.attention\.(masked_)?bias$", *head.unused),
+        tied=head.tied,
+    )
+    return spec, table
+
+
+def _windows(fields: ConfigFields, layers: int) -> list[int | None]:
+    """The window of each layer, None where it sees all of the past."""
+    size = fields.size("window_size")
+    types = fields.take("attention_types", [])
+    kinds = fields.take("attention_layers")
+    if kinds is None:
+        check_types(types)
+        kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+    kinds = fields.kinds("attention_layers", layers, ("global", "local"), kinds)
+    return [size if kind == "local" else None for kind in kinds]
+
+
+def check_types(types: Any) -> None:
+    """Raise ModelError unless `attention_types` is a list of [kinds of layers, times].
+
+    HF and this file write it out layer by layer.
+    """
+    try:
+        count = sum(len(pattern) * times for pattern, times in types)
+        fits = all(isinstance(pattern, list | tuple) for pattern, _ in types)
+        fits = fits and isinstance(count, int) and all(n >= 0 for _, n in types)
+    except (TypeError, ValueError):
+        fits, count = False, 0
+    if not fits or count > MOST_LAYERS:
+        raise ModelError(
+            f"config.json has attention_types={shown(types)}; expected a list of pairs, kinds of "
+            f"layers and how often they come, for at most {MOST_LAYERS} layers."
+        )

@@ -1,0 +1,204 @@
+"""Rotary frequencies from HF's rope_parameters: default, linear, llama3 and yarn.
+
+Formulas: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code; yarn
+from arXiv:2309.00071. Computed in float32, in HF's order of operations.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...errors import ModelError
+from ..spec import Rope
+from .fields import is_positive, shown
+
+_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_ORIGINAL = "original_max_position_embeddings"
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # HF takes 0 for not given
+_MOST = 2**31 - 1  # positions are 32-bit numbers
+_SHOWN, _LONGEST = 8, 80  # names in a message, and letters of each
+_REASONS = {
+    "dynamic": "its frequencies change with the longest sequence, so cached keys would go stale",
+}
+
+
+def make_rope(
+    parameters: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False
+) -> Rope:
+    """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
+
+    Raises ModelError that names a rope_type or a parameter that is not honoured.
+    """
+    if not isinstance(parameters, Mapping):
+        raise ModelError(
+            f"config.json has rope_parameters={shown(parameters)}; expected an object."
+        )
+    named = (parameters.get(name) for name in ("rope_type", "type"))
+    kind = next((name for name in named if name is not None), "default")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        reason = f" ({_REASONS[kind]})" if isinstance(kind, str) and kind in _REASONS else ""
+        raise ModelError(
+            f"config.json has rope_type={shown(kind)}, which dualinfer does not honour{reason}; "
+            f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
+        )
+    given = {k for k, v in parameters.items() if v is not None}
+    unknown = given - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
+    unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
+    unknown.discard("finetuned")  # a remark of the first yarn checkpoints
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        unknown.add("partial_rotary_factor")
+    if unknown:
+        names = ", ".join(str(name)[:_LONGEST] for name in sorted(unknown)[:_SHOWN])
+        raise ModelError(
+            f"config.json has rope_parameters {names} with rope_type={kind!r}, which dualinfer "
+            "does not honour; ignoring them could give wrong text."
+        )
+    if head_dim % 2:
+        raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
+    needed = {"linear": {"factor"}, "llama3": _KEYS["llama3"] - {_ORIGINAL}}.get(kind, set())
+    for name in sorted({"rope_theta", *needed} - given):
+        raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
+    for name in sorted(given & (_KEYS[kind] | {"rope_theta"})):
+        _check(name, parameters[name])
+    theta = float(parameters["rope_theta"])
+    inv_freq, scaling = np.empty(0), math.nan
+    try:
+        with np.errstate(all="ignore"):
+            inv_freq, scaling = _frequencies(kind, theta, parameters, head_dim, max_positions)
+            fits = bool(np.isfinite([*inv_freq, np.float32(scaling)]).all())
+    except ArithmeticError:
+        fits = False
+    if not fits:
+        raise ModelError(
+            f"config.json has rope_parameters={shown(dict(parameters))}, which give frequencies "
+            "that are no finite numbers. Take those of the model's maker."
+        )
+    return Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+
+
+def _frequencies(
+    kind: str, theta: float, parameters: Mapping[str, Any], dim: int, max_positions: int
+) -> tuple[np.ndarray, float]:
+    """Angular frequencies float32 [dim / 2], and the factor on cos and sin."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    # NumPy's float32 power is a unit off torch's in places, and a position multiplies the error.
+    periods = (theta ** exponents.astype(np.float64)).astype(np.float32)
+    inv_freq, scaling = np.float32(1.0) / periods, 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / np.float32(parameters["factor"])
+    elif kind == "llama3":
+        inv_freq = _llama3(inv_freq, parameters, max_positions)
+    elif kind == "yarn":
+        inv_freq, scaling = _yarn(periods, theta, parameters, dim, max_positions)
+    return inv_freq.astype(np.float32), scaling
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise ModelError unless a parameter is a number that its formula can take."""
+    if name == "truncate":
+        fits, expected = isinstance(value, bool), "true or false"
+    else:
+        zero = name in _MAY_BE_ZERO and value == 0 and not isinstance(value, bool)
+        fits, expected = zero or is_positive(value), "a positive number"
+    if not fits:
+        raise ModelError(
+            f"config.json has rope_parameters with {name}={shown(value)}; expected {expected}."
+        )
+
+
+def reach(parameters: Mapping[str, Any], max_positions: int) -> int:
+    """Positions that a model's rotary embedding is made for.
+
+    HF's max_position_embeddings is the length before scaling for linear, and may be for yarn.
+    """
+    kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
+    if kind == "linear":
+        return max(1, round(min(max_positions * factor, _MOST)))
+    if kind == "yarn":
+        original = parameters.get("original_max_position_embeddings") or max_positions
+        return max(max_positions, round(min(original * factor, _MOST)))
+    return max_positions
+
+
+def _llama3(inv_freq: np.ndarray, parameters: Mapping[str, Any], max_positions: int) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = np.float32(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    if low >= high:
+        raise ModelError(
+            f"config.json has rope_parameters with low_freq_factor={low} and "
+            f"high_freq_factor={high}; expected the first below the second."
+        )
+    original = parameters.get("original_max_position_embeddings") or max_positions
+    wavelength = np.float32(2 * math.pi) / inv_freq
+    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    stretched = np.where(wavelength > original / low, inv_freq / factor, inv_freq)
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return np.where(between, blended, stretched)
+
+
+def _yarn(
+    periods: np.ndarray,
+    theta: float,
+    parameters: Mapping[str, Any],
+    dim: int,
+    max_positions: int,
+) -> tuple[np.ndarray, float]:
+    """Frequencies between interpolation and extrapolation, and the factor on cos and sin."""
+    original = parameters.get("original_max_position_embeddings") or max_positions
+    factor = parameters.get("factor") or max_positions / original
+    if theta <= 1:
+        raise ModelError(
+            f"config.json has rope_parameters with rope_theta={theta}; yarn needs one above 1."
+        )
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    scaling = parameters.get("attention_factor")
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if scaling is None:
+        scaling = magnitude(factor)
+        if mscale and mscale_all:
+            scaling = magnitude(factor, mscale) / magnitude(factor, mscale_all)
+
+    def dimension(rotations: float) -> float:
+        turns = original / (rotations * 2 * math.pi)
+        if not turns:
+            raise ZeroDivisionError("numbers too far apart for a float")
+        return dim * math.log(turns) / (2 * math.log(theta))
+
+    low = dimension(parameters.get("beta_fast") or 32)
+    high = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    keep = 1 - np.clip(ramp, 0, 1)
+    interpolated = np.float32(1.0) / (np.float32(factor) * periods)
+    return interpolated * (1 - keep) + (np.float32(1.0) / periods) * keep, float(scaling)

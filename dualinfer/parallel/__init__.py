@@ -1,0 +1,1 @@
+"""Many devices: the plan that shares a model out, and what processes say to each other."""

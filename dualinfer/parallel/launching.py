@@ -1,0 +1,198 @@
+"""Processes of this host that share a model: started together, watched, and ended together.
+
+What torchrun is for, on one host. Nothing here listens beyond the loopback, and nothing is pickled:
+the store by which the processes find each other is this process's, and theirs are clients of it.
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..errors import DistributedError
+
+_HOST = "127.0.0.1"
+_LOOPBACK = ("lo", "lo0")
+_GRACE = 1.0  # seconds in which others that fail as well may say why
+_PATIENCE = 30.0  # seconds for what a process does when it is told to end
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+
+_Event = tuple[int | None, int]  # a rank and its exit code, or None and the number of a signal
+
+
+def run_processes(command: Sequence[str], count: int) -> int:
+    """Run Python with the arguments `command` in `count` processes; the exit code of the job.
+
+    It is 0 once all have ended well. Where one fails, those that are left are stopped, and the
+    code is the failed one's. A signal goes to all of them; a second one kills them.
+    """
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    children: list[subprocess.Popen[bytes]] = []
+    store, port = open_store()
+    with _signals_to(events):
+        try:
+            for rank in range(count):
+                children.append(_start(command, rank, count, port))
+                watch = threading.Thread(target=_watch, args=(children, rank, events), daemon=True)
+                watch.start()
+            return _wait(children, events)
+        finally:
+            _end(children, events, signal.SIGTERM)
+            del store  # it serves them to their end
+
+
+def open_store() -> tuple[Any, int]:
+    """The job's store, which listens on the loopback alone, and its port."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        # Left to itself a TCPStore listens on all interfaces.
+        store = TCPStore(
+            _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    return store, port
+
+
+def _start(command: Sequence[str], rank: int, count: int, port: int) -> subprocess.Popen[bytes]:
+    try:
+        # In a session of its own: a terminal's Ctrl-C reaches it through this process alone.
+        return subprocess.Popen(
+            [sys.executable, "-u", *command],
+            env=_environment(rank, count, port),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DistributedError(
+            f"Process {rank} of {count} could not be started: {error}"
+        ) from error
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """The caller's, and what tells a process who it is; his own choice of interfaces stands."""
+    return {**loopback_only(), **os.environ, **place_of(rank, count, port)}
+
+
+def loopback_only() -> dict[str, str]:
+    """Variables by which gloo and NCCL use an interface that no other machine reaches."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in _LOOPBACK if name in names), None)
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+
+
+def place_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process, where the store of `open_store` serves the job."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no process opens a store, rank 0 neither
+    }
+
+
+@contextmanager
+def _signals_to(events: "queue.SimpleQueue[_Event]") -> Iterator[None]:
+    """Within it the signals that end a process are events."""
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    before = {n: signal.signal(n, lambda number, _: events.put((None, number))) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    children: Sequence[subprocess.Popen[bytes]], rank: int, events: "queue.SimpleQueue[_Event]"
+) -> None:
+    events.put((rank, children[rank].wait()))
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], events: "queue.SimpleQueue[_Event]") -> int:
+    """The job's exit code, once all have ended, one has failed or a signal has come."""
+    for _ in children:
+        rank, code = events.get()
+        if rank is None:
+            _end(children, events, code)
+            return 128 + code
+        if code:
+            return _failed(children, events, rank, code)
+    return 0
+
+
+def _failed(
+    children: Sequence[subprocess.Popen[bytes]],
+    events: "queue.SimpleQueue[_Event]",
+    first: int,
+    code: int,
+) -> int:
+    """Stop the others and say who failed; the exit code of the first."""
+    failed = [(first, code)]
+    for rank, other in _events_until(events, time.monotonic() + _GRACE, children):
+        if rank is not None and other:
+            failed.append((rank, other))
+    stopped = any(child.poll() is None for child in children)
+    _end(children, events, signal.SIGTERM)
+    (rank, how), *more = [(rank, _how(code)) for rank, code in failed]
+    text = f"error: rank {rank} of {len(children)} ended with {how}"
+    text += "".join(f", rank {rank} with {how}" for rank, how in more)
+    text += ", and the others were stopped." if stopped else "."
+    print(text, file=sys.stderr, flush=True)
+    return code if code > 0 else 128 - code
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _end(
+    children: Sequence[subprocess.Popen[bytes]], events: "queue.SimpleQueue[_Event]", number: int
+) -> None:
+    """Tell those that still run to end; kill them where they do not, or a signal comes."""
+    _send(children, number)
+    for rank, _ in _events_until(events, time.monotonic() + _PATIENCE, children):
+        if rank is None:
+            break
+    _send(children, signal.SIGKILL)
+    for child in children:
+        child.wait()
+
+
+def _events_until(
+    events: "queue.SimpleQueue[_Event]",
+    deadline: float,
+    children: Iterable[subprocess.Popen[bytes]],
+) -> Iterator[_Event]:
+    """What happens until then, or until no process is left."""
+    while any(child.poll() is None for child in children):
+        try:
+            yield events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return
+
+
+def _send(children: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    """A signal to those that still run, and to what they have started."""
+    for child in children:
+        if child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+
+
+if (
+    __name__ == "__main__"
+):  # python -m dualinfer.parallel.launching COUNT SCRIPT or -m MODULE, and arguments
+    sys.exit(run_processes(sys.argv[2:], int(sys.argv[1])))
