@@ -1,8 +1,10 @@
 """The exceptions of dualinfer, each also the builtin that callers catch; warnings to the caller."""
 
+import reprlib
 import sys
 import warnings
 from types import FrameType
+from typing import Any
 
 
 class DualinferError(Exception):
@@ -88,6 +90,22 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def shown(value: Any) -> str:
+    """Repr of a value, cut to a length that fits a message."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    try:
+        return short.repr(value)
+    except Exception:  # an int of thousands of digits, or a repr of the caller's own
+        return f"<{type(value).__name__}>"
+
+
+def shortened(text: object, most: int = 200) -> str:
+    """The text for a message, its middle left out where it is long."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:

@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 
 from dualinfer.backends.base import SamplingFeatures  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
-from dualinfer.backends.jax import executables as graphs
+from dualinfer.backends.jax import executables as graphs  # noqa: E402
 from dualinfer.backends.jax.cache import LayerCache  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.sampler import SlotState  # noqa: E402

@@ -10,9 +10,7 @@ pytest.importorskip("triton")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
-from dualinfer.backends.torch.tuning import cases as problems  # noqa: E402
-from dualinfer.backends.torch.tuning import search as tuning
-from dualinfer.backends.torch.tuning import store as tuned
+from dualinfer.backends.torch.tuning import cases, search, store  # noqa: E402
 
 from .test_gpu import make_model  # noqa: E402
 
@@ -32,14 +30,14 @@ def folder(monkeypatch, tmp_path):
 @pytest.fixture
 def few(monkeypatch):
     """A search of a minute at most, over few numbers of rows and lengths."""
-    monkeypatch.setattr(problems, "DECODE_ROWS", (1, 2, 8))
-    monkeypatch.setattr(problems, "FORWARD_ROWS", (1, 64))
-    real = tuning.find_problems
+    monkeypatch.setattr(cases, "DECODE_ROWS", (1, 2, 8))
+    monkeypatch.setattr(cases, "FORWARD_ROWS", (1, 64))
+    real = search.find_problems
 
     def find(spec, params, ops):
         return real(spec, params, ops, reaches=(256,), prompts=(128,))
 
-    monkeypatch.setattr(tuning, "find_problems", find)
+    monkeypatch.setattr(search, "find_problems", find)
 
 
 def test_tuned_engine_says_the_same_and_the_next_one_measures_nothing(few, monkeypatch, folder):
@@ -57,7 +55,7 @@ def test_tuned_engine_says_the_same_and_the_next_one_measures_nothing(few, monke
     def refuse(*args):
         raise AssertionError("everything is in the cache")
 
-    monkeypatch.setattr(tuning, "search", refuse)
+    monkeypatch.setattr(search, "search", refuse)
     second = dualinfer.init_inference(model, triton_autotune=True, **FUSED)
     without = dualinfer.init_inference(model, **FUSED)  # reads the cache all the same
     for engine in (first, second, without):
@@ -73,7 +71,7 @@ def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
     engine = dualinfer.init_inference(make_model(family), **{**FUSED, "dtype": dtype})
     runner, device = engine.runner, torch.device("cuda", torch.cuda.current_device())
     ops = KernelOps(device)
-    found = problems.find_problems(
+    found = cases.find_problems(
         runner.spec, runner.params, ops, rows=(1, 3, 16, 64), reaches=(256,), prompts=(100,)
     )
     assert found
@@ -84,17 +82,17 @@ def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
         for config in problem.candidates:
             y = run(config)
             assert torch.equal(run(config), y), (problem.key, config)  # the same bits every time
-            assert tuning._agree(y, expected), (problem.key, config)
+            assert search._agree(y, expected), (problem.key, config)
 
 
 def test_clock_measures_what_a_graph_takes():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
-    seconds = tuning.graph_seconds(device)
+    seconds = search.graph_seconds(device)
     whole, half = seconds(lambda: x.add_(1), 9), seconds(lambda: x[: 1 << 27].add_(1), 9)
     assert 1e-5 < half < whole < 1e-2
 
 
 def test_machine_of_this_device():
-    machine = tuned.Machine.of(torch.device("cuda", torch.cuda.current_device()))
+    machine = store.Machine.of(torch.device("cuda", torch.cuda.current_device()))
     assert "NVIDIA" in machine.device and machine.processors > 1

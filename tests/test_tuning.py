@@ -19,15 +19,13 @@ from dualinfer import decoder
 from dualinfer.backends import torch as backend
 from dualinfer.backends.torch.cache import LayerCache
 from dualinfer.backends.torch.ops.kernels import KernelOps
-from dualinfer.backends.torch.tuning import cases as problems
-from dualinfer.backends.torch.tuning import search as tuning
-from dualinfer.backends.torch.tuning import store as tuned
+from dualinfer.backends.torch.tuning import cases, search, store
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 
-MACHINE = tuned.Machine("NVIDIA H100 80GB HBM3", 132, "2.11.0+cu130", "3.6.0", "abc")
+MACHINE = store.Machine("NVIDIA H100 80GB HBM3", 132, "2.11.0+cu130", "3.6.0", "abc")
 KEY = ("linear", 1, 4096, 11008, 2, False)
 TABLE = {KEY: Measured(VectorConfig(2, 16), 31.25)}
 
@@ -47,13 +45,13 @@ def table_of(rows):
 
 
 def test_cache_gives_what_was_saved_for_this_machine_only(folder):
-    assert tuned.load_cache(MACHINE) == {}
-    assert tuned.save_cache(MACHINE, TABLE)
-    assert tuned.load_cache(MACHINE) == TABLE
+    assert store.load_cache(MACHINE) == {}
+    assert store.save_cache(MACHINE, TABLE)
+    assert store.load_cache(MACHINE) == TABLE
     for change in ({"device": "NVIDIA H200"}, {"processors": 66}, {"torch": "2.12"}):
-        assert tuned.load_cache(replace(MACHINE, **change)) == {}
+        assert store.load_cache(replace(MACHINE, **change)) == {}
     for change in ({"triton": "3.7"}, {"kernels": "abd"}):
-        assert tuned.load_cache(replace(MACHINE, **change)) == {}
+        assert store.load_cache(replace(MACHINE, **change)) == {}
     (path,) = folder.glob("*.json")
     assert path.name.startswith("nvidia-h100-80gb-hbm3-")
 
@@ -61,7 +59,7 @@ def test_cache_gives_what_was_saved_for_this_machine_only(folder):
 def test_cache_is_the_users_alone(folder):
     before = os.umask(0)
     try:
-        tuned.save_cache(MACHINE, TABLE)
+        store.save_cache(MACHINE, TABLE)
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -70,23 +68,23 @@ def test_cache_is_the_users_alone(folder):
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    assert tuned.cache_folder() == tmp_path / "cache"
+    assert store.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("DUALINFER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert tuned.cache_folder() == tmp_path / "xdg" / "dualinfer"
+    assert store.cache_folder() == tmp_path / "xdg" / "dualinfer"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuned.cache_folder() == tmp_path / ".cache" / "dualinfer"
+    assert store.cache_folder() == tmp_path / ".cache" / "dualinfer"
 
 
 def test_machine_without_a_home_has_no_cache(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(tuned, "cache_folder", no_home)
-    assert tuned.load_cache(MACHINE) == {}
+    monkeypatch.setattr(store, "cache_folder", no_home)
+    assert store.load_cache(MACHINE) == {}
     with pytest.warns(UserWarning, match="cannot be kept.*DUALINFER_CACHE"):
-        assert not tuned.save_cache(MACHINE, TABLE)
+        assert not store.save_cache(MACHINE, TABLE)
 
 
 def spoil(path: Path, how: str) -> None:
@@ -137,22 +135,22 @@ SPOILS = [
 
 @pytest.mark.parametrize("how", SPOILS)
 def test_file_that_cannot_be_trusted_is_ignored_with_one_warning(how, folder):
-    tuned.save_cache(MACHINE, TABLE)
+    store.save_cache(MACHINE, TABLE)
     (path,) = folder.glob("*.json")
     spoil(path, how)
     with pytest.warns(UserWarning, match=r"not used: .*Delete the file.*DUALINFER_CACHE") as caught:
-        assert tuned.load_cache(MACHINE) == {}
+        assert store.load_cache(MACHINE) == {}
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_what_belongs_to_somebody_else_is_neither_read_nor_written(monkeypatch, folder):
-    tuned.save_cache(MACHINE, TABLE)
+    store.save_cache(MACHINE, TABLE)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.warns(UserWarning, match=f"belongs to user {mine}, not to you"):
-        assert tuned.load_cache(MACHINE) == {}
+        assert store.load_cache(MACHINE) == {}
     with pytest.warns(UserWarning, match=f"cannot be kept in .*belongs to user {mine}"):
-        assert not tuned.save_cache(MACHINE, TABLE)
+        assert not store.save_cache(MACHINE, TABLE)
 
 
 @pytest.mark.parametrize(("mode", "safe"), [(0o777, False), (0o775, False), (0o1777, True)])
@@ -160,10 +158,10 @@ def test_a_folder_that_others_can_replace_is_not_used(folder, mode, safe):
     folder.parent.chmod(mode)
     os.chown(folder.parent, -1, 12345 if os.geteuid() == 0 else -1)
     if safe:
-        assert tuned.save_cache(MACHINE, TABLE)
+        assert store.save_cache(MACHINE, TABLE)
         return
     with pytest.warns(UserWarning, match=r"lies in .*where others can put another in its place"):
-        assert not tuned.save_cache(MACHINE, TABLE)
+        assert not store.save_cache(MACHINE, TABLE)
     folder.parent.chmod(0o700)
 
 
@@ -172,66 +170,66 @@ def test_a_relative_folder_stays_where_it_was_first_asked_for(monkeypatch, tmp_p
         (tmp_path / name).mkdir()
     monkeypatch.setenv("DUALINFER_CACHE", "relative")
     monkeypatch.chdir(tmp_path / "first")
-    assert tuned.save_cache(MACHINE, TABLE)
+    assert store.save_cache(MACHINE, TABLE)
     monkeypatch.chdir(tmp_path / "second")
-    assert tuned.load_cache(MACHINE) == TABLE
+    assert store.load_cache(MACHINE) == TABLE
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert tuned.load_cache(MACHINE) == TABLE
+    assert store.load_cache(MACHINE) == TABLE
     monkeypatch.setenv("DUALINFER_CACHE", "another")
-    assert tuned.load_cache(MACHINE) == {}
+    assert store.load_cache(MACHINE) == {}
     with pytest.warns(UserWarning, match="'another' is relative, and the working folder is gone"):
-        assert not tuned.save_cache(MACHINE, TABLE)
+        assert not store.save_cache(MACHINE, TABLE)
 
 
 def test_a_lock_that_is_not_given_back_costs_a_warning(monkeypatch, folder):
-    tuned.save_cache(MACHINE, TABLE)
-    monkeypatch.setattr(tuned, "_PATIENCE", 0.1)
+    store.save_cache(MACHINE, TABLE)
+    monkeypatch.setattr(store, "_PATIENCE", 0.1)
     with (folder / ".lock").open("r+") as held:
         assert held.read() == str(os.getpid())  # so that others can say who has it
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.warns(
             UserWarning, match=rf"\.lock has been held for 0\.1 seconds by process {os.getpid()}"
         ):
-            assert not tuned.save_cache(MACHINE, table_of(8))
-    assert tuned.load_cache(MACHINE) == TABLE
-    assert tuned.save_cache(MACHINE, table_of(8))
+            assert not store.save_cache(MACHINE, table_of(8))
+    assert store.load_cache(MACHINE) == TABLE
+    assert store.save_cache(MACHINE, table_of(8))
 
 
 def test_folder_that_cannot_be_made_costs_a_warning(folder):
     folder.write_text("a file stands here")
     with pytest.warns(UserWarning, match="cannot be kept"):
-        assert not tuned.save_cache(MACHINE, TABLE)
+        assert not store.save_cache(MACHINE, TABLE)
 
 
 def test_saving_keeps_what_is_there_and_repairs_what_is_broken(folder):
-    tuned.save_cache(MACHINE, TABLE)
-    tuned.save_cache(MACHINE, table_of(8))
-    assert tuned.load_cache(MACHINE) == TABLE | table_of(8)
+    store.save_cache(MACHINE, TABLE)
+    store.save_cache(MACHINE, table_of(8))
+    assert store.load_cache(MACHINE) == TABLE | table_of(8)
     (path,) = folder.glob("*.json")
     path.write_text("{")
-    tuned.save_cache(MACHINE, table_of(16))
-    assert tuned.load_cache(MACHINE) == table_of(16)
+    store.save_cache(MACHINE, table_of(16))
+    assert store.load_cache(MACHINE) == table_of(16)
     assert sorted(p.name for p in folder.iterdir()) == [".lock", path.name]
 
 
 def test_writers_at_once_lose_nothing(folder):
     tables = [table_of(1 << i) for i in range(1, 17)]
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda table: tuned.save_cache(MACHINE, table), tables))
-    assert tuned.load_cache(MACHINE) == {key: m for table in tables for key, m in table.items()}
+        assert all(pool.map(lambda table: store.save_cache(MACHINE, table), tables))
+    assert store.load_cache(MACHINE) == {key: m for table in tables for key, m in table.items()}
 
 
 def test_failed_write_leaves_the_old_file(monkeypatch, folder):
-    tuned.save_cache(MACHINE, TABLE)
+    store.save_cache(MACHINE, TABLE)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="No space left"):
-        assert not tuned.save_cache(MACHINE, table_of(8))
-    assert tuned.load_cache(MACHINE) == TABLE
+        assert not store.save_cache(MACHINE, table_of(8))
+    assert store.load_cache(MACHINE) == TABLE
     assert len(list(folder.iterdir())) == 2
 
 
@@ -245,7 +243,7 @@ class FakeRun:
         self.plan, self.ran = plan, []
 
     def problem(self, key=KEY):
-        return problems.Problem(key, list(self.plan), lambda: (self.run, 4))
+        return cases.Problem(key, list(self.plan), lambda: (self.run, 4))
 
     def run(self, config):
         self.ran.append(config)
@@ -262,7 +260,7 @@ class FakeRun:
 def best_of(*outcomes):
     fake = FakeRun({VectorConfig(1 << i, 4): outcome for i, outcome in enumerate(outcomes)})
     found = {}
-    assert tuning.search([fake.problem()], found, fake.seconds)
+    assert search.search([fake.problem()], found, fake.seconds)
     return found[KEY]
 
 
@@ -283,12 +281,12 @@ def test_search_keeps_the_default_where_the_gain_is_noise():
 
 def test_search_begins_nothing_after_its_time(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     fakes = [FakeRun({VectorConfig(1, 4): (1e-6, 1.0)}) for _ in range(5)]
     keys = [("linear", 1 << i, 64, 64, 2, False) for i in range(5)]
     found = {}
     parts = [fake.problem(key) for fake, key in zip(fakes, keys, strict=True)]
-    assert not tuning.search(parts, found, lambda call, repeats: 1e-6, 2.5)
+    assert not search.search(parts, found, lambda call, repeats: 1e-6, 2.5)
     assert list(found) == keys[:2]
 
 
@@ -319,7 +317,7 @@ def test_problems_are_those_that_the_models_steps_look_up(name, runner_of, monke
     spec, params = runner_of(name)
     params = half(params)
     ops = KernelOps(torch.device("cpu"))
-    found = problems.find_problems(spec, params, ops, rows=(1, 8), reaches=(64,), prompts=(8,))
+    found = cases.find_problems(spec, params, ops, rows=(1, 8), reaches=(64,), prompts=(8,))
     keys = [problem.key for problem in found]
     assert len(set(keys)) == len(keys)
     assert {key[0] for key in keys} >= {"linear", "attention"}
@@ -349,9 +347,7 @@ def test_problems_are_those_that_the_models_steps_look_up(name, runner_of, monke
 def test_search_runs_a_models_own_products_and_attention(runner_of):
     spec, params = runner_of("llama-gqa")
     ops = KernelOps(torch.device("cpu"))
-    found = problems.find_problems(
-        spec, half(params), ops, rows=(1, 5), reaches=(64,), prompts=(8,)
-    )
+    found = cases.find_problems(spec, half(params), ops, rows=(1, 5), reaches=(64,), prompts=(8,))
     parts, ops_seen = [], set()
     for problem in found:  # one of each kind: they are interpreted
         kind = problem.key[0], problem.key[1] == 1
@@ -364,7 +360,7 @@ def test_search_runs_a_models_own_products_and_attention(runner_of):
         timed.append(repeats)
         return 1.0 / len(timed)
 
-    assert tuning.search(parts, table, seconds)
+    assert search.search(parts, table, seconds)
     assert list(table) == [problem.key for problem in parts]
     assert len(timed) >= 2 * len(parts) + 4  # candidates beside the defaults agreed with them
 
@@ -372,20 +368,20 @@ def test_search_runs_a_models_own_products_and_attention(runner_of):
 def test_autotune_measures_once_and_reads_the_cache_from_then_on(runner_of, monkeypatch, folder):
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
-    monkeypatch.setattr(tuning, "find_problems", lambda *args: [fake.problem()])
-    monkeypatch.setattr(tuning, "graph_seconds", lambda device: fake.seconds)
+    monkeypatch.setattr(search, "find_problems", lambda *args: [fake.problem()])
+    monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     device = torch.device("cpu")
     for _ in range(2):
-        machine = tuned.Machine.of(device)
-        known = Configurations([(tuned.HERE, tuned.load_cache(machine))])
+        machine = store.Machine.of(device)
+        known = Configurations([(store.HERE, store.load_cache(machine))])
         ops = KernelOps(device, known)
-        tuning.autotune(spec, params, ops)
+        search.autotune(spec, params, ops)
         assert ops.configurations.find(KEY) == VectorConfig(2, 4)
         report = ops.implementations["configurations"]
         assert report == "1 tuned on this machine, defaults; in use: 1 tuned on this machine"
         ran, fake.ran = fake.ran, []
     assert not ran
-    assert machine.kernels == tuned.Machine.of(device).kernels and len(machine.kernels) == 64
+    assert machine.kernels == store.Machine.of(device).kernels and len(machine.kernels) == 64
 
 
 def test_autotune_tries_what_is_shipped_as_well(runner_of, monkeypatch):
@@ -395,27 +391,27 @@ def test_autotune_tries_what_is_shipped_as_well(runner_of, monkeypatch):
     fake = FakeRun(plan)
     problem = fake.problem()
     fake.plan = {**plan, shipped: (2e-6, 1.0)}
-    monkeypatch.setattr(tuning, "find_problems", lambda *args: [problem])
-    monkeypatch.setattr(tuning, "graph_seconds", lambda device: fake.seconds)
+    monkeypatch.setattr(search, "find_problems", lambda *args: [problem])
+    monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     known = Configurations([("shipped for H100", {KEY: Measured(shipped, 1.0)})])
     ops = KernelOps(torch.device("cpu"), known)
-    tuning.autotune(spec, params, ops)
-    assert ops.configurations.table(tuned.HERE) == {KEY: Measured(shipped, 0.5)}
+    search.autotune(spec, params, ops)
+    assert ops.configurations.table(store.HERE) == {KEY: Measured(shipped, 0.5)}
 
 
 def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch):
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
     parts = [fake.problem(), fake.problem(("linear", 2, *KEY[2:]))]
-    monkeypatch.setattr(tuning, "find_problems", lambda *args: parts)
-    monkeypatch.setattr(tuning, "graph_seconds", lambda device: fake.seconds)
+    monkeypatch.setattr(search, "find_problems", lambda *args: parts)
+    monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     clock = iter([0.0, 1.0, 1e6])
-    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     ops = KernelOps(torch.device("cpu"))
     with pytest.warns(UserWarning, match="1 of 2 shapes.*next start"):
-        tuning.autotune(spec, params, ops)
+        search.autotune(spec, params, ops)
     assert ops.configurations.find(KEY) == VectorConfig(2, 4)
-    assert list(tuned.load_cache(tuned.Machine.of(ops.device))) == [KEY]
+    assert list(store.load_cache(store.Machine.of(ops.device))) == [KEY]
 
 
 @pytest.mark.parametrize("name", ["use_triton", "triton_autotune"])

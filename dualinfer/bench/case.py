@@ -17,7 +17,7 @@ class OpCase:
     description. `obstacle` says why this device cannot run it; then it is not measured.
 
     A backend offers its cases by `bench_cases(dtype: str) -> Iterable[OpCase]` in
-    `backends/<name>/bench_ops.py`; making a case allocates nothing.
+    `bench/<name>/ops.py`; making a case allocates nothing.
     """
 
     name: str

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from .. import backends
 from .case import TracedCall
 from .chain import chain_seconds
 
@@ -190,7 +189,7 @@ class JaxDevice:
 
     @cached_property
     def _read_bandwidth(self) -> float:
-        streams = importlib.import_module(f"{backends.__name__}.{self.backend}.bench_ops")
+        streams = importlib.import_module(f"{__package__}.{self.backend}.ops")
         nbytes, best = _STREAM_BYTES[self.kind], 0.0
         for prepare in streams.read_streams(nbytes, self._device).values():
             best = max(best, nbytes / min(self._times(prepare, 1, nbytes / _FASTEST_READ)))
@@ -201,7 +200,7 @@ class JaxDevice:
         """The best of several read-only streams, and the rate of a square product.
 
         One stream is not the limit: XLA's sum alone leaves some of it. They are the backend's own
-        choice, `read_streams` of its `bench_ops`: sums, a maximum, and a kernel's product.
+        choice, `read_streams` of its ops: sums, a maximum, and a kernel's product.
         """
         import jax
         import jax.numpy as jnp

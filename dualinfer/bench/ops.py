@@ -1,27 +1,19 @@
-"""Single ops: the cases that a backend's `bench_ops` module offers, and the rows made of them."""
+"""Single ops: the cases of a backend's ops, and the rows made of them."""
 
 import importlib
-import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 from .. import backends
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from .case import OpCase
 from .limits import Device
 
 
 def find_cases(backend: str, dtype: str, only: str | None) -> list[OpCase]:
     """The backend's cases in `dtype`; those whose name holds `only`, where it is given."""
-    name = f"{backends.__name__}.{backend}.bench_ops"
     backends.check_backend(backend)
-    if importlib.util.find_spec(name) is None:
-        raise UnsupportedError(
-            f"bench ops: the {backend} backend has no ops to measure in this version. Measure the "
-            "whole: bench decode, prefill or forward."
-        )
-    cases: Iterable[OpCase] = importlib.import_module(name).bench_cases(dtype)
-    cases = list(cases)
+    module = importlib.import_module(f"{__package__}.{backend}.ops")
+    cases: list[OpCase] = list(module.bench_cases(dtype))
     found = [case for case in cases if only is None or only in case.name]
     if not found:
         names = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"

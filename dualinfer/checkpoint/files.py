@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointError, CheckpointNotFoundError, shortened
 
 _DTYPES = {
     "F64": "float64",
@@ -42,12 +42,6 @@ _FORMAT = {"format": "pt"}  # transformers asks for it
 _LONGEST_HEADER = 100_000_000  # as in safetensors
 _DEEPEST = 100  # lists and objects in one another
 _LFS = b"version https://git-lfs.github.com/spec/"
-
-
-def shown(text: object, most: int = 200) -> str:
-    """The text for a message, its middle left out where it is long."""
-    whole = str(text)
-    return whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,11 +95,12 @@ def check_inside(index: Path, file: Any) -> str:
     """
     if not isinstance(file, str) or not file:
         raise CheckpointError(
-            f"{index} has {shown(repr(file))} where it should name a file. Fetch it again."
+            f"{index} has {shortened(repr(file))} where it should name a file. Fetch it again."
         )
     if "\\" in file or ":" in file or file.startswith("/") or ".." in file.split("/"):
         raise CheckpointError(
-            f"{index} names the file {shown(repr(file))}, which is outside the checkpoint's folder."
+            f"{index} names the file {shortened(repr(file))}, which is outside the checkpoint's "
+            "folder."
         )
     return file
 
@@ -134,7 +129,7 @@ class StoredFile:
         self._entries: dict[str, Entry] = {}
         if not os.path.isfile(path):
             raise CheckpointNotFoundError(
-                f"{shown(path)} is named by the checkpoint, but is not there."
+                f"{shortened(path)} is named by the checkpoint, but is not there."
             )
         try:
             self._fd = os.open(path, os.O_RDONLY)
@@ -268,7 +263,7 @@ class TensorFile(StoredFile):
                 raise
             raise CheckpointError(
                 f"{path} ({self.size} bytes) is not a whole safetensors file: "
-                f"{shown(error) or 'its header is nested'}. Was the download or copy cut short?"
+                f"{shortened(error) or 'its header is nested'}. Was the download or copy cut short?"
             ) from error
 
     def _read_header(self) -> dict[str, Entry]:

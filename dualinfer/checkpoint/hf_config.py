@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.options import check_types_of
-from ..errors import ArgumentError, CheckpointError, ModelError
+from ..errors import ArgumentError, CheckpointError, ModelError, shown
 from ..model.families import check_model_type, check_unquantized
-from ..model.families.fields import GENERATION, INERT, check_layers, shown
+from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
+from ..model.generation import GENERATION
+from ..model.generation import check_types as check_generation_types
 from .files import read_json
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
@@ -173,7 +174,7 @@ def _make_generation_config(path: Path, written: Mapping[str, Any]) -> Any:
 
     fields = {n: v for n, v in written.items() if n != "self" and not hasattr(GenerationConfig, n)}
     try:
-        check_types_of(fields)
+        check_generation_types(fields)
         return GenerationConfig(**fields)
     except ArgumentError as error:
         raise CheckpointError(f"{path} has {error}") from error

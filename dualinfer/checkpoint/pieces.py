@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shortened
 from ..model.weights import LoadPlan
 from ..parallel.sharding import Shard
-from .files import TensorFile, check_inside, read_json, shown
+from .files import TensorFile, check_inside, read_json
 
 INDEX = "dualinfer.index.json"
 _MOST = 2**62  # elements along an axis, so that sums fit 64 bits
@@ -270,5 +270,5 @@ def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or any(
         type(n) is not int or not 0 <= n <= _MOST for n in values
     ):
-        raise ValueError(f"{shown(values)} is no list of numbers from 0 on")
+        raise ValueError(f"{shortened(values)} is no list of numbers from 0 on")
     return tuple(values)

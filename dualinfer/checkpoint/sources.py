@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointError, CheckpointNotFoundError, shortened
 from ..model.weights import TensorSource, listing
-from .files import StoredFile, TensorFile, check_inside, read_json, shown
+from .files import StoredFile, TensorFile, check_inside, read_json
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file
 
@@ -49,7 +49,7 @@ class FilesSource:
         astray = [n for n, file in index.items() if self._files.get(n) is not files[file]]
         problems = {"tensors held by two files": twice}
         problems["tensors that are not in the file that the index names"] = [
-            f"{name} ({shown(index[name])})" for name in astray
+            f"{name} ({shortened(index[name])})" for name in astray
         ]
         found = [f"{what} {len(n)}: {listing(n)}" for what, n in problems.items() if n]
         if found:
@@ -128,8 +128,8 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     if not os.path.isdir(folder):
         kind = "is a file" if os.path.isfile(folder) else "does not exist"
         raise CheckpointNotFoundError(
-            f"{shown(repr(str(path)))} {kind}; expected the folder of a HF checkpoint. dualinfer "
-            "downloads nothing: fetch a model first, for instance with "
+            f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint. "
+            "dualinfer downloads nothing: fetch a model first, for instance with "
             "huggingface_hub.snapshot_download()."
         )
     if not os.path.isfile(folder / "config.json"):
@@ -179,7 +179,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
         return open_checkpoint(file)
-    said = f"checkpoint={shown(repr(str(path)))}"
+    said = f"checkpoint={shortened(repr(str(path)))}"
     if not os.path.isfile(file):
         raise CheckpointNotFoundError(
             f"{said} does not exist; expected the folder of a HF checkpoint or a state-dict file."
@@ -206,8 +206,8 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     except CheckpointError:
         said = {}
     kind, base = said.get("peft_type"), said.get("base_model_name_or_path")
-    what = f"{shown(kind)} adapter" if isinstance(kind, str) else "adapter"
-    of = f" for {shown(base)}" if isinstance(base, str) and base else ""
+    what = f"{shortened(kind)} adapter" if isinstance(kind, str) else "adapter"
+    of = f" for {shortened(base)}" if isinstance(base, str) and base else ""
     return CheckpointError(
         f"{held} an adapter of peft ({what}{of}). Adapters are not read: load it with peft, merge "
         f"it with merge_and_unload() and save the result with save_pretrained(); or {instead} to "

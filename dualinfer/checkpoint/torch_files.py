@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import to_numpy
-from ..errors import BackendNotAvailableError, CheckpointError
-from .files import Entry, StoredFile, shown
+from ..errors import BackendNotAvailableError, CheckpointError, shortened, shown
+from .files import Entry, StoredFile
 
 _WRAPPERS = ("module", "model", "state_dict")
 _DESCRIBING = ("data.pkl", "version", "byteorder", "constants.pkl")
@@ -56,12 +56,14 @@ class TorchFile(StoredFile):
                 stored = info.compress_type == zipfile.ZIP_STORED and mark == b"PK\3\4"
                 if not stored or info.flag_bits & _ENCRYPTED or info.file_size > self.size - start:
                     raise CheckpointError(
-                        f"{self.path}: {shown(info.filename)} is compressed or damaged, as torch "
+                        f"{self.path}: {shortened(info.filename)} is compressed or damaged, as torch "
                         "writes none: was the file zipped anew? Load it with "
                         "torch.load(path, mmap=False, weights_only=True) and torch.save it again."
                     )
                 if name in found:
-                    raise CheckpointError(f"{self.path} holds {shown(name)} twice. Fetch it again.")
+                    raise CheckpointError(
+                        f"{self.path} holds {shortened(name)} twice. Fetch it again."
+                    )
                 found[name] = start, info.file_size
         return found
 

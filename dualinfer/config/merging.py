@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError, ConfigNotFoundError
+from ..errors import ConfigError, ConfigNotFoundError, shown
 from .fields import InferenceConfig
-from .model import GATHERED, Gathering, Source, shown
+from .model import GATHERED, Gathering, Source
 
 
 def make_config(

@@ -1,7 +1,6 @@
 """The base of the config models: reads names, aliases, old names and several sources into one."""
 
 import difflib
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ..errors import warn_caller
+from ..errors import shown, warn_caller
 
 Place = tuple[str, ...]  # ("tensor_parallel", "tp_size")
 
@@ -312,16 +311,6 @@ def nested_model(field: FieldInfo) -> type[Model] | None:
 def is_stale(field: FieldInfo) -> bool:
     """Whether a field of DeepSpeed's has one harmless value only; dumps leave such fields out."""
     return field.exclude is True
-
-
-def shown(value: Any) -> str:
-    """Repr of a value, cut to a length that fits a message."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    try:
-        return short.repr(value)
-    except Exception:  # an int of thousands of digits, or a repr of the caller's own
-        return f"<{type(value).__name__}>"
 
 
 def _dotted(place: Iterable[int | str]) -> str:

@@ -3,9 +3,8 @@
 import importlib.util
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from . import InferenceConfig
-from .model import shown
 
 _NO_QUANT = 'quantized weights are not in this version. Leave it unset, or set {"enabled": False}.'
 Mode = Literal["fused", "module"]

@@ -9,13 +9,13 @@ import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ForwardInputs, Request, Runner, Sampling
-from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
+from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_outputs
 from ..parallel.agreement import agree, settle, share_inputs
 from .base import CLOSED, About, InferenceEngine
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
 from .loop import Generation, Loop, StopStrings
-from .options import GenerationOptions, config_dict, make_options, over_limit, shown
+from .options import GenerationOptions, config_dict, make_options, over_limit
 from .origin import Origin
 from .report import Report
 

@@ -2,12 +2,11 @@
 
 import difflib
 import operator
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, shown
 
 # HF's own defaults for what neither the caller nor the model sets.
 _DEFAULTS: dict[str, Any] = {
@@ -209,32 +208,6 @@ def make_options(
     )
 
 
-def check_types_of(values: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first generation argument that is of a wrong type.
-
-    Its value is none of this check's affair: HF takes some, as a temperature of 0, while it does
-    not read them.
-    """
-    for names, kinds, expected in _TYPES:
-        for name in names:
-            value = values.get(name)
-            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            if isinstance(value, list) and fits:
-                fits = all(isinstance(one, kinds[0]) for one in value)
-            if value is not None and not fits:
-                raise ArgumentError(f"{name}={shown(value)}; expected {expected}.")
-
-
-_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
-    (("do_sample",), (bool,), "true or false"),
-    (("temperature", "top_p", "min_p", "repetition_penalty"), (int, float), "a number"),
-    (("max_length", "max_new_tokens", "min_length", "min_new_tokens"), (int,), "an int"),
-    (("num_return_sequences", "pad_token_id", "top_k"), (int,), "an int"),
-    (("bos_token_id", "eos_token_id"), (int, list), "an int or a list of ints"),
-    (("stop_strings",), (str, list), "a string or a list of them"),
-)
-
-
 def config_dict(generation_config: Any) -> dict[str, Any]:
     """HF's GenerationConfig, a dict or None as a new dict."""
     if generation_config is None:
@@ -284,14 +257,6 @@ def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> s
         f"A prompt of {prompt} tokens and {new} new ones make {prompt + new}, over {name} "
         f"({limit}). Ask for fewer new tokens, a shorter prompt{way}."
     )
-
-
-def shown(value: Any) -> str:
-    """Repr of a value, cut to a length that fits a message."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # an int of thousands of digits, or a repr of the caller's own
-        return f"<{type(value).__name__}>"
 
 
 def _is_same(a: Any, b: Any) -> bool:

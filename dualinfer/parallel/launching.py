@@ -192,7 +192,5 @@ def _send(children: Iterable[subprocess.Popen[bytes]], number: int) -> None:
                 os.killpg(child.pid, number)
 
 
-if (
-    __name__ == "__main__"
-):  # python -m dualinfer.parallel.launching COUNT SCRIPT or -m MODULE, and arguments
+if __name__ == "__main__":  # -m dualinfer.parallel.launching COUNT SCRIPT ...
     sys.exit(run_processes(sys.argv[2:], int(sys.argv[1])))

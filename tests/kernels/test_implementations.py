@@ -18,7 +18,7 @@ def backend_module(name: str, file: str):
 
 
 def test_both_backends_name_the_same_ops():
-    served = [backend_module(name, "ops").IMPLEMENTATIONS for name in ("torch", "jax")]
+    served = [backend_module(name, "ops.primitives").IMPLEMENTATIONS for name in ("torch", "jax")]
     assert set(served[0]) == set(served[1])
     for table in served:
         assert all(isinstance(text, str) and text for text in table.values())
@@ -26,7 +26,7 @@ def test_both_backends_name_the_same_ops():
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_ops_have_the_names_and_arguments_of_the_reference(name):
-    ops, sampler = backend_module(name, "ops"), backend_module(name, "sampler")
+    ops, sampler = backend_module(name, "ops.primitives"), backend_module(name, "sampler")
     for op in (*OPS, *ATTENTION, *SAMPLER):
         function = getattr(sampler if op in SAMPLER else ops, op)
         expected = inspect.signature(getattr(reference, op)).parameters

@@ -43,8 +43,7 @@ def decode_forced(engine, texts, monkeypatch):
     that both backends and the whole-sequence forward see the same past at every position.
     """
     backend = engine.inference_config.backend
-    where = {"torch": "torch.sampler", "jax": "jax.steps"}[backend]
-    module = importlib.import_module(f"dualinfer.backends.{where}")
+    module = importlib.import_module(f"dualinfer.backends.{backend}.sampler")
     found = np.full((len(texts), TOKENS, VOCAB), np.nan, np.float32)
 
     def note(logits, position):

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ...errors import ModelError, UnsupportedError
+from ...errors import ModelError, UnsupportedError, shown
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
-from .fields import ConfigFields, shown
+from .fields import ConfigFields
 
 _FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.CLASSES, llama),

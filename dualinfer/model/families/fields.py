@@ -1,11 +1,11 @@
 """A HF config that is read field by field, so that whatever a family leaves unread is refused."""
 
 import math
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
+from ..generation import GENERATION
 from ..spec import Activation
 
 # Fields of any HF config that cannot change what forward computes: names that public config.json
@@ -24,22 +24,6 @@ INERT = frozenset(
     transformers_version trust_remote_code unk_token unk_token_id unsloth_fixed unsloth_version
     use_cache use_deepspeed_checkpointing use_flash_attention use_flash_attention_2
     use_return_dict""".split()
-)
-# HF takes these from config.json as defaults of generation, where generation_config.json is not.
-GENERATION = frozenset(
-    """assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
-    assistant_lookbehind bad_words_ids begin_suppress_tokens cache_config cache_implementation
-    compile_config constraints continuous_batching_config decoder_start_token_id disable_compile
-    diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size
-    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
-    force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale is_assistant
-    length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens
-    max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
-    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits
-    output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values
-    renormalize_logits repetition_penalty return_dict_in_generate sequence_bias speculation_type
-    stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p
-    typical_p use_mtp watermarking_config""".split()
 )
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -73,16 +57,6 @@ def check_layers(name: str, count: Any) -> None:
         raise ModelError(
             f"config.json has {name}={shown(count)}; dualinfer takes at most {MOST_LAYERS} layers."
         )
-
-
-def shown(value: Any) -> str:
-    """Repr of a config's value, cut to a length that fits a message."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 80
-    try:
-        return short.repr(value)
-    except ValueError:  # an int of thousands of digits
-        return f"a {type(value).__name__} of thousands of digits"
 
 
 class ConfigFields:

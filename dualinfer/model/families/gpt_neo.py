@@ -5,11 +5,11 @@ HF source: models/gpt_neo.
 
 from typing import Any
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
-from .fields import MOST_LAYERS, ConfigFields, shown
+from .fields import MOST_LAYERS, ConfigFields
 
 
 def architectures(model_type: str) -> tuple[str, ...]:

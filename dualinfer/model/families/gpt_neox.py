@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from . import rows as make
-from .fields import ConfigFields, is_positive, shown
+from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach
 
 

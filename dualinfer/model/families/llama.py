@@ -1,9 +1,9 @@
 """The Llama kind: Llama 1 to 3, Mistral, Qwen2, Qwen3. HF sources: models/llama and so on."""
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from .fields import ConfigFields, shown
+from .fields import ConfigFields
 from .rope import make_rope, reach
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
 from ..spec import Rope
-from .fields import is_positive, shown
+from .fields import is_positive
 
 _KEYS = {
     "default": set(),

@@ -20,13 +20,13 @@ from ..exchange import Exchange
 from ..parallel import Split
 from ..params import Params
 from ..sampler import SlotState
-from . import primitives as ops
+from . import primitives
 
 
 class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
-    implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
+    implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
@@ -71,37 +71,39 @@ class PlainOps:
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
         if spec.embed_width:
-            x = ops.matmul(x, w["project_in.weight"])
+            x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
-                x = x + ops.embed(token_types, w["token_types.weight"])
+                x = x + primitives.embed(token_types, w["token_types.weight"])
         if spec.learned_positions:
-            x = x + ops.embed(positions + spec.position_offset, w["positions.weight"])
+            x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
         return x
 
     def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows of the embedding, of which each device has some."""
         if self.split is None:
-            return ops.embed(ids, weight)
+            return primitives.embed(ids, weight)
         rows, here = self.split.is_here(ids)
-        return self.split.sum(jnp.where(here[..., None], ops.embed(rows, weight), 0))
+        return self.split.sum(jnp.where(here[..., None], primitives.embed(rows, weight), 0))
 
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
         if norm.spec.kind == "rms":
-            return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
+            return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         assert norm.bias is not None
-        return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        y = ops.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
+        y = primitives.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
         if by.activation is not None:
-            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+            y = (primitives.gated_activation if by.gated else primitives.activation)(
+                y, by.activation
+            )
         if by.residual is not None:
             y = by.residual + y
         return y.astype(jnp.float32) if by.wide else y
@@ -118,7 +120,7 @@ class PlainOps:
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """x weight^T of this device's columns, before the sum; float32 where rows are few."""
-        return ops.partial_product(x, weight)
+        return primitives.partial_product(x, weight)
 
     def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """See `contract.BlockOps.add`."""
@@ -161,7 +163,7 @@ class PlainOps:
             q, k = (PlainOps.norm(self, x, n) for x, n in ((q, layer.q_norm), (k, layer.k_norm)))
         if a.rope:
             cos, sin = angles[a.rope]
-            q, k = (ops.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
+            q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
         return [q, k, v]
 
     def attend(
@@ -181,7 +183,7 @@ class PlainOps:
         if cache is not None:
             assert slots is not None
             cache = write(cache, slots, k, v)
-        y = ops.attention(
+        y = primitives.attention(
             q,
             k,
             v,
@@ -203,8 +205,8 @@ class PlainOps:
     ) -> tuple[jax.Array, LayerCache]:
         """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
-        cache = ops.append(cache, k[:, 0], v[:, 0], lengths)
-        y = ops.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
+        cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
+        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
         return y.reshape(len(lengths), 1, -1), cache
 
     def sample(

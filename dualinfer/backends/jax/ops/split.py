@@ -11,7 +11,7 @@ from ....model.weights import Weight
 from ...contract import ALONE, Neighbours
 from ..exchange import Exchange
 from ..parallel import Split
-from . import primitives as ops
+from . import primitives
 from .kernels import KernelOps
 
 
@@ -74,7 +74,7 @@ class SplitKernelOps(KernelOps):
         if not self._serves(ids.size * weight.data.shape[1]):
             return super()._tokens(ids, weight)
         rows, here = self.split.is_here(ids)
-        x = jnp.where(here[..., None], ops.embed(rows, weight), 0)
+        x = jnp.where(here[..., None], primitives.embed(rows, weight), 0)
         return self._sum(x, None, None, x.dtype)
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from ..parallel import Split
 from ..params import Params
 from ..profiling import span
 from ..sampler import SlotState
-from . import primitives as ops
+from . import primitives
 
 if TYPE_CHECKING:
     from ..exchange import Exchange
@@ -33,7 +33,7 @@ class PlainOps:
     """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
 
     takes_chunks = False  # whether `attend` can go on behind what the cache holds already
-    implementations: Mapping[str, str] = ops.IMPLEMENTATIONS
+    implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
@@ -59,23 +59,23 @@ class PlainOps:
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
         if spec.embed_width:
-            x = ops.matmul(x, w["project_in.weight"])
+            x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
-                x = x + ops.embed(token_types, w["token_types.weight"])
+                x = x + primitives.embed(token_types, w["token_types.weight"])
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
-            x = x + ops.embed(at + spec.position_offset, w["positions.weight"])
+            x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])
         return x
 
     def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Rows of the embedding, of which each rank has some."""
         if self.split is None:
-            return ops.embed(ids, weight)
+            return primitives.embed(ids, weight)
         rows, here = self.split.is_here(ids)
-        found = ops.embed(rows, weight)
+        found = primitives.embed(rows, weight)
         return self.split.sum(torch.where(here[..., None], found, 0))
 
     def norm(
@@ -85,15 +85,17 @@ class PlainOps:
         if residual is not None:
             x = residual + x
         if norm.spec.kind == "rms":
-            return ops.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
+            return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         assert norm.bias is not None
-        return ops.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
-        y = ops.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
+        y = primitives.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
         if by.activation is not None:
-            y = (ops.gated_activation if by.gated else ops.activation)(y, by.activation)
+            y = (primitives.gated_activation if by.gated else primitives.activation)(
+                y, by.activation
+            )
         if by.residual is not None:
             y = by.residual + y
         return y.float() if by.wide else y
@@ -142,7 +144,7 @@ class PlainOps:
             q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
         if a.rope:
             cos, sin = angles[a.rope]
-            q, k = (ops.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
+            q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
         return [q, k, v]
 
     def attend(
@@ -167,8 +169,8 @@ class PlainOps:
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
-            ops.write(cache, k, v, slots)
-        y = ops.attention(
+            primitives.write(cache, k, v, slots)
+        y = primitives.attention(
             q,
             k,
             v,
@@ -194,8 +196,8 @@ class PlainOps:
         """See `contract.Ops.attend_token`; the cache is written in place."""
         a = layer.spec
         q, k, v = self._heads(layer, qkv, angles)
-        ops.append(cache, k[:, 0], v[:, 0], lengths)
-        y = ops.decode_attention(
+        primitives.append(cache, k[:, 0], v[:, 0], lengths)
+        y = primitives.decode_attention(
             q[:, 0],
             cache,
             lengths + 1,
