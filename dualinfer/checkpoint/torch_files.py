@@ -56,8 +56,8 @@ class TorchFile(StoredFile):
                 stored = info.compress_type == zipfile.ZIP_STORED and mark == b"PK\3\4"
                 if not stored or info.flag_bits & _ENCRYPTED or info.file_size > self.size - start:
                     raise CheckpointError(
-                        f"{self.path}: {shortened(info.filename)} is compressed or damaged, as torch "
-                        "writes none: was the file zipped anew? Load it with "
+                        f"{self.path}: {shortened(info.filename)} is compressed or damaged, as "
+                        "torch writes none: was the file zipped anew? Load it with "
                         "torch.load(path, mmap=False, weights_only=True) and torch.save it again."
                     )
                 if name in found:
