@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.bench import cli as bench_cli
-from dualinfer.bench import peers, runs, worker
+from dualinfer.bench import limits, measure, peers, runs, worker
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
@@ -29,7 +29,7 @@ from dualinfer.bench.measure import Task, decode_row, measure
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import checkpoint, make_module
 from dualinfer.bench.shapes import SHAPES, open_model
-from dualinfer.bench.tables import make_table
+from dualinfer.bench.tables import limit_lines, make_table
 from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, UnsupportedError
 from dualinfer.model.spec import Attention
@@ -139,6 +139,30 @@ def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama
     kv = 4 * 20.5 * LAYERS * 2 * KV * 2
     assert row["kv_bytes"] == pytest.approx(kv)
     assert row["of_limit"] == pytest.approx((2 * counts.read + kv) / 0.030 / 1e9)
+
+
+def test_warm_ups_do_not_count(monkeypatch):
+    clock, durations = [0.0], iter([9.0, 5.0, 1.0, 2.0, 3.0])
+
+    def call():
+        clock[0] += next(durations)
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    assert measure._times(call, 2, 3) == (9.0, [1.0, 2.0, 3.0])
+
+
+def test_sets_of_inputs_fill_four_times_the_cache():
+    cache = 50 * 2**20
+    found = [limits._sets(nbytes, cache) for nbytes in (2**40, cache, cache // 8, 0)]
+    assert found == [2, 4, 32, 64]  # at most 64
+
+
+def test_limits_are_said_to_be_those_of_the_framework_that_measured_them():
+    row = {"device": "X", "dtype": "float16", "read_bandwidth": 3e12, "matrix_rate": 7e14}
+    rows = [row | {"system": system} for system in ("torch", "hf-eager", "jax", "keras-hub")]
+    measured = [line for r in rows for line in limit_lines([r, {"system": "torch", "error": "-"}])]
+    by = [re.search("measured by (\\w+): reads 3 TB/s, multiplies 700", line) for line in measured]
+    assert [found[1] for found in by] == ["torch", "torch", "jax", "jax"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -166,6 +167,32 @@ def test_parity_prints_a_row_a_layer(run, folder):
     for name in ("embedding", "layer 0", "layer 1", "logits"):
         assert name in result.stdout
     assert "Best token equal at 6 of 6 positions" in result.stdout
+
+
+def test_parity_fails_where_the_backends_are_apart(run, folder, tmp_path, monkeypatch):
+    """Here because one of them has other weights."""
+    other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
+    real = cli.init_inference
+
+    def unequal(model, backend, dtype):
+        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
+
+    monkeypatch.setattr(cli, "init_inference", unequal)
+    result = run("parity", folder, "--prompt", PROMPT)
+    assert result.exit_code == 1
+    assert "Apart by more than rounding" in result.stdout
+
+
+def test_speed_is_that_of_new_tokens(monkeypatch):
+    clock = [0.0]
+
+    class Engine:
+        def generate(self, ids, max_new_tokens, do_sample):
+            clock[0] += 100.0 if not clock[0] else 4.0  # the first call compiles
+            return np.zeros((1, ids.shape[1] + max_new_tokens), np.int64)
+
+    monkeypatch.setattr(cli.time, "perf_counter", lambda: clock[0])
+    assert cli._tokens_per_second(Engine(), np.zeros((1, 30), np.int64), 20) == 5.0
 
 
 def test_parity_without_a_tokenizer_takes_plain_ids(run, tmp_path):

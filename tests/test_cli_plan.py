@@ -52,6 +52,7 @@ def test_equal_layers_are_one_row_each_and_shapes_are_those_of_devices():
     norm = row_of(table, "layers.0-2.attn_norm.weight")
     assert norm.split is None and norm.shapes == ((96,),) * 4
     assert table.notes == ("KV heads are fewer than devices, so that several hold the same one",)
+    assert table_of("llama-gqa", 3).notes == ()  # a KV head each
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "bloom", "gemma2", "bert", "gptj", "opt"])

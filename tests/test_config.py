@@ -256,6 +256,7 @@ def test_equality_is_of_values_not_of_what_was_given():
         ({"tensor_parallel": {"tp_size": 0}}, "tensor_parallel.tp_size=0"),
         ({"tensor_parallel": {"tp_size": True}}, "tensor_parallel.tp_size=True"),
         ({"tp": {"tp_grain_size": 0}}, "tensor_parallel.tp_grain_size=0"),
+        ({"tp": {"timeout": True}}, "tensor_parallel.timeout=True.*no bool"),
         ({"tensor_parallel": 2}, "tensor_parallel=2.*dict or a TensorParallelConfig"),
         ({"tp": None}, "tp=None.*dict or a TensorParallelConfig"),
         ({"moe": 3}, "moe=3.*bool, a dict or a MoEConfig"),

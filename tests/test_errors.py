@@ -494,6 +494,7 @@ def test_closed_engine_refuses_everything(hf_model, backend):
         lambda: engine.stream(ids),
         lambda: engine.report(),
         lambda: engine.runner,
+        lambda: engine.model_times(),
         lambda: next(unstarted),
         lambda: list(opened),
     ):
@@ -559,6 +560,7 @@ UNSUPPORTED_FIELDS = [
     ("bert", {"hidden_act": "swiglu"}, "hidden_act='swiglu'"),
     ("bert", {"embedding_size": 128}, "embedding_size=128"),
     ("bert", {"num_attention_heads": 7}, "num_attention_heads=7"),
+    ("bert", {"num_attention_heads": 0}, "num_attention_heads=0; expected a positive int"),
 ]
 
 

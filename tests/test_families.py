@@ -7,10 +7,13 @@ import pytest
 import torch
 import transformers as hf
 
+import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ModelError
 from dualinfer.model.families import describe_model
 from dualinfer.model.families.bloom import alibi_slopes
+
+from .models import make_model, random_ids
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -397,6 +400,26 @@ def test_gptj_frequencies_are_those_of_hf():
     assert rope.interleaved
 
 
+def test_gptj_that_turns_whole_heads_gives_hfs_logits():
+    model = make_model("gptj", rotary_dim=28)  # hidden_size 84, 3 heads
+    ids = torch.from_numpy(random_ids(2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+    logits = dualinfer.init_inference(model, kernel_inject=True)(ids).logits
+    assert (logits - expected).norm() / expected.norm() < 1e-5
+
+
+def test_llama_whose_window_is_its_length_is_taken(tmp_path):
+    for window, taken in ((512, True), (511, False)):
+        fields = {"max_position_embeddings": 512, "sliding_window": window}
+        config = hf.LlamaConfig(**fields, num_hidden_layers=1).to_dict() | fields
+        if taken:
+            assert describe_model(config)[0].layers[0].attention.window is None
+        else:
+            with pytest.raises(ModelError, match="sliding_window=511"):
+                describe_model(config)
+
+
 def test_config_without_a_model_type_says_so(tmp_path):
     with pytest.raises(ModelError, match="no model_type"):
         read(tmp_path, {k: v for k, v in BERT.items() if k != "model_type"})
@@ -404,7 +427,9 @@ def test_config_without_a_model_type_says_so(tmp_path):
 
 @pytest.mark.parametrize("head_dim", [6, 80, 128])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "kind", ["default", "linear", "llama3", "yarn", "yarn of one step", "yarn between dimensions"]
+)
 def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
     """To a unit in the last place of few: a position of some thousands multiplies the error."""
     scaling = {
@@ -412,12 +437,14 @@ def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
         "linear": {"factor": 4.0},
         "llama3": LLAMA3_ROPE,
         "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
+        "yarn of one step": {"factor": 4.0, "beta_fast": 9, "beta_slow": 9, "truncate": False},
+        "yarn between dimensions": {"factor": 4.0, "truncate": False},
     }[kind]
     config = hf.LlamaConfig(
         hidden_size=2 * head_dim,
         num_attention_heads=2,
         head_dim=head_dim,
-        rope_parameters={**scaling, "rope_type": kind, "rope_theta": theta},
+        rope_parameters={**scaling, "rope_type": kind.split()[0], "rope_theta": theta},
     )
     embedding = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     spec, _ = describe_model(config.to_dict(), ["LlamaForCausalLM"])

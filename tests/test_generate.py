@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.kernels import reference
 
 from .models import BACKENDS, EOS, GENERATING, PAD, VOCAB, make_model, random_ids
 
@@ -176,6 +177,11 @@ OPTIONS = {
         "min_new_tokens": 12,
         "max_new_tokens": 40,
     },
+    "as many tokens at least as at most": lambda m: {
+        "eos_token_id": eos_ids(m),
+        "min_new_tokens": 12,
+        "max_new_tokens": 12,
+    },
     "min_length": lambda m: {
         "eos_token_id": eos_ids(m),
         "min_length": WIDTH + 25,
@@ -220,6 +226,23 @@ def test_layout_and_options_equal_hf(case, backend, engine, model):
     ids, mask = map(torch.tensor, prompts())
     ours = engine.generate(ids, attention_mask=mask, do_sample=False, **options)
     equal(ours, theirs)
+
+
+def test_defaults_are_hfs_own():
+    """Of what is supported; and of what is not, the value that asks for nothing."""
+    from dualinfer.engine import options
+
+    for name, value in hf.GenerationConfig()._get_default_generation_params().items():
+        if name == "max_length":
+            assert value == options.DEFAULT_NEW_TOKENS
+        elif name in options._DEFAULTS:
+            assert value == options._DEFAULTS[name], name
+        elif name in options._NEUTRAL:
+            assert value in options._NEUTRAL[name], name
+        else:
+            assert name in options._INERT or (name in options._OFF and not value), name
+    known = {*options._DEFAULTS, *options._NEUTRAL, *options._INERT, *options._OFF}
+    assert hf.GenerationConfig().to_dict().keys() <= known
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -386,6 +409,24 @@ def test_one_seed_gives_the_same_text_on_both_backends_for_other_families(name, 
     options = {"do_sample": True, "max_new_tokens": 40, "seed": 2**63 + 5, "temperature": 4.0}
     one, other = (np.asarray(engine_of(name, b).generate(rows(), **options)) for b in BACKENDS)
     equal(one, other)
+
+
+def test_sampled_text_is_what_hfs_logits_and_the_published_noise_choose(engine, model):
+    """The noise has the key (seed, return index, position); test_random.py checks the generator."""
+    seeds, row, new, temperature = (7, 2**31 + 9, (5 << 32) + 7, 2**64 - 1), rows()[1], 10, 3.0
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": new}
+    options |= {"eos_token_id": None, "num_return_sequences": 2}
+    result = np.asarray(engine.generate([row] * len(seeds), seed=seeds, **options))
+    with torch.no_grad():
+        logits = model(torch.tensor(result)).logits.numpy()
+    for i, text in enumerate(result):
+        seed, index = divmod(seeds[i // 2], 2**32), i % 2
+        at = np.arange(len(row), len(row) + new)
+        words = (np.full(new, n, np.int64) for n in (seed[1], seed[0], index))
+        noise = reference.gumbel(*words, at, VOCAB)
+        scores = logits[i, at - 1] / temperature + noise
+        chosen = np.take_along_axis(scores, text[at][:, None], axis=1)[:, 0]
+        assert (chosen >= scores.max(1) - 1e-3).all()
 
 
 def test_each_prompt_may_have_its_own_seed(engine):
@@ -962,6 +1003,7 @@ def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):
             patch.setattr(target, method, fail)
             with pytest.raises(MemoryError):
                 engine.generate(rows(), max_new_tokens=10)
+    assert len(runner._live) == 1  # no step serves what failed
     found += list(stream)
     assert found == expected
     equal(engine.generate(rows(), max_new_tokens=10), reference)
@@ -980,6 +1022,24 @@ def test_shapes_may_come_in_any_order(engine):
         result = engine.generate(random_ids(n, length, seed=n), max_new_tokens=new)
         found = [new_tokens(result, i, length) for i in range(n)]
         assert found == expected[n, length, new]
+
+
+def test_texts_with_many_and_with_few_eos_ids_run_side_by_side(engine):
+    few = {"max_new_tokens": 12, "eos_token_id": [3]}
+    many = {"max_new_tokens": 30, "eos_token_id": [*range(990, 999)]}
+    first, second = rows()[0], rows()[1]
+    engine.generate(rows(), **few)
+    alone = [engine.generate([first], **many), engine.generate([second], **few)]
+    alone = [np.asarray(x)[0].tolist() for x in alone]
+    stream = engine.stream(first, **many)
+    found = [next(stream) for _ in range(3)]
+    equal(engine.generate([second], **few), [alone[1]])
+    assert found + list(stream) == alone[0][len(first) :]
+    stream = engine.stream(second, **few)
+    found = [next(stream) for _ in range(3)]
+    equal(engine.generate([first], **many), [alone[0]])
+    equal(engine.generate([second], **few), [alone[1]])
+    assert found + list(stream) == alone[1][len(second) :]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

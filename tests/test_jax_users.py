@@ -293,6 +293,16 @@ def test_params_that_do_not_fit_are_named(engine, ids):
                 run(tree, ids)
 
 
+@pytest.mark.parametrize("name", [CAUSAL, "bert-masked"])
+def test_float32_products_are_asked_for_in_float32(engine_of, name, ids):
+    """On a GPU XLA would else compute them in TF32; a CPU gives the same either way."""
+    engine = engine_of(name, "jax")
+    lowered = jax.jit(engine.apply).lower(engine.params, ids).as_text()
+    products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 6
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 def test_inputs_that_do_not_fit_are_refused(engine_of, ids):
     def refused(name, match, tokens=ids, error=ArgumentError, **inputs):
         engine = engine_of(name, "jax")
@@ -307,6 +317,9 @@ def test_inputs_that_do_not_fit_are_refused(engine_of, ids):
     refused(CAUSAL, "llama family has no token types", token_type_ids=jnp.zeros_like(ids))
     refused("bloom", "bloom family takes no position_ids", position_ids=jnp.zeros_like(ids))
     refused("gpt2", "129 tokens, but the model has 128", jnp.ones((1, 129), jnp.int32), LengthError)
+    engine = engine_of("gpt2", "jax")
+    full = jax.eval_shape(engine.apply, engine.params, jnp.ones((1, 128), jnp.int32))
+    assert full.logits.shape == (1, 128, 1001)
     engine = engine_of(CAUSAL, "jax")
     with pytest.raises(ArgumentError, match="tokens is a str"):
         engine.apply(engine.params, "text")

@@ -2,8 +2,11 @@
 
 import importlib.util
 import re
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import accelerate
 import numpy as np
@@ -16,7 +19,7 @@ import dualinfer
 from dualinfer.config import InferenceConfig
 from dualinfer.config.refusals import check_config
 from dualinfer.model.hf_module import check_parts
-from dualinfer.parallel.agreement import fingerprint
+from dualinfer.parallel.agreement import fingerprint, share_inputs
 
 from .models import ALL, BACKENDS, CASES, make_model, random_ids, relative_rms
 from .test_engine import Perceptron, make_module
@@ -132,6 +135,7 @@ def test_fields_that_ask_for_nothing_pass(backend, hf_model):
         "quant": {"enabled": False},
         "enable_cuda_graph": False,
         "use_triton": False,
+        "keep_module_on_host": True,  # where it is
         "min_out_tokens": 8,
         "max_out_tokens": 32,
     }
@@ -301,6 +305,20 @@ def test_min_out_tokens_is_promised_or_refused_with_bytes(backend, hf_model):
     assert isinstance(caught.value, RuntimeError) and "free on" in str(caught.value)
     engine = dualinfer.init_inference(model, max_out_tokens=count, **options)
     assert any(f"{count * one:,} bytes" in note for note in engine.report().notes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_an_engine_that_could_not_be_made_held_is_let_go(backend, hf_model, monkeypatch):
+    module = importlib.import_module(f"dualinfer.backends.{backend}.runner")
+    runner = {"torch": "TorchRunner", "jax": "JaxRunner"}[backend]
+    close, closed = getattr(module, runner).close, []
+    monkeypatch.setattr(getattr(module, runner), "free_bytes", lambda self: 1000)
+    monkeypatch.setattr(getattr(module, runner), "close", lambda s: (closed.append(s), close(s)))
+    with pytest.raises(dualinfer.OutOfMemoryError, match="1,000"):
+        dualinfer.init_inference(
+            hf_model(CAUSAL), backend=backend, dtype="fp32", kernel_inject=True, min_out_tokens=100
+        )
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -631,10 +649,52 @@ def test_checkpoint_for_a_flax_module_is_refused_before_it_is_opened(tmp_path):
         dualinfer.init_inference(module, backend="jax", checkpoint=tmp_path)
 
 
+def test_lists_are_told_apart_by_how_they_are_nested():
+    lists = ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1], 2, 3], [1, [2, 3]], [1, 2, 3])
+    assert len({fingerprint(x) for x in lists}) == len(lists)
+
+
+class Together:
+    """Peers of one process, each in a thread."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.said = size, threading.Barrier(size), [b""] * size
+
+    def run(self, work):
+        """What `work(peers)` gives, for each."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(lambda rank: work(self.peer(rank)), range(self.size)))
+
+    def peer(self, rank):
+        def exchange(message):
+            self.said[rank] = message
+            self.barrier.wait(10)
+            found = list(self.said)
+            self.barrier.wait(10)
+            return found
+
+        return SimpleNamespace(rank=rank, size=self.size, copy=0, exchange=exchange)
+
+
+def test_inputs_of_rank_0_go_to_those_who_have_none_alone():
+    own = [np.array([[1, 2]]), None, np.array([[3]]), None]
+
+    def work(peers):
+        return share_inputs(peers, {"ids": own[peers.rank], "mask": None})["ids"].tolist()
+
+    assert Together(4).run(work) == [[[1, 2]], [[1, 2]], [[3]], [[1, 2]]]
+
+
 def test_generation_configs_are_told_apart_by_what_they_say():
     one, other = (hf.GenerationConfig(max_new_tokens=n) for n in (3, 5))
     assert fingerprint({"g": one}) != fingerprint({"g": other})
     assert fingerprint({"g": one}) == fingerprint({"g": hf.GenerationConfig(max_new_tokens=3)})
+
+
+@pytest.mark.parametrize("field", ["mpu", "tp_group"])
+def test_groups_of_processes_are_torchs(field, hf_model):
+    with pytest.raises(dualinfer.ConfigError, match=rf"{field}=Group\(4\): processes in groups"):
+        dualinfer.init_inference(hf_model(CAUSAL), backend="jax", tensor_parallel={field: Group(4)})
 
 
 def test_an_axis_of_a_mesh_is_jaxs(hf_model):

@@ -274,6 +274,14 @@ class Counting(nn.Module):
         return x + self.variable("state", "count", lambda: jnp.ones(())).value
 
 
+class Scaling(nn.Module):
+    """Statistics, by a name that parameters have, and no parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.variable("batch_stats", "scale", lambda: jnp.ones(())).value
+
+
 @pytest.mark.parametrize("freeze", [dict, flax.core.freeze], ids=["dict", "FrozenDict"])
 @pytest.mark.parametrize("module", [Plain(), Nested(), nn.Dense(3)], ids=lambda m: type(m).__name__)
 def test_parameters_of_a_linen_module_may_come_alone(module, freeze):
@@ -303,6 +311,10 @@ def test_linen_module_without_parameters_needs_none():
     assert variables.keys() == {"state"}
     found = make((Counting(), variables)).forward((x,), {})
     np.testing.assert_allclose(found, Counting().apply(variables, x))
+    variables = variables_of(Scaling(), x)
+    assert variables.keys() == {"batch_stats"}
+    found = make((Scaling(), variables)).forward((x,), {})
+    np.testing.assert_allclose(found, Scaling().apply(variables, x))
     relu = nn.Sequential([nn.relu])
     np.testing.assert_array_equal(make((relu, {})).forward((x,), {}), nn.relu(x))
 

@@ -149,6 +149,19 @@ def test_sound_has_no_tokens_but_the_prompt_of_its_decoder_has():
         engine.generate(sound, prompt_ids=torch.arange(4, 12), max_new_tokens=9)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_pictures_have_no_tokens(dtype):
+    class Captions(Own):
+        def generate(self, pictures, max_new_tokens=3):
+            return pictures
+
+    engine = init_inference(Captions(), dtype="fp32", max_out_tokens=12)
+    picture = torch.ones(1, 30, 4, 4).to(dtype)
+    assert engine.generate(picture) is picture
+    with pytest.raises(dualinfer.LengthError):
+        engine.generate(torch.ones(1, 30, dtype=torch.int64))
+
+
 def test_closed_engine_tells_so_and_has_a_generate():
     engine = init_inference(make_gpt2(), dtype="fp32")
     engine.close()

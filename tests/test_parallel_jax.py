@@ -323,6 +323,13 @@ def test_each_device_reads_its_share_alone(tmp_path, monkeypatch):
     assert report.device == "cpu:0, 1, 2"
 
 
+def test_the_report_says_what_every_device_has(llama, engines):
+    norms = sum(4 * p.numel() for n, p in llama.named_parameters() if "norm" in n)
+    (note,) = (n for n in engines("llama-gqa", 2).report().notes if "tensor parallel" in n)
+    assert "over 2 devices; each holds, padding included, query heads " in note
+    assert f"and {norms:,} bytes of weights that all have" in note
+
+
 def test_params_are_sharded_arrays_and_model_shows_them(engines):
     engine = engines("llama-gqa", 2)
     qkv = engine.params["layers"][0]["qkv"]["weight"]

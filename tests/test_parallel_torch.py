@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import dualinfer
+from dualinfer.backends.torch.parallel import Ranks, Split
 from dualinfer.errors import DistributedError
+from dualinfer.model.families import describe_model
+from dualinfer.parallel.sharding import make_plan
 
 from .models import ALL, GENERATING, PAD, make_model, random_ids, relative_rms
 from .ranks import RankError
@@ -175,6 +178,21 @@ def test_groups_and_units_of_the_caller_say_who_shares_the_model(crew, engine_of
     text = engine_of("gpt2", "torch").generate(torch.from_numpy(random_ids(1, 5)), **GREEDY)
     for rank, found in enumerate(crew.run(groups_of_the_callers, world=4)):
         assert found == [(text.tolist(), (rank % 2, rank % 2 + 2))] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_token_is_in_the_share_of_one_rank(size):
+    table = describe_model(make_model("llama-gqa").config.to_dict())
+    plan = make_plan(*table, size)
+    ids, weight = torch.arange(1001), torch.randn(1001, 4)
+    total, places = torch.zeros(1001, 4), torch.zeros(1001, dtype=torch.int64)
+    for rank in range(size):
+        split = Split.of(Ranks(range(size), rank, None, None, torch.device("cpu")), plan)
+        rows, here = split.is_here(ids)
+        own = weight[plan.shards[rank].shares["vocab"].start :][: split.vocab[rank]]
+        total += own[rows] * here[:, None]
+        places += here
+    assert (places == 1).all() and torch.equal(total, weight)
 
 
 def models_that_differ():

@@ -9,7 +9,18 @@ import pytest
 
 import dualinfer
 from dualinfer.backends import base
-from dualinfer.backends.base import LiveSlots, Request, Sampling, sampling_rows
+from dualinfer.backends.base import (
+    NO_TOKEN,
+    LiveSlots,
+    Request,
+    Sampling,
+    SamplingFeatures,
+    bucket,
+    cache_bytes,
+    cache_specs,
+    sampling_rows,
+)
+from dualinfer.model.families import describe_model
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
 
@@ -26,14 +37,6 @@ def test_live_slots_reserve_little_and_reach_what_was_asked():
     assert live.reach == 42
     live.remove([0, 1])
     assert (len(live), live.width, live.reach, live.reserved) == (1, 4, 7, 7)
-
-
-def test_seeds_are_split_into_words_of_32_bits():
-    seeds = (5 << 32) + 7, 2**64 - 1, 3
-    requests = [Request(np.zeros(1, np.int32), 1, sampling=Sampling(seed=s)) for s in seeds]
-    rows = sampling_rows(requests, 1)
-    assert rows["seed_low"].tolist() == [7, 2**32 - 1, 3]
-    assert rows["seed_high"].tolist() == [5, 2**32 - 1, 0]
 
 
 def test_graphs_of_steps_are_bounded_and_the_least_used_goes_first(monkeypatch):
@@ -71,6 +74,75 @@ def test_graphs_of_steps_are_bounded_and_the_least_used_goes_first(monkeypatch):
         "evictions": 2,
         "executable_bytes": 0,
     }
+
+
+def test_buckets_are_the_next_powers_of_two():
+    counts = (0, 1, 2, 3, 4, 5, 63, 64, 65, 1000, 1024, 1025)
+    assert [bucket(n) for n in counts] == [1, 1, 2, 4, 4, 8, 64, 64, 128, 1024, 1024, 2048]
+    assert [bucket(n, 16) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
+
+
+def test_requests_become_columns():
+    tokens = np.array([4, 5], np.int32)
+    drawn = Sampling(True, 0.5, 2**40, 0.9, 0.1, 1.5, seed=(5 << 32) + 2**31 + 7, return_index=2)
+    unused = Sampling(False, 0.5, 3, 0.9, 0.1, 0.8, seed=2**64 - 1)
+    tiny = Sampling(True, 1e-300, seed=2**32 - 1, return_index=1)
+    rows = sampling_rows(
+        [
+            Request(tokens, 9, 2**40, (3, 8), drawn),
+            Request(tokens, 1, 0, (), unused),
+            Request(tokens, 20, 1, (6,), tiny),
+        ],
+        eos_width=3,
+    )
+    most, none = 2**31 - 1, NO_TOKEN
+    smallest = float(np.finfo(np.float32).tiny)
+    expected = {
+        "noise": [True, False, True],
+        "temperature": [0.5, 1.0, smallest],
+        "top_k": [most, 0, 0],
+        "top_p": [0.9, 1.0, 1.0],
+        "min_p": [0.1, 0.0, 0.0],
+        "penalty": [1.5, 0.8, 1.0],
+        "seed_low": [2**31 + 7, 2**32 - 1, 2**32 - 1],
+        "seed_high": [5, 2**32 - 1, 0],
+        "return_index": [2, 0, 1],
+        "minimum": [most, 0, 1],
+        "remaining": [9, 1, 20],
+        "eos": [[3, 8, none], [none] * 3, [6, none, none]],
+    }
+    assert rows.keys() == expected.keys()
+    for name, column in expected.items():
+        np.testing.assert_array_equal(rows[name], np.array(column, rows[name].dtype), name)
+
+
+def test_a_step_has_what_some_request_needs():
+    def needs(*samplings, minimum=0, eos_ids=(2,)):
+        token = np.zeros(1, np.int32)
+        requests = [Request(token, 5, minimum, eos_ids, s) for s in samplings]
+        return SamplingFeatures.of(requests)
+
+    greedy = Sampling(top_k=4, top_p=0.5, min_p=0.5)  # which shape nothing
+    assert needs(greedy) == SamplingFeatures()
+    assert needs(greedy, Sampling(True)) == SamplingFeatures(noise=True)
+    for filters in ({"top_k": 1}, {"top_p": 0.999}, {"min_p": 0.001}):
+        assert needs(Sampling(True, **filters), greedy) == SamplingFeatures(True, filters=True)
+    for penalty in (0.9, 1.1):
+        penalised = Sampling(repetition_penalty=penalty)
+        assert needs(greedy, penalised) == SamplingFeatures(penalty=True)
+    assert needs(greedy, minimum=1) == SamplingFeatures(hold_eos=True)
+    assert needs(greedy, minimum=1, eos_ids=()) == SamplingFeatures()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "qwen3"])
+def test_cache_bytes_are_those_of_hfs_cache(name, hf_model):
+    torch = pytest.importorskip("torch")
+    model = hf_model(name)
+    spec, _ = describe_model(model.config.to_dict(), [type(model).__name__])
+    with torch.no_grad():
+        layers = model(torch.from_numpy(random_ids(3, 5)), use_cache=True).past_key_values.layers
+    theirs = sum(x.numel() * 4 for layer in layers for x in (layer.keys, layer.values))
+    assert cache_bytes(cache_specs(spec), 3, 5, itemsize=4) == theirs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -44,6 +44,27 @@ def test_text_stream_goes_on_after_bytes_that_are_no_text(tokenizer):
     assert pieces == ["", "\ufffdx", "y", "z"]
 
 
+def test_text_stream_keeps_the_blanks_between_words():
+    """A token of Llama's begins with its word's blank, which a text's first token does not show."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"\u2581one": 0, "\u2581two": 1, "\u2581three": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="\u2581one"))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert tokenizer.decode([0, 1, 2]) == "one two three"
+    stream = TextStream(tokenizer, [0])
+    assert [stream.push(token) for token in (1, 2, 1)] == [" two", " three", " two"]
+
+
+def test_a_vocabulary_of_berts_is_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    assert load_tokenizer(tmp_path)("one two")["input_ids"] == [2, 5, 6, 3]
+
+
 def test_load_tokenizer_names_a_folder_without_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(dualinfer.CheckpointError, match="holds no tokenizer"):

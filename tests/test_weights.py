@@ -112,6 +112,16 @@ def test_a_tied_head_of_other_rows_is_no_twin():
         make_load_plan(table, Tensors(embed=whole, head=whole[:2]))
 
 
+def test_an_optional_part_is_there_as_a_whole_or_not_at_all():
+    rows = (row("a", "out", ("a", "out")), *(row(f"top.{n}", "q", (n, "q")) for n in "xy"))
+    table = WeightTable(rows=rows, sizes={"out": 3, "q": 4}, optional="top.")
+    for names, loaded in (("xy", 3), ("", 1)):
+        plan = make_load_plan(table, Tensors(a=zeros(3), **{n: zeros(4) for n in names}))
+        assert len(plan.rows) == loaded
+    with pytest.raises(CheckpointError, match="missing 1: y"):
+        make_load_plan(table, Tensors(a=zeros(3), x=zeros(4)))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_table_accounts_for_every_tensor_once(name, hf_model):
     case = CASES[name]

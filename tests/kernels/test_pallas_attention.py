@@ -104,6 +104,7 @@ COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "window of 1": {"causal": True, "window": 1},
     "window of 7": {"causal": True, "window": 7},
+    "window of 47, a block of queries and of keys less one": {"causal": True, "window": 47},
     "window of 50": {"causal": True, "window": 50},
     "window beyond T": {"causal": True, "window": 2000},
     "window, bidirectional": {"causal": False, "window": 20},

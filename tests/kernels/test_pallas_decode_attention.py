@@ -230,6 +230,15 @@ def test_it_holds_at_large_scores(dtype, config):
     check(step, config, scale=256.0)
 
 
+def test_splits_are_joined_where_all_scores_are_far_below_zero():
+    step = Step(FLOAT32, 4, 2, 20, 24, [23, 10])
+    queries, keys = 4 * step.dim, 6 * step.dim
+    step.qkv[:, :queries], step.qkv[:, queries:keys] = 1.0, -1.0
+    cached = np.where(step.cache[0] > 0, -1.0, -0.5).astype(np.float32)
+    step.cache[0] = cached
+    check(step, SPLIT, scale=16.0)
+
+
 def test_many_heads_are_joined_in_pieces(monkeypatch):
     monkeypatch.setattr("dualinfer.kernels.pallas.decode_attention.JOINED", 4 * 16 * 2)
     check(Step(BFLOAT16, 5, 1, 16, 40, [39, 8]), SPLIT)

@@ -203,12 +203,19 @@ def test_counters_go_from_launch_to_launch(splits):
     second, counters = call(**a, counters=counters)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(counters, np.zeros(MOST_TILES))
-    more, few = call(**a, counters=put(np.zeros(2, np.int32)))  # three tiles: they are not split
-    assert few.shape == (2,)
     whole, none = call(**a)
     assert none is None
-    np.testing.assert_array_equal(more, whole)
     assert_close(get(whole), get(first).astype(np.float32), BFLOAT16, roundings=2, length=200)
+
+
+def test_sums_are_split_where_each_tile_has_a_counter():
+    a = {name: put(value) for name, value in make(FLOAT32, 5, 200, 65).items()}
+    call = jax.jit(partial(interpreted, config=TileConfig(16, 32, 32, 4, 3, 3)))
+    whole, _ = call(**a)
+    for size in (1, 2, 3):  # of three tiles
+        found, counters = call(**a, counters=put(np.zeros(size, np.int32)))
+        np.testing.assert_array_equal(counters, np.zeros(size))
+        assert np.array_equal(found, whole) == (size < 3)
 
 
 def test_no_rows_and_no_features_are_fine():

@@ -154,6 +154,7 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, voc
     rows = mixed_rows()
     logits = logits_without_ties(5, len(rows), vocab)
     logits[:, [2, 5]] += 8  # an EOS that is held, or penalized, would have won
+    logits[:, [0, -1]] += 8  # where only those are held: no EOS must not be taken for an id
     prompts = [rng.integers(0, vocab, 20).tolist() for _ in rows]
     fresh = [rng.integers(0, vocab, i % 11).tolist() for i in range(len(rows))]
     requests = [request_of(row, prompts[i], i) for i, row in enumerate(rows)]
@@ -180,8 +181,11 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, voc
         {"do_sample": False},
         {"do_sample": False, "repetition_penalty": 1.7},
         {"do_sample": False, "min_new_tokens": 3, "eos_ids": (2, 5)},
+        {"do_sample": False, "min_new_tokens": 1, "eos_ids": (2,)},
         {"temperature": 0.7},
         {"top_k": 5},
+        {"top_p": 0.2, "temperature": 5.0},
+        {"min_p": 0.5, "temperature": 5.0},
     ],
     ids=str,
 )

@@ -242,6 +242,15 @@ def test_it_holds_at_large_scores(dtype, config):
     check(step, config, scale=256.0)
 
 
+def test_splits_are_joined_where_all_scores_are_far_below_zero():
+    step = Step(FLOAT32, 4, 2, 80, 40, [39, 20])
+    queries, keys = 4 * step.dim, 6 * step.dim
+    step.qkv[:, :queries], step.qkv[:, queries:keys] = 1.0, -1.0
+    cached = np.where(step.cache[0] > 0, -1.0, -0.5).astype(np.float32)
+    step.cache = cached, step.cache[1]
+    check(step, SPLIT, scale=16.0)
+
+
 def test_what_cannot_be_run_is_refused():
     x = put(np.zeros((2, 2, 6, 4), np.float32))
     qkv, lengths = put(np.zeros((2, 32), np.float32)), put(np.array([0, 3]))

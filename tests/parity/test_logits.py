@@ -134,6 +134,14 @@ def test_packed_positions_without_a_mask_equal_hf(name, use_cache, backend, hf_m
     assert separate == (use_cache is False)  # HF packs only where it makes no cache
 
 
+def test_packed_positions_follow_use_cache_of_the_models_config(backend):
+    model = make_model("llama-gqa", use_cache=False)
+    ids = random_ids(3, TOKENS, seed=5)
+    reference = expected(model, ids, position_ids=PACKED)
+    engine = dualinfer.init_inference(model, backend=backend, dtype="fp32", kernel_inject=True)
+    check(engine(ids, position_ids=PACKED, output_hidden_states=True), reference)
+
+
 @pytest.mark.parametrize("name", ["opt", "opt-headless"], scope="session")
 def test_positions_of_a_family_that_does_not_pack_only_number_the_tokens(
     name, backend, hf_model, engine_of
@@ -187,15 +195,17 @@ def test_token_types_equal_hf(name, backend, hf_model, engine_of):
     ids, mask = batch()
     kinds = {"bert-types": 3}.get(name, 2 if name.startswith("bert") else 1001)
     types = np.random.default_rng(9).integers(0, kinds, ids.shape)
-    reference = expected(hf_model(name), ids, attention_mask=mask, token_type_ids=types)
     plain = expected(hf_model(name), ids, attention_mask=mask)
-    engine = engine_of(name, backend)
-    out = engine(
-        input_ids=ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True
-    )
-    check(out, reference, mask == 1)
-    key = next(iter(plain))
-    assert np.abs(plain[key] - reference[key]).max() > 0.1  # they matter
+    engine, key = engine_of(name, backend), next(iter(plain))
+    for given in (types, np.zeros_like(types)):
+        reference = expected(hf_model(name), ids, attention_mask=mask, token_type_ids=given)
+        out = engine(
+            input_ids=ids, attention_mask=mask, token_type_ids=given, output_hidden_states=True
+        )
+        check(out, reference, mask == 1)
+        # They matter; but zeros are what BERT takes by default.
+        is_default = name.startswith("bert") and not given.any()
+        assert is_default or np.abs(plain[key] - reference[key]).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "gpt2", "bert"], scope="session")

@@ -1,0 +1,992 @@
+"""Do the tests notice? Small mutations of dualinfer, one at a time, and the tests that must fail.
+
+    python tests/mutate.py --list            # the table: number, file, what a user would see
+    python tests/mutate.py                   # all rows
+    python tests/mutate.py --only 3 17 20-25
+    python tests/mutate.py --jobs 2          # so many at once, each in a copy of its own
+    python tests/mutate.py --whole           # what its own tests miss meets the whole CPU suite
+
+Each row changes one place of the package, so that a user would see something wrong, and names the
+tests that should fail, as arguments of pytest. The working tree is only read: it is copied, as it
+is, to a temporary folder, and there each mutation is applied, tested and taken back. A row is
+
+    killed      a test failed that passes without the mutation
+    survived    all of its tests passed: they do not notice
+    excused     survived, as its `excuse` explains
+    stale       its text does not stand in the file exactly once, or its tests cannot be run
+    no verdict  the tests took longer than --timeout seconds
+
+Anything but killed and excused makes the exit code 1. To add a row, write down `old` as it stands
+in the file (with `after`, the first place behind that text, which stands there once), `new`, what
+goes wrong, and the quickest tests that should notice. If they do not, write one that does: of the
+behaviour, not of the line. A mutation that changes nothing that anybody could see is no row.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+_WHOLE = '-n 2 --dist loadgroup -m "not gpu and not multi_gpu and not slow" tests'
+_WHOLE_SECONDS = 3600
+# Imported once, by the process that the tests' own are forked from: that takes most of the time.
+_MODELS = ("llama", "gpt2", "bert", "bloom", "mistral", "qwen2", "qwen3", "gemma2", "opt")
+_PRELOADED = [
+    *("pytest", "torch", "transformers", "jax", "flax.nnx", "pydantic", "typer", "rich.table"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
+]
+
+
+class Row(NamedTuple):
+    """One mutation: `old` becomes `new` in a file of dualinfer/, and `tests` should fail."""
+
+    file: str
+    old: str
+    new: str
+    harm: str
+    tests: str
+    after: str = ""
+    excuse: str = ""
+
+
+class Result(NamedTuple):
+    """What became of one row; `by` is the test that killed it, or what else there is to say."""
+
+    verdict: str
+    by: str
+    seconds: float
+
+
+class Copy:
+    """A copy of the working tree, to be changed."""
+
+    def __init__(self, parent: Path, number: int):
+        self.root = parent / str(number)
+        self._process: Any = None
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        found = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True)
+        for name in filter(None, found.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.root / name)
+
+    def read(self, file: str) -> str:
+        """A file of the package; nothing if it is not there."""
+        path = self.root / "dualinfer" / file
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def write(self, file: str, text: str) -> None:
+        """Replace a file of the package, and forget what Python compiled of it."""
+        path = self.root / "dualinfer" / file
+        path.write_text(text, encoding="utf-8")
+        # A cache is told by seconds and size, which a quick change may leave as they are.
+        Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
+
+    def pytest(self, tests: str, limit: float) -> tuple[int | None, list[str]]:
+        """Exit code, None after `limit` seconds, and the tests that failed."""
+        fixed = ["-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+        fixed += ["-W", "ignore:Module already imported so cannot be rewritten"]  # preloaded
+        output = self.root.parent / f"{self.root.name}.txt"
+        forked = multiprocessing.get_context("forkserver")
+        args = str(self.root), [*fixed, *shlex.split(tests)], str(output)
+        self._process = forked.Process(target=_run_pytest, args=args)
+        self._process.start()
+        self._process.join(limit)
+        code = self._process.exitcode
+        self.stop()  # tests start processes of their own, too
+        self._process.join()
+        failed = r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$"
+        return code, re.findall(failed, output.read_text(errors="replace"), re.MULTILINE)
+
+    def stop(self) -> None:
+        """End the tests that run here."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _run_pytest(root: str, args: list[str], output: str) -> None:
+    """Of a process of its own: pytest over the copy at `root`."""
+    os.setsid()
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = root
+    sys.path[:] = [root, *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+    with open(output, "w", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    import pytest
+
+    sys.exit(pytest.main(args))
+
+
+def set_environment(folder: str) -> None:
+    """That of `make test`; what XLA has compiled for one row serves all others."""
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_INTERPRET": "1",
+        "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+
+
+def mutated(row: Row, text: str) -> str | None:
+    """`text` with the row's change; None if there is no one place for it."""
+    start = 0
+    if row.after:
+        if text.count(row.after) != 1:
+            return None
+        start = text.index(row.after) + len(row.after)
+    elif text.count(row.old) != 1:
+        return None
+    at = text.find(row.old, start)
+    if at < 0 or row.old == row.new:
+        return None
+    changed = text[:at] + row.new + text[at + len(row.old) :]
+    try:
+        ast.parse(changed)
+    except SyntaxError:
+        return None
+    return changed
+
+
+def run_row(row: Row, copy: Copy, whole: bool, limit: float) -> Result:
+    """Apply a row to a copy, run its tests, and take it back."""
+    start = time.monotonic()
+
+    def result(verdict: str, by: str) -> Result:
+        return Result(verdict, by, time.monotonic() - start)
+
+    text = copy.read(row.file)
+    changed = mutated(row, text)
+    if changed is None:
+        return result("stale", f"its text does not stand once in {row.file}")
+    copy.write(row.file, changed)
+    try:
+        for tests in [f"-x {row.tests}"] + [f"-x {_WHOLE}"] * whole:
+            code, failed = copy.pytest(tests, _WHOLE_SECONDS if tests.endswith(_WHOLE) else limit)
+            if code is None:
+                return result("no verdict", f"more than {limit:.0f} s")
+            if failed:
+                return result("killed", failed[0])
+            if code:
+                return result("stale", f"pytest ends with {code} for {row.tests}")
+    finally:
+        copy.write(row.file, text)
+    return result("excused" if row.excuse else "survived", row.excuse)
+
+
+def confirm(results: dict[int, Result], copy: Copy, limit: float) -> None:
+    """Take back the verdict of each test that fails without a mutation, too."""
+    killers = sorted({r.by for r in results.values() if r.verdict == "killed" and "::" in r.by})
+    if not killers:
+        return
+    _, failing = copy.pytest(shlex.join(killers), max(limit, 60 * len(killers)))
+    for number, found in results.items():
+        if found.verdict == "killed" and found.by in failing:
+            results[number] = found._replace(verdict="stale", by=f"fails anyway: {found.by}")
+
+
+def chosen(only: Sequence[str]) -> list[int]:
+    """Numbers of rows from words such as 3 and 20-25; all of them from none."""
+    found = []
+    for word in only:
+        first, _, last = word.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return [n for n in found if 1 <= n <= len(ROWS)] if only else [*range(1, len(ROWS) + 1)]
+
+
+def main() -> int:
+    """Run the rows that the arguments choose; 0 if each is killed or excused."""
+    parser = argparse.ArgumentParser(description="Do the tests notice? See the file's beginning.")
+    parser.add_argument("--list", action="store_true", help="show the table and run nothing")
+    parser.add_argument("--only", nargs="+", default=[], metavar="N", help="rows, as 3 or 20-25")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at once")
+    parser.add_argument("--whole", action="store_true", help="survivors meet the whole suite")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a row's tests")
+    given = parser.parse_args()
+    numbers = chosen(given.only)
+    if given.list:
+        for n in numbers:
+            print(f"{n:3}  {ROWS[n - 1].file}: {ROWS[n - 1].harm}")
+        return 0
+    start = time.monotonic()
+    results: dict[int, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="dualinfer-mutants-") as folder:
+        set_environment(folder)
+        all_copies = [Copy(Path(folder), i) for i in range(given.jobs)]
+        copies: Queue[Copy] = Queue()
+        for copy in all_copies:
+            copies.put(copy)
+
+        def work(n: int) -> None:
+            copy = copies.get()
+            try:
+                found = run_row(ROWS[n - 1], copy, given.whole, given.timeout)
+            finally:
+                copies.put(copy)
+            results[n] = found
+            print(
+                f"{n:3}  {found.verdict:10} {found.seconds:4.0f} s  {ROWS[n - 1].file:36} "
+                f"{found.by.removeprefix('tests/')}",
+                flush=True,
+            )
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            try:
+                list(pool.map(work, numbers))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for copy in all_copies:
+                    copy.stop()
+                raise
+        confirm(results, all_copies[0], given.timeout)
+    unkilled = {n: r for n, r in sorted(results.items()) if r.verdict != "killed"}
+    for n, found in unkilled.items():
+        row = ROWS[n - 1]
+        print(f"\n{n}: {found.verdict}. {row.file}: {row.harm}\n    {found.by or row.tests}")
+    counts = Counter(r.verdict for r in results.values())
+    listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    print(f"\n{len(results)} rows in {(time.monotonic() - start) / 60:.1f} min: {listed}")
+    return int(any(r.verdict != "excused" for r in unkilled.values()))
+
+
+ROWS: list[Row] = [
+    # --- what both backends share
+    Row(
+        "backends/base.py",
+        "1 << (max(count, 1) - 1).bit_length()",
+        "1 << max(count, 1).bit_length()",
+        "Sizes that are powers of two take twice their room: caches, padding, executables.",
+        "tests/test_runner.py -k bucket",
+    ),
+    Row(
+        "backends/base.py",
+        "s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s",
+        "s.top_k > 0 or s.top_p < 1 for s",
+        "min_p without top_k and top_p is ignored.",
+        "tests/test_runner.py -k some_request",
+    ),
+    Row(
+        "backends/base.py",
+        "r.min_new_tokens > 0 and r.eos_ids for r",
+        "r.min_new_tokens > 1 and r.eos_ids for r",
+        "min_new_tokens=1 lets an EOS come first.",
+        "tests/test_runner.py tests/kernels/test_sampling.py -k 'some_request or needs_only'",
+    ),
+    Row(
+        "backends/base.py",
+        "min(self._reach[slot] + steps, request.cache_tokens)",
+        "self._reach[slot] + steps",
+        "A short answer beside a long one makes the cache grow beyond what it needs.",
+        "tests/test_runner.py -k live_slots",
+    ),
+    Row(
+        "backends/base.py",
+        "x.seed & 0xFFFFFFFF for x",
+        "x.seed & 0x7FFFFFFF for x",
+        "Seeds that differ in one bit give the same text.",
+        "tests/test_runner.py -k columns",
+    ),
+    Row(
+        "backends/base.py",
+        "np.array([x.return_index for x in s], np.int64)",
+        "np.array([0 for x in s], np.int64)",
+        "num_return_sequences=4 gives one text four times.",
+        "tests/test_runner.py -k columns",
+    ),
+    # --- torch
+    Row(
+        "backends/torch/ops/primitives.py",
+        "at = lengths.clamp(max=cache.k.shape[2] - 1)",
+        "at = lengths",
+        "A slot whose cache is full fails the step of all others.",
+        "tests/kernels/test_decode_attention.py",
+    ),
+    Row(
+        "backends/torch/ops/primitives.py",
+        "(at[None] >= lengths[:, None] - window)",
+        "(at[None] > lengths[:, None] - window)",
+        "A step of a windowed layer forgets one token too many.",
+        "tests/kernels/test_decode_attention.py",
+    ),
+    Row(
+        "backends/torch/ops/primitives.py",
+        "visible = visible | (itself & ~visible.any(-1, keepdim=True))",
+        "pass",
+        "A query that sees padding alone becomes NaN.",
+        "tests/kernels/test_attention.py -k 'hides or garbage'",
+    ),
+    Row(
+        "backends/torch/sampler.py",
+        "held = (state.new < state.minimum)",
+        "held = (state.new <= state.minimum)",
+        "min_new_tokens holds the EOS back one token too long.",
+        "tests/kernels/test_sampling.py -k hf_scores",
+    ),
+    Row(
+        "backends/torch/sampler.py",
+        "[:, None] & (state.eos != NO_TOKEN)",
+        "[:, None]",
+        "Beside a sequence with more EOS ids, min_new_tokens forbids token 0.",
+        "tests/kernels/test_sampling.py -k hf_scores",
+    ),
+    Row(
+        "backends/torch/sampler.py",
+        "    below[:, -1] = False\n",
+        "",
+        "top_p=0 leaves no token, and fails.",
+        "tests/kernels/test_sampling.py -k hf_keeps",
+    ),
+    Row(
+        "backends/torch/runner.py",
+        "            state.seen[slot] = False\n",
+        "",
+        "repetition_penalty punishes the tokens of whoever had the slot before.",
+        "tests/test_generate.py -k repetition_penalty",
+    ),
+    Row(
+        "backends/torch/runner.py",
+        "rows = [slot for slot in slots if slot < size]",
+        "rows = list(slots)",
+        "Where the device has no room for more rows, an IndexError hides why.",
+        "tests/test_limits.py -k does_not_fit",
+    ),
+    Row(
+        "backends/torch/runner.py",
+        "                count = max(count, old.active.shape[0])\n",
+        "",
+        "One row with more EOS ids after a batch with fewer fails.",
+        "tests/test_generate.py -k 'many_and_with_few and torch or any_order'",
+    ),
+    Row(
+        "backends/torch/cache.py",
+        "                layer.v[: self.slots, :, : self.tokens] = kept[i].v\n",
+        "",
+        "When the cache grows, open sequences lose their values.",
+        "tests/test_runner.py -k cache_grows",
+    ),
+    Row(
+        "backends/torch/precision.py",
+        "            if not self._users:\n                self._restore = _set_ieee()",
+        "            self._restore = _set_ieee()",
+        "Two threads at once leave the caller's TF32 switched off.",
+        "tests/test_module_torch.py -k 'two_threads or before_outside'",
+    ),
+    Row(
+        "backends/torch/parallel.py",
+        "(rows >= 0) & (rows < count)",
+        "(rows >= 0) & (rows <= count)",
+        "At degree 2 the first token of the second share is embedded with another's row, too.",
+        "tests/test_parallel_torch.py -k share_of_one",
+    ),
+    Row(
+        "backends/torch/parallel.py",
+        "    if not settings.enabled:\n        return 1\n",
+        "",
+        "tensor_parallel.enabled=False is ignored: a process alone is refused.",
+        "tests/test_limits.py -k ask_for_nothing",
+    ),
+    Row(
+        "backends/torch/module/runner.py",
+        "if any(part.training for part in self._parts):",
+        "if self.module.training:",
+        "A part that was put in training mode drops values at random.",
+        "tests/test_module_torch.py -k 'eval or train'",
+    ),
+    Row(
+        "backends/torch/module/runner.py",
+        "        if callable(reset):\n            reset()\n",
+        "",
+        "A module's second generate goes on with the cache of the first.",
+        "tests/test_module_torch.py -k 'reset or generate'",
+    ),
+    Row(
+        "backends/torch/module/autotp/units.py",
+        "tuple((Run(s.start, s.real), Run(ffn + s.start, s.real)) for s in shares)",
+        "tuple((Run(2 * s.start, 2 * s.real),) for s in shares)",
+        "A packed gate and up projection is cut across: ranks multiply parts that do not meet.",
+        "tests/test_autotp.py -k table_says",
+    ),
+    # --- JAX
+    Row(
+        "backends/jax/sampler.py",
+        "[:, None] & (state.eos != NO_TOKEN)",
+        "[:, None]",
+        "min_new_tokens forbids the last token of the vocabulary.",
+        "tests/kernels/test_sampling.py -k hf_scores",
+    ),
+    Row(
+        "backends/jax/runner.py",
+        "if mask is None and not self.spec.causal and size != (batch, tokens):",
+        "if False:",
+        "BERT attends to the zeros that fill a bucket up.",
+        "tests/parity/test_logits.py -k 'unpadded and bert and jax'",
+    ),
+    Row(
+        "backends/jax/runner.py",
+        "if types is not None and not self.spec.token_types_from_vocab and not types.any():",
+        "if types is not None and not types.any():",
+        "GPT-J and GPT-Neo on JAX leave out the embedding of token type 0.",
+        "tests/parity/test_logits.py -k 'token_types_equal and jax'",
+    ),
+    Row(
+        "backends/jax/runner.py",
+        "where = np.full(count, free, np.int32)",
+        "where = np.zeros(count, np.int32)",
+        "Three prompts, in a bucket of four: the fourth writes over the first one's cache.",
+        "tests/test_generate.py -k 'greedy_equals_hf and jax'",
+    ),
+    Row(
+        "backends/jax/runner.py",
+        "            eos_width = max(eos_width, old.eos.shape[1])\n",
+        "",
+        "A call beside an open stream fails, if one with more EOS ids has ended meanwhile.",
+        "tests/test_generate.py -k 'side_by_side and jax'",
+    ),
+    Row(
+        "backends/jax/ops/primitives.py",
+        "if tokens <= _WHOLE or tokens % _WHOLE:",
+        "if tokens <= _WHOLE:",
+        "engine.apply of 1,500 tokens fails.",
+        "tests/kernels/test_attention.py -k in_pieces",
+    ),
+    Row(
+        "backends/jax/ops/primitives.py",
+        "exact = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None",
+        "exact = None",
+        "On a GPU float32 products are TF32.",
+        "tests/test_jax_users.py -k asked_for_in_float32",
+    ),
+    Row(
+        "backends/jax/mesh.py",
+        "    if not settings.enabled:\n        return OneDevice(device)\n",
+        "",
+        "tensor_parallel.enabled=False is ignored: the model goes to several devices.",
+        "tests/test_parallel_jax.py -k cannot_be_are_refused",
+    ),
+    Row(
+        "backends/jax/params.py",
+        "elif (array.shape, array.dtype) != (data.shape, data.dtype):",
+        "elif array.shape != data.shape:",
+        "apply takes parameters of another dtype without a word.",
+        "tests/test_jax_users.py -k params",
+    ),
+    Row(
+        "backends/jax/params.py",
+        "sum(x.nbytes for x in leaves if x.sharding.is_fully_replicated)",
+        "sum(x.nbytes for x in leaves)",
+        "The report says of all weights that every device has them.",
+        "tests/test_parallel_jax.py -k every_device_has",
+    ),
+    Row(
+        "backends/jax/module/parts.py",
+        """if "params" in variables or {"batch_stats", "cache"} & set(variables):""",
+        """if "params" in variables:""",
+        "A Linen module with batch statistics and no parameters gets them as its parameters.",
+        "tests/test_module_jax.py -k without_parameters",
+    ),
+    Row(
+        "backends/jax/functional.py",
+        "if spec.learned_positions and length > spec.learned_positions:",
+        "if spec.learned_positions and length >= spec.learned_positions:",
+        "apply refuses a sequence that fills a model's positions.",
+        "tests/test_jax_users.py -k inputs_that_do_not_fit",
+    ),
+    Row(
+        "backends/jax/compilation_cache.py",
+        """if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:""",
+        """if not values["jax_enable_compilation_cache"]:""",
+        "The user's own folder for compiled programs gives way to ours.",
+        "tests/test_compilation.py -k users_own",
+    ),
+    # --- kernels, interpreted
+    Row(
+        "kernels/triton/decode_attention.py",
+        """other=-float("inf"), cache_modifier""",
+        """other=0.0, cache_modifier""",
+        "With three splits and scores far below 0 a token's attention is NaN.",
+        "tests/kernels/test_triton_decode_attention.py -k far_below",
+    ),
+    Row(
+        "kernels/pallas/decode_attention.py",
+        "plan.block_d + 1), there, -jnp.inf, shared=True)",
+        "plan.block_d + 1), there, 0.0, shared=True)",
+        "The same on JAX.",
+        "tests/kernels/test_pallas_decode_attention.py -k far_below",
+    ),
+    Row(
+        "kernels/triton/thresholds.py",
+        "ranked = (top_k > 0) & (top_k < vocab)",
+        "ranked = (top_k > 1) & (top_k < vocab)",
+        "top_k=1 is off on a GPU.",
+        "tests/kernels/test_triton_sampling.py -k 'plain_sampler or the_reference'",
+    ),
+    Row(
+        "kernels/triton/activation.py",
+        "(x + 0.044715 * x * x * x)",
+        "(x + 0.0447 * x * x * x)",
+        "GPT-2's activation is off by a little on a GPU.",
+        "tests/kernels/test_triton_activation.py -k is_the_reference",
+    ),
+    Row(
+        "kernels/triton/exchange.py",
+        "slot = ((number & 1) * SIZE + RANK)",
+        "slot = ((number & 0) * SIZE + RANK)",
+        "An exchange writes where the one before is still read, and nothing where it is awaited.",
+        "tests/kernels/test_triton_exchange.py",
+    ),
+    Row(
+        "kernels/pallas/linear_kernels.py",
+        "end = share if even else jnp.minimum(share, turns - split * share)",
+        "end = share",
+        "A product whose columns do not divide among its programs counts some beyond the end.",
+        "tests/kernels/test_pallas_linear.py -k products_are_the_reference",
+    ),
+    Row(
+        "kernels/pallas/rotary.py",
+        "/ plan.dim + plan.norm_eps)",
+        "/ plan.block + plan.norm_eps)",
+        "Heads of a size that is no power of two are normed wrongly on a GPU.",
+        "tests/kernels/test_pallas_rotary.py",
+    ),
+    Row(
+        "kernels/pallas/decode_attention.py",
+        "jnp.maximum(length + 1 - plan.window, 0)",
+        "jnp.maximum(length - plan.window, 0)",
+        "A step of a windowed layer sees one token too many on a GPU.",
+        "tests/kernels/test_pallas_decode_attention.py -k window",
+    ),
+    # --- families
+    Row(
+        "model/families/bloom.py",
+        "series(2 * power)[::2]",
+        "series(2 * power)[1::2]",
+        "BLOOM with a number of heads that is no power of two weighs distances wrongly.",
+        "tests/test_families.py -k slopes",
+    ),
+    Row(
+        "model/families/rope.py",
+        """if parameters.get("truncate", True):""",
+        "if True:",
+        "yarn with truncate=false has other frequencies than HF's.",
+        "tests/test_families.py -k rotary_frequencies",
+    ),
+    Row(
+        "model/families/rope.py",
+        "    if low == high:\n        high += 0.001\n",
+        "",
+        "yarn whose two ends meet gives NaN.",
+        "tests/test_families.py -k rotary_frequencies",
+    ),
+    Row(
+        "model/families/llama.py",
+        "isinstance(window, int) and window >= reach",
+        "isinstance(window, int) and window > reach",
+        "A Llama whose sliding_window is its whole length is refused.",
+        "tests/test_families.py -k window_is_its_length",
+    ),
+    Row(
+        "model/families/gptj.py",
+        "if rotary_dim > head_dim or",
+        "if rotary_dim >= head_dim or",
+        "A GPT-J that turns its whole heads is refused.",
+        "tests/test_families.py -k whole_heads",
+    ),
+    Row(
+        "model/families/fields.py",
+        "not isinstance(value, int) or value < 1",
+        "not isinstance(value, int) or value < 0",
+        "num_attention_heads=0 ends in a ZeroDivisionError.",
+        "tests/test_errors.py -k config_field",
+    ),
+    # --- sharding
+    Row(
+        "parallel/sharding.py",
+        "extent = -(-size // (parts * grain)) * grain",
+        "extent = -(-size // parts)",
+        "On JAX tp_grain_size is ignored.",
+        "tests/test_sharding.py -k grain",
+    ),
+    Row(
+        "parallel/sharding.py",
+        "slopes[query.start : query.stop]",
+        "slopes[: query.real]",
+        "Every device has the ALiBi slopes of the first one's heads.",
+        "tests/test_sharding.py -k slopes",
+    ),
+    Row(
+        "cli/plan_table.py",
+        """for shard in plan.shards) > table.sizes["k"]:""",
+        """for shard in plan.shards) >= table.sizes["k"]:""",
+        "dualinfer plan says that devices share KV heads where none does.",
+        "tests/test_cli_plan.py -k 'plan_prints or equal_layers'",
+    ),
+    Row(
+        "cli/plan_table.py",
+        "count=count, size=row.size * count",
+        "count=count, size=row.size",
+        "dualinfer plan shows one layer's bytes for all equal layers.",
+        "tests/test_cli_plan.py -k 'plan_prints or equal_layers'",
+    ),
+    # --- the loop and what goes in
+    Row(
+        "engine/loop.py",
+        "max(0, old - len(s) + 1)",
+        "max(0, old - len(s))",
+        "A prompt that ends with a stop string ends the text at its first token.",
+        "tests/test_generate.py -k stop_string",
+    ),
+    Row(
+        "engine/loop.py",
+        "4 * max(len(s) for s in strings) + 8",
+        "max(len(s) for s in strings)",
+        "A stop string of characters that take several tokens is missed.",
+        "tests/test_generate.py -k stop_string",
+    ),
+    Row(
+        "engine/loop.py",
+        "                del live.tokens[count:]\n",
+        "",
+        "Text goes on behind a stop string.",
+        "tests/test_generate.py -k stop_string",
+    ),
+    Row(
+        "engine/loop.py",
+        "                self._runner.release(slots)\n                raise",
+        "                raise",
+        "A prompt that failed keeps its slot, and every later step serves it.",
+        "tests/test_generate.py -k failing_prefill",
+    ),
+    Row(
+        "engine/fused.py",
+        "seeds = [] if seed is None else [r.sampling.seed for r in requests]",
+        "seeds: list[int] = []",
+        "Ranks that were given different seeds all take rank 0's, without a word.",
+        "tests/test_parallel_torch.py -k 'seed or differ'",
+    ),
+    Row(
+        "engine/fused.py",
+        "if least_tokens > new_tokens:",
+        "if least_tokens >= new_tokens:",
+        "min_new_tokens = max_new_tokens warns that the maximum counts.",
+        "tests/test_generate.py -k 'layout_and_options'",
+    ),
+    Row(
+        "engine/fused.py",
+        """cached = getattr(self.config, "use_cache", True)""",
+        "cached = True",
+        "Packed sequences of a model with use_cache=false see each other.",
+        "tests/parity/test_logits.py -k follow_use_cache",
+    ),
+    Row(
+        "engine/fused.py",
+        "0 <= value.__index__() < 2**64:",
+        "0 <= value.__index__() < 2**63:",
+        "Half of all seeds are refused.",
+        "tests/test_generate.py -k 'published_noise and torch'",
+    ),
+    Row(
+        "cli/tokenizer.py",
+        "        self._start = max(0, self._read - _CONTEXT)\n        return",
+        "        self._start = self._read\n        return",
+        "Tokenizers that mark a word's beginning by a blank lose the blanks between words.",
+        "tests/test_text.py",
+    ),
+    Row(
+        "engine/options.py",
+        "asked = {**given, **kwargs}",
+        "asked = {**kwargs, **given}",
+        "A generation_config beats the keyword arguments beside it.",
+        "tests/test_generate.py -k generation_config_argument",
+    ),
+    Row(
+        "engine/options.py",
+        "return max(0, self.min_length - width)",
+        "return self.min_length",
+        "min_length does not count the prompt.",
+        "tests/test_generate.py -k layout_and_options",
+    ),
+    Row(
+        "engine/inputs.py",
+        "prepend=positions[:, :1] - 1) != 1",
+        "prepend=positions[:, :1] - 1) < 1",
+        "Packed sequences whose positions go on higher see each other.",
+        "tests/parity/test_logits.py -k 'packed and torch'",
+    ),
+    Row(
+        "engine/module.py",
+        "return max(len(row) for row in prompt)",
+        "return len(prompt[0])",
+        "A long prompt behind a short one passes max_out_tokens in module mode.",
+        "tests/test_modules.py",
+    ),
+    # --- checkpoints
+    Row(
+        "model/weights.py",
+        "absent = not any(find(part.name)",
+        "absent = not all(find(part.name)",
+        "A BERT with half a pooler loads without the pooler.",
+        "tests/test_weights.py -k optional",
+    ),
+    Row(
+        "checkpoint/reader.py",
+        "held + waiting[0].size <= self._ahead",
+        "held <= self._ahead",
+        "Loading holds more of the model in memory than one layer ahead.",
+        "tests/test_loading.py",
+    ),
+    Row(
+        "checkpoint/pieces.py",
+        "if held != whole.size:",
+        "if held > whole.size:",
+        "Where a piece is missing from the index, its weights are whatever was in memory.",
+        "tests/test_sharded_checkpoint.py -k damaged",
+    ),
+    Row(
+        "checkpoint/saving.py",
+        "config.architectures, config.dtype = [saved.spec.architecture], saved.dtype",
+        "config.architectures = [saved.spec.architecture]",
+        "The config.json of a saved checkpoint names another dtype than its weights have.",
+        "tests/test_sharded_checkpoint.py -k dtype_is",
+    ),
+    Row(
+        "system/memory.py",
+        " - used + _droppable(cgroup / group))",
+        " - used)",
+        "In a container whose file cache is full, no cache finds room.",
+        "tests/test_module_torch.py -k host_memory",
+    ),
+    # --- processes
+    Row(
+        "parallel/agreement.py",
+        "    if not asks:\n        return dict(inputs)\n",
+        "",
+        "A rank's own prompts give way to rank 0's, without a word.",
+        "tests/test_limits.py -k who_have_none",
+    ),
+    Row(
+        "parallel/agreement.py",
+        """digest.update(f"[{len(value)}".encode())""",
+        """digest.update(b"[")""",
+        "Ranks whose lists are nested differently are taken to agree.",
+        "tests/test_limits.py -k nested",
+    ),
+    # --- config
+    Row(
+        "config/fields.py",
+        "self.min_out_tokens > self.max_out_tokens:",
+        "self.min_out_tokens >= self.max_out_tokens:",
+        "min_out_tokens = max_out_tokens is refused.",
+        "tests/test_config.py tests/test_limits.py -k 'out_tokens or round or room'",
+    ),
+    Row(
+        "config/model.py",
+        """value.model_fields_set or {"enabled"} & cls.model_fields.keys()""",
+        "value.model_fields_set",
+        "QuantizationConfig() asks for nothing, where it should be refused.",
+        "tests/test_config.py -k quantization_config",
+    ),
+    Row(
+        "config/values.py",
+        """:\n        raise ValueError("expected a number, and no bool")""",
+        ":\n        return value",
+        "timeout=True is one second.",
+        "tests/test_config.py -k bad_value",
+    ),
+    Row(
+        "config/dtypes.py",
+        """"" if value.__module__ == "builtins" else value.__name__""",
+        "value.__name__",
+        "dtype=float, which has 64 bits in NumPy and torch, is taken for float32.",
+        "tests/test_config.py -k dtype",
+    ),
+    Row(
+        "config/refusals.py",
+        """if config.keep_module_on_host and device != "cpu":""",
+        "if config.keep_module_on_host:",
+        "keep_module_on_host is refused on a CPU, where it asks for nothing.",
+        "tests/test_limits.py -k ask_for_nothing",
+    ),
+    Row(
+        "config/refusals.py",
+        "callable(size) and size() == 1",
+        "callable(size)",
+        "On JAX a process group of four is ignored.",
+        "tests/test_limits.py -k groups_of_processes",
+    ),
+    # --- the engine and what it says
+    Row(
+        "engine/base.py",
+        "            _ = self.runner  # a closed engine says that it is\n",
+        "",
+        "A closed engine says that profiling is off.",
+        "tests/test_errors.py -k closed_engine_refuses",
+    ),
+    Row(
+        "api.py",
+        "        for runner in made:\n            runner.close()\n        raise",
+        "        raise",
+        "An engine that could not be made keeps its memory and its processes' groups.",
+        "tests/test_limits.py -k could_not_be_made",
+    ),
+    Row(
+        "engine/report.py",
+        """if self.max_tokens else "no limit on tokens\"""",
+        """if self.max_tokens >= 0 else "no limit on tokens\"""",
+        "The report of a module says: at most 0 tokens.",
+        "tests/test_modules.py -k report",
+    ),
+    Row(
+        "cli/parity.py",
+        "rounding = max(ROUNDING",
+        "rounding = min(ROUNDING",
+        "An engine in bfloat16 beside one in float32 is held to float32's rounding.",
+        "tests/test_parity.py -k widens",
+    ),
+    # --- bench and the command line
+    Row(
+        "bench/measure.py",
+        "return times[0], times[warm_ups:]",
+        "return times[0], times",
+        "The medians of bench count the warm-ups.",
+        "tests/test_bench.py -k warm_ups",
+    ),
+    Row(
+        "bench/tables.py",
+        ".startswith(('torch', 'hf'))",
+        ".startswith(('torch',))",
+        "bench says that JAX measured the limits of Hugging Face's rows.",
+        "tests/test_bench.py -k limits_are_said",
+    ),
+    Row(
+        "bench/limits.py",
+        "math.ceil(4 * cache_bytes / max(nbytes, 1))",
+        "math.ceil(cache_bytes / max(nbytes, 1))",
+        "Ops are measured with inputs that the GPU's cache still holds.",
+        "tests/test_bench.py -k sets_of_inputs",
+    ),
+    Row(
+        "cli/main.py",
+        """({result.rounding:.0e}).[/]")\n        raise typer.Exit(1)""",
+        """({result.rounding:.0e}).[/]")""",
+        "dualinfer parity ends with 0 where the backends differ.",
+        "tests/test_cli.py -k parity_fails",
+    ),
+    Row(
+        "cli/main.py",
+        "return (result.shape[1] - ids.shape[1]) /",
+        "return result.shape[1] /",
+        "The demo counts the prompt's tokens as generated ones.",
+        "tests/test_cli.py -k speed_is",
+    ),
+    # --- everywhere
+    Row(
+        "backends/torch/ops/plain.py",
+        "turned.sin() * rope.scaling",
+        "turned.sin()",
+        "yarn's factor reaches the cosines alone.",
+        "tests/parity/test_logits.py -k 'unpadded and yarn and torch'",
+    ),
+    Row(
+        "backends/jax/ops/plain.py",
+        "jnp.cos(turned) * rope.scaling",
+        "jnp.cos(turned)",
+        "yarn's factor reaches the sines alone.",
+        "tests/parity/test_logits.py -k 'unpadded and yarn and jax'",
+    ),
+    Row(
+        "backends/torch/prompts.py",
+        "Chunk(start, slot))",
+        "Chunk(start, 0))",
+        "A long prompt behind another one reads that one's cache.",
+        "tests/test_prompts.py -k pieces",
+    ),
+    Row(
+        "backends/torch/parallel.py",
+        "mine.copy = me // degree",
+        "mine.copy = 0",
+        "Where a job runs two copies of a model, both write the checkpoint.",
+        "tests/test_sharded_checkpoint.py tests/test_parallel_torch.py -k copies",
+    ),
+    Row(
+        "engine/loop.py",
+        "steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)",
+        "steps = min(steps, ahead, MAX_STEPS)",
+        "model_times has one entry for many passes of generate.",
+        "tests/test_engine.py -k 'every_pass_of_generate'",
+    ),
+    Row(
+        "backends/profiling.py",
+        "times, self._times = self._times, []",
+        "times = self._times",
+        "model_times gives times that it has given before.",
+        "tests/test_engine.py -k are_cleared",
+    ),
+    Row(
+        "model/families/opt.py",
+        "final = before and not removed",
+        "final = before",
+        "An OPT without a final norm is refused.",
+        "tests/parity/test_logits.py -k 'unpadded and opt and torch'",
+    ),
+    Row(
+        "config/merging.py",
+        "if names.count(name) > 1",
+        "if names.count(name) > 2",
+        "Of a name that stands twice in a config file the first value is ignored.",
+        "tests/test_config.py -k name_twice",
+    ),
+    Row(
+        "checkpoint/saving.py",
+        "    elif target.exists():",
+        "    elif False:",
+        "save_mp_checkpoint_path that is a file is found out after loading.",
+        "tests/test_sharded_checkpoint.py -k written_over",
+    ),
+    Row(
+        "engine/module.py",
+        "return len(_shape(prompt)) <= 2 and is_int",
+        "return is_int",
+        "The limit on tokens refuses pictures of integers.",
+        "tests/test_modules.py",
+    ),
+    Row(
+        "cli/tokenizer.py",
+        '"vocab.json", "vocab.txt", "spiece.model")',
+        '"vocab.json", "spiece.model")',
+        "A folder with BERT's vocabulary is said to hold no tokenizer.",
+        "tests/test_text.py tests/test_cli.py -k tokenizer",
+    ),
+    Row(
+        "bench/counts.py",
+        "else attention.window - 1",
+        "else attention.window",
+        "The limit of a windowed model's step counts a token too many.",
+        "tests/test_bench.py -k cached_bytes",
+    ),
+]
+
+if __name__ == "__main__":
+    sys.exit(main())
