@@ -58,7 +58,8 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     """The first device's share of the shape's first layers, with random weights."""
     spec, table = open_model(part.shape).describe()
     layers = 2 if spec.embed >= 2048 else 12
-    shard = make_plan(replace(spec, layers=spec.layers[:layers]), table, part.tp).shards[0]
+    spec = replace(spec, layers=spec.layers[:layers])
+    shard = make_plan(replace(table, spec=spec, layers=table.layers[:layers]), part.tp).shards[0]
     spec = shard.spec
     attention = {layer.attention for layer in spec.layers}
 
@@ -68,13 +69,10 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
-    for row in table.rows:
-        layer, name = row.place
-        if layer is not None and layer >= layers:
-            continue
-        data = torch.empty(shard.shape(row.axes, table), dtype=getattr(torch, dtype), device=device)
-        group = params.outer if layer is None else params.layers[layer]
-        group[name] = Weight(data.normal_(0, 0.02), row.axes)
+    for row in shard.table.rows:
+        data = torch.empty(shard.shape(row), dtype=getattr(torch, dtype), device=device)
+        group = params.outer if row.layer is None else params.layers[row.layer]
+        group[row.local_name] = Weight(data.normal_(0, 0.02), row.axes)
     return spec, params
 
 

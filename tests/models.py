@@ -147,6 +147,23 @@ def _gemma2(model=hf.Gemma2ForCausalLM, **fields):
     return model, hf.Gemma2Config, {**sizes, **fields}
 
 
+def _gemma3(model=hf.Gemma3ForCausalLM, **fields):
+    """Every third layer sees all of the past, and turns by other angles than those with a window."""
+    sizes = {
+        "hidden_size": 60,
+        "intermediate_size": 99,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 22,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 13,
+        "max_position_embeddings": 128,
+    }
+    return model, hf.Gemma3TextConfig, {**sizes, **fields}
+
+
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, Case] = {
@@ -278,6 +295,16 @@ CASES: dict[str, Case] = {
             layer_types=["full_attention", "sliding_attention"],
         ),
         "gemma2-headless": _gemma2(hf.Gemma2Model, num_hidden_layers=1),
+        "gemma3": _gemma3(),
+        # scaled where it sees all of the past; its cap of scores is one that HF does not read
+        "gemma3-scaled": _gemma3(
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
         "bert": _bert(hf.BertModel),
         "bert-types": _bert(
             hf.BertModel, num_hidden_layers=1, type_vocab_size=3, hidden_act="gelu_new"
@@ -306,7 +333,7 @@ def make_model(case: Case | str, **changes: Any) -> hf.PreTrainedModel:
 
 
 # Families whose greedy text runs into a loop less soon with strong weights.
-_STRONG = ("opt", "gptj", "gpt_neox", "bloom", "gemma2")
+_STRONG = ("opt", "gptj", "gpt_neox", "bloom", "gemma2", "gemma3_text")
 
 
 @torch.no_grad()
@@ -325,7 +352,7 @@ def randomize(model: hf.PreTrainedModel) -> None:
             p.normal_(0, 0.3)
         else:  # norms; with signs, or a tied head would repeat the last token for ever
             p.uniform_(0.4, 1.6).mul_(torch.randint(0, 2, p.shape) * 2 - 1)
-            p.sub_(1.0 if kind == "gemma2" else 0.0)  # whose norms add 1
+            p.sub_(1.0 if kind.startswith("gemma") else 0.0)  # whose norms add 1
     model.tie_weights()
 
 

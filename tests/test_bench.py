@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.bench import cli as bench_cli
-from dualinfer.bench import limits, measure, peers, runs, worker
+from dualinfer.bench import limits, peers, runs, worker
+from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
@@ -95,7 +96,7 @@ def test_every_shape_is_a_hf_config_of_its_class(name):
 def test_every_shape_comes_in_any_depth(name):
     spec, table = open_model(f"{name}:2").describe()
     assert len(spec.layers) == 2
-    assert {row.place[0] for row in table.rows} == {None, 0, 1}
+    assert {row.layer for row in table.rows} == {None, 0, 1}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 20, 63, 1000])
@@ -147,8 +148,8 @@ def test_warm_ups_do_not_count(monkeypatch):
     def call():
         clock[0] += next(durations)
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
-    assert measure._times(call, 2, 3) == (9.0, [1.0, 2.0, 3.0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    assert measuring._times(call, 2, 3) == (9.0, [1.0, 2.0, 3.0])
 
 
 def test_sets_of_inputs_fill_four_times_the_cache():

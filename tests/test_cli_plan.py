@@ -34,8 +34,8 @@ def run(monkeypatch):
 
 def table_of(name, size, dtype="float32", **options):
     config = make_model(name).config
-    spec, table = describe_model(config.to_dict(), [type(make_model(name)).__name__])
-    return make_plan_table(spec, table, size, dtype, **options)
+    _, table = describe_model(config.to_dict(), [type(make_model(name)).__name__])
+    return make_plan_table(table, size, dtype, **options)
 
 
 def row_of(table, name):

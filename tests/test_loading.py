@@ -34,9 +34,9 @@ def described(folder):
     import dualinfer.checkpoint.hf_config
 
     config = dualinfer.checkpoint.hf_config.read_config(folder)
-    spec, table = describe_model(config.to_dict(), config.architectures)
+    _, table = describe_model(config.to_dict(), config.architectures)
     source = open_checkpoint(folder)
-    return spec, make_load_plan(table, source), source
+    return make_load_plan(table, source), source
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_a_value_that_is_not_finite_is_found_wherever_it_is(dtype):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("equal", [False, True])
 def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
-    spec, plan, source = llama
-    shards = make_plan(spec, plan.table, size, equal=equal).shards
+    plan, source = llama
+    shards = make_plan(plan.table, size, equal=equal).shards
     with RowReader(shards, plan, source) as reader:
         rows = []
         for row, found in reader:
@@ -144,7 +144,7 @@ def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
                 wanted = [
                     (name, read)
                     for part, name in zip(row.sources, names, strict=True)
-                    for read in shard.reads(row, part, plan.table)
+                    for read in shard.reads(row, part)
                 ]
                 for (name, read), (given, array) in zip(wanted, own, strict=True):
                     assert given == read
@@ -155,7 +155,7 @@ def test_rows_come_in_order_with_what_each_shard_reads(llama, size, equal):
 
 
 def test_what_shards_read_alike_is_read_once(llama):
-    spec, plan, source = llama
+    plan, source = llama
     reads = []
 
     class Counting(Slow):
@@ -163,7 +163,7 @@ def test_what_shards_read_alike_is_read_once(llama):
             reads.append((name, tuple((s.start, s.stop) for s in index)))
             return super().read(name, index)
 
-    shards = make_plan(spec, plan.table, 4).shards
+    shards = make_plan(plan.table, 4).shards
     with RowReader(shards, plan, Counting(source, 0)) as reader:
         for _row, _found in reader:
             pass
@@ -196,14 +196,14 @@ class Slow:
 
 
 def test_reads_overlap_and_keep_to_a_layer_in_memory(llama):
-    spec, plan, source = llama
+    plan, source = llama
     slow = Slow(source, 0.005)
     order = [row.name for row, _ in plan.rows]
     owner = {name: row.name for row, names in plan.rows for name in names}
     sizes = {r.name: sum(source.read(name).nbytes for name in names) for r, names in plan.rows}
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     ahead = []
-    with RowReader(make_plan(spec, plan.table).shards, plan, slow) as reader:
+    with RowReader(make_plan(plan.table).shards, plan, slow) as reader:
         for i, (row, _found) in enumerate(reader):
             assert row.name == order[i]
             time.sleep(0.02)  # what may be read meanwhile is
@@ -214,10 +214,10 @@ def test_reads_overlap_and_keep_to_a_layer_in_memory(llama):
 
 
 def test_a_read_that_fails_is_raised_and_no_thread_stays(llama):
-    spec, plan, source = llama
+    plan, source = llama
     before = set(threading.enumerate())
     name = "model.layers.0.self_attn.o_proj.weight"
-    shards = make_plan(spec, plan.table).shards
+    shards = make_plan(plan.table).shards
 
     def read_all():
         with RowReader(shards, plan, Slow(source, 0, name)) as reader:
@@ -234,8 +234,8 @@ def test_a_read_that_fails_is_raised_and_no_thread_stays(llama):
 def test_the_bar_shows_bytes_and_rate_on_a_terminal_and_on_one_rank(llama, monkeypatch, capsys):
     import rich.console
 
-    spec, plan, source = llama
-    shards = make_plan(spec, plan.table, 2).shards
+    plan, source = llama
+    shards = make_plan(plan.table, 2).shards
 
     def shown(rank):
         with RowReader([shards[rank]], plan, source, shown=rank == 0) as reader:
@@ -266,8 +266,8 @@ def kib(name):
         if line.startswith(name + ":"):
             return int(line.split()[1])
 
-spec, plan, source = described(Path(sys.argv[1]))
-shards = make_plan(spec, plan.table, int(sys.argv[2])).shards
+plan, source = described(Path(sys.argv[1]))
+shards = make_plan(plan.table, int(sys.argv[2])).shards
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = kib("VmRSS")
 params = load_params(shards[-1], plan, source, torch.float32, torch.device("cpu"))
@@ -290,9 +290,7 @@ def write_zeros(folder, vocab, embed, ffn, layers):
     config.to_json_file(folder / "config.json")
     _, table = describe_model(config.to_dict(), config.architectures)
     shapes = {
-        source.name: tuple(map(table.size, source.axes))
-        for row in table.rows
-        for source in row.sources
+        source.name: table.shape(row, source.axes) for row in table.rows for source in row.sources
     }
     arrays = (np.zeros(shape, np.float32) for shape in shapes.values())
     write_tensors(folder / "model.safetensors", "float32", shapes, arrays)

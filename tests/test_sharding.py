@@ -1,6 +1,7 @@
 """The plan of tensor parallelism: what each device holds, and that together it is everything."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from .models import ALL, CASES
 
 def described(name, **changes):
     case = CASES[name]
-    return describe_model(case.make_config(**changes).to_dict(), [case.model.__name__])
+    return describe_model(case.make_config(**changes).to_dict(), [case.model.__name__])[1]
 
 
 def widths(plan, axis):
-    return [shard.shares[axis].real for shard in plan.shards]
+    return [shard.share(axis, 0).real for shard in plan.shards]
 
 
 @pytest.mark.parametrize(
@@ -35,19 +36,19 @@ def widths(plan, axis):
     ],
 )
 def test_heads_stay_whole_and_follow_their_kv_head(kv_heads, size, query, key):
-    spec, table = described("llama-gqa", num_key_value_heads=kv_heads)
+    table = described("llama-gqa", num_key_value_heads=kv_heads)
     for equal in (False, True):
-        plan = make_plan(spec, table, size, equal=equal)
+        plan = make_plan(table, size, equal=equal)
         if not equal or size > kv_heads:
-            dim = spec.layers[0].attention.head_dim
+            dim = table.spec.layers[0].attention.head_dim
             count = [n // dim for n in widths(plan, "q")]
             shared = [n // dim for n in widths(plan, "k")]
             assert (count, shared) == (query, key)
         for shard in plan.shards:
-            a, shares = shard.spec.layers[0].attention, shard.shares
-            assert a.heads * a.head_dim == shares["q"].extent and a.heads % a.kv_heads == 0
-            first = shares["q"].start // a.head_dim // (6 // kv_heads)
-            assert not shares["q"].real or first == shares["k"].start // a.head_dim
+            a, q, k = shard.spec.layers[0].attention, shard.share("q", 0), shard.share("k", 0)
+            assert a.heads * a.head_dim == q.extent and a.heads % a.kv_heads == 0
+            first = q.start // a.head_dim // (6 // kv_heads)
+            assert not q.real or first == k.start // a.head_dim
 
 
 # contract 5.3: size, devices, grain; the degenerate ones leave nobody without a share here
@@ -65,45 +66,45 @@ GRAINS = [
 
 @pytest.mark.parametrize(("size", "devices", "expected"), GRAINS)
 def test_widths_are_spread_by_the_grain(size, devices, expected):
-    spec, table = described("llama-gqa", vocab_size=size, intermediate_size=size)
-    plan = make_plan(spec, table, devices)
+    table = described("llama-gqa", vocab_size=size, intermediate_size=size)
+    plan = make_plan(table, devices)
     assert widths(plan, "vocab") == widths(plan, "up") == widths(plan, "gate") == expected
-    equal = make_plan(spec, table, devices, equal=True)
+    equal = make_plan(table, devices, equal=True)
     assert sum(widths(equal, "vocab")) == size
-    (extent,) = {shard.shares["vocab"].extent for shard in equal.shards}
+    (extent,) = {shard.share("vocab").extent for shard in equal.shards}
     assert extent % 64 == 0 or size < 64 * devices
-    fine = make_plan(spec, table, devices, grain=1, equal=True)
-    assert fine.shards[0].shares["vocab"].extent == -(-size // devices)
-    shares = [shard.shares["vocab"] for shard in equal.shards]
+    fine = make_plan(table, devices, grain=1, equal=True)
+    assert fine.shards[0].share("vocab").extent == -(-size // devices)
+    shares = [shard.share("vocab") for shard in equal.shards]
     assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
 
 
 def test_more_devices_than_the_mlp_is_wide_are_refused():
-    spec, table = described("llama-gqa", intermediate_size=3)
+    table = described("llama-gqa", intermediate_size=3)
     with pytest.raises(dualinfer.ConfigError, match=r"tp_size=4: Llama.* has gate of 3"):
-        make_plan(spec, table, 4)
-    assert widths(make_plan(spec, table, 4, equal=True), "up") == [1, 1, 1, 0]
+        make_plan(table, 4)
+    assert widths(make_plan(table, 4, equal=True), "up") == [1, 1, 1, 0]
 
 
 def pieces(name, devices, equal):
     """How often each element of each stored tensor is read, and the joined shapes."""
-    spec, table = described(name)
-    plan = make_plan(spec, table, devices, equal=equal)
+    table = described(name)
+    plan = make_plan(table, devices, equal=equal)
     for r in table.rows:
         shapes = []
-        counts = {p.name: np.zeros([table.size(a) for a in p.axes], int) for p in r.sources}
+        counts = {p.name: np.zeros(table.shape(r, p.axes), int) for p in r.sources}
         for shard in plan.shards:
             joined = 0
             for part in r.sources:
-                for read in shard.reads(r, part, table):
+                for read in shard.reads(r, part):
                     counts[part.name][read.index] += 1
-                    stored = np.zeros([table.size(a) for a in part.axes])[read.index]
-                    blocks = shard.blocks(read, stored.transpose(read.order), table)
-                    padded = shard.block_shapes(read, table)
+                    stored = np.zeros(table.shape(r, part.axes))[read.index]
+                    blocks = shard.blocks(r, read, stored.transpose(read.order))
+                    padded = shard.block_shapes(r, read)
                     assert len(blocks) == len(padded)
                     assert all(b.shape <= p for b, p in zip(blocks, padded, strict=True))
                     joined += sum(shape[r.join_axis] for shape in padded)
-            shape = shard.shape(r.axes, table)
+            shape = shard.shape(r)
             assert not r.sources or shape[r.join_axis] == joined
             shapes.append(shape)
         yield r, plan, counts, shapes
@@ -125,50 +126,74 @@ def test_every_element_is_read_by_one_device_or_by_all_that_share_it(name, devic
 
 
 def test_one_device_reads_each_tensor_whole():
-    spec, table = described("gpt2")
-    shard = whole(spec)
+    table = described("gpt2")
+    shard = whole(table)
     for r in table.rows:
         assert shard.split_axis(r) is None
         for part in r.sources:
-            (read,) = shard.reads(r, part, table)
-            assert read.index == tuple(slice(0, table.size(axis)) for axis in part.axes)
+            (read,) = shard.reads(r, part)
+            assert read.index == tuple(slice(0, n) for n in table.shape(r, part.axes))
 
 
 def test_blocks_that_are_interleaved_by_head_come_apart():
-    """Heads of (2 of q, 1 of k) each, along the second axis as stored."""
-    table = WeightTable(
-        rows=(row("w", "q+k in", ("x", "in q+k/heads")), row("b", "q+k", ("y", "q+k"))),
-        sizes={"in": 5, "q": 6, "k": 3, "heads": 3},
-    )
-    spec, _ = described("bloom")
-    shard = whole(spec)
-    heads = np.array(["q00", "q01", "k00", "q10", "q11", "k10", "q20", "q21", "k20"])
+    """Three heads of (2 of q, 1 of k) each, along the second axis as stored."""
+    bloom = described("bloom").spec
+    attention = replace(bloom.layers[0].attention, heads=3, kv_heads=3, head_dim=2, alibi=None)
+    spec = replace(bloom, layers=(replace(bloom.layers[0], attention=attention),), embed=5)
+    rows = row("w", "q+k embed", ("x", "embed q+k/heads")), row("b", "q+k", ("y", "q+k"))
+    table = WeightTable(spec, (), (rows,))
+    shard = whole(table)
+    heads = np.array([f"{p}{i}{j}" for i in range(3) for p in "qk" for j in range(2)])
     stored = np.repeat(heads[None], 5, axis=0)
-    (part,) = table.rows[0].sources
-    (read,) = shard.reads(table.rows[0], part, table)
-    blocks = shard.blocks(read, stored[read.index].transpose(read.order), table)
-    assert [block.shape for block in blocks] == shard.block_shapes(read, table) == [(6, 5), (3, 5)]
+    first, second = table.rows
+    (read,) = shard.reads(first, first.sources[0])
+    blocks = shard.blocks(first, read, stored[read.index].transpose(read.order))
+    shapes = [block.shape for block in blocks]
+    assert shapes == shard.block_shapes(first, read) == [(6, 5), (6, 5)]
     assert blocks[0][:, 4].tolist() == ["q00", "q01", "q10", "q11", "q20", "q21"]
-    assert blocks[1][:, 0].tolist() == ["k00", "k10", "k20"]
-    (whole_read,) = shard.reads(table.rows[1], table.rows[1].sources[0], table)
-    array = np.zeros(9)
-    assert shard.blocks(whole_read, array, table)[0] is array
+    assert blocks[1][:, 0].tolist() == ["k00", "k01", "k10", "k11", "k20", "k21"]
+    (whole_read,) = shard.reads(second, second.sources[0])
+    array = np.zeros(12)
+    assert shard.blocks(second, whole_read, array)[0] is array
 
 
 def test_constant_rows_have_the_shape_of_the_share():
-    constant = Row("c", ("in", "q+k"), (), constant=1.0)
-    table = WeightTable(rows=(constant,), sizes={"in": 2, "q": 4, "k": 5})
-    spec, _ = described("gpt2")
-    assert whole(spec).shape(constant.axes, table) == (2, 9)
+    spec = described("gpt2").spec
+    constant = Row("c", ("embed", "q+k"), (), constant=1.0)
+    table = WeightTable(spec, (), ((constant,),) * 2)
+    for devices, columns in ((1, 120), (5, 24)):
+        shard = make_plan(table, devices).shards[0]
+        assert shard.shape(table.rows[1]) == (60, columns)
+
+
+def test_layers_that_differ_are_split_each_for_itself():
+    """One layer has 16 heads over 2 KV heads, the other 6 over 3, and a narrower MLP."""
+    spec = described("llama-mha").spec
+    wide, narrow = spec.layers
+    wide = replace(wide, attention=replace(wide.attention, heads=16, kv_heads=2))
+    narrow = replace(narrow, mlp=replace(narrow.mlp, ffn=30))
+    narrow = replace(narrow, attention=replace(narrow.attention, heads=6, kv_heads=3))
+    rows = row("qkv.weight", "q+k+v embed"), row("down.weight", "embed up")
+    table = WeightTable(replace(spec, layers=(wide, narrow)), (), (rows, rows))
+    plan = make_plan(table, 2)
+    dim = wide.attention.head_dim
+    heads = [
+        [(a.heads, a.kv_heads) for a in (x.attention for x in s.spec.layers)] for s in plan.shards
+    ]
+    assert heads == [[(8, 1), (4, 2)], [(8, 1), (2, 1)]]
+    shapes = [[shard.shape(r) for r in table.rows] for shard in plan.shards]
+    assert shapes[0] == [(10 * dim, 84), (84, 50), (8 * dim, 84), (84, 15)]
+    assert shapes[1] == [(10 * dim, 84), (84, 50), (4 * dim, 84), (84, 15)]
+    assert "; " in plan.shards[0].describe()
 
 
 def test_slopes_go_with_their_heads():
-    spec, table = described("bloom")
-    slopes = spec.layers[0].attention.alibi
-    plan = make_plan(spec, table, 4)
+    table = described("bloom")
+    slopes = table.spec.layers[0].attention.alibi
+    plan = make_plan(table, 4)
     assert sum((s.spec.layers[0].attention.alibi for s in plan.shards), ()) == slopes
-    padded = make_plan(spec, table, 4, equal=True).shards[-1]
-    assert padded.shares["heads"] == Share(5, 5, 2)
+    padded = make_plan(table, 4, equal=True).shards[-1]
+    assert padded.share("heads", 0) == Share(5, 5, 2)
     assert padded.spec.layers[0].attention.alibi == (0.0, 0.0)
 
 
@@ -176,8 +201,8 @@ def test_slopes_go_with_their_heads():
 def test_the_plan_agrees_with_hfs_own(name):
     """colwise splits what a layer gives, rowwise what it takes."""
     theirs = CASES[name].config.base_model_tp_plan
-    _, table = described(name)
-    shard = make_plan(*described(name), 2).shards[0]
+    table = described(name)
+    shard = make_plan(table, 2).shards[0]
     checked = 0
     for r in table.rows:
         for part in r.sources:
@@ -186,14 +211,13 @@ def test_the_plan_agrees_with_hfs_own(name):
                 regex = pattern.replace(".", r"\.").replace("*", r"\d+") + r"\.weight"
                 if not re.fullmatch(regex, inner):
                     continue
-                names = [a.partition("/")[0].split("+") for a in part.axes]
-                split = [bool(shard.shares.keys() & set(joined)) for joined in names]
+                split = shard.split_axis(replace(r, axes=part.axes))
                 if kind in ("colwise", "colwise_rep", "colwise_gather_output"):
-                    assert split == [True, False], inner
+                    assert split == 0, inner
                 elif kind == "rowwise":
-                    assert split == [False, True], inner
+                    assert split == 1, inner
                 elif kind in ("replicated", "replicated_with_grad_allreduce"):
-                    assert not any(split), inner
+                    assert split is None, inner
                 else:
                     pytest.fail(f"{pattern}: an unknown style {kind}")
                 checked += 1
@@ -201,7 +225,7 @@ def test_the_plan_agrees_with_hfs_own(name):
 
 
 def test_a_share_is_described_for_people():
-    shard = make_plan(*described("llama-gqa"), 2).shards[1]
-    assert shard.describe(described("llama-gqa")[1]) == (
+    shard = make_plan(described("llama-gqa"), 2).shards[1]
+    assert shard.describe() == (
         "query heads 2 of 6, KV heads 1 of 3, MLP width 50 of 100, vocabulary 489 of 1001"
     )

@@ -1,5 +1,7 @@
 """The weight table: names, axes, and that every tensor of every model is accounted for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -35,12 +37,21 @@ def zeros(*shape):
     return np.zeros(shape, np.float32)
 
 
+class Sizes:
+    """A spec of a few axes."""
+
+    def extent(self, axis, layer=None):
+        sizes = {"in": 2, "out": 3, "q": 4, "k": 5}
+        return sum(sizes[part] for part in axis.split("+"))
+
+
 TABLE = WeightTable(
-    rows=(
+    Sizes(),
+    outer=(
         row("a", "out in", ("base.a", "in out")),
         row("b", "q+k", ("base.q", "q"), ("base.k", "k")),
     ),
-    sizes={"in": 2, "out": 3, "q": 4, "k": 5},
+    layers=(),
     base="base.",
     renames=((".q", ".old_q"),),
     unused=(r"^junk",),
@@ -56,8 +67,26 @@ def test_permutation_follows_the_axes_names():
     assert row("w", "embed gate+up", ("x", "gate embed")).join_axis == 1
 
 
-def test_size_of_a_joined_axis_is_the_sum():
-    assert (TABLE.size("q+k"), TABLE.size("q")) == (9, 4)
+def test_extents_are_of_each_layer_and_of_a_joined_axis_the_sum():
+    spec, table = describe_model(CASES["llama-gqa"].make_config().to_dict())
+    wide = replace(spec.layers[1], mlp=replace(spec.layers[1].mlp, ffn=7))
+    spec = replace(spec, layers=(spec.layers[0], wide, spec.layers[2]))
+    assert (spec.extent("q", 0), spec.extent("q+k+v", 0)) == (480, 960)
+    assert [spec.extent("gate+up", i) for i in range(3)] == [200, 14, 200]
+    assert (spec.extent("vocab"), spec.extent("embed")) == (1001, 96)
+    assert table.shape(table.rows[-1]) == (96, 100)
+
+
+def test_a_layers_rows_are_its_template_with_its_number():
+    layer = (row("up.weight", "ffn embed", ("h.{i}.fc.weight", "embed ffn")),)
+    spec = describe_model(CASES["gpt2"].make_config().to_dict())[0]
+    table = WeightTable(spec, (row("embed", "vocab embed", ("wte", "vocab embed")),), (layer,) * 2)
+    found = [(r.name, r.local_name, r.layer, r.sources[0].name) for r in table.rows]
+    assert found == [
+        ("embed", "embed", None, "wte"),
+        ("layers.0.up.weight", "up.weight", 0, "h.0.fc.weight"),
+        ("layers.1.up.weight", "up.weight", 1, "h.1.fc.weight"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +130,8 @@ def test_marks_tell_models_apart_that_differ_in_one_row():
 def test_a_tied_head_of_other_rows_is_no_twin():
     """One with the first rows of the embedding: HF would not tie it, and neither fits."""
     head = row("head", "out in", ("head", "out in"))
-    table = WeightTable(
-        rows=(row("embed", "out in", ("embed", "out in")),),
-        sizes={"out": 3, "in": 2},
-        tied=((head, "embed"),),
-    )
+    rows = (row("embed", "out in", ("embed", "out in")),)
+    table = WeightTable(Sizes(), rows, (), tied=((head, "embed"),))
     whole = np.arange(6, dtype=np.float32).reshape(3, 2)
     assert len(make_load_plan(table, Tensors(embed=whole, head=whole)).rows) == 1
     with pytest.raises(CheckpointError, match=r"head is \(2, 2\), expected \(3, 2\)"):
@@ -114,7 +140,7 @@ def test_a_tied_head_of_other_rows_is_no_twin():
 
 def test_an_optional_part_is_there_as_a_whole_or_not_at_all():
     rows = (row("a", "out", ("a", "out")), *(row(f"top.{n}", "q", (n, "q")) for n in "xy"))
-    table = WeightTable(rows=rows, sizes={"out": 3, "q": 4}, optional="top.")
+    table = WeightTable(Sizes(), rows, (), optional="top.")
     for names, loaded in (("xy", 3), ("", 1)):
         plan = make_load_plan(table, Tensors(a=zeros(3), **{n: zeros(4) for n in names}))
         assert len(plan.rows) == loaded

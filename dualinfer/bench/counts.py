@@ -84,7 +84,7 @@ class Counts:
 
 
 def _elements(row: Row, table: WeightTable) -> int:
-    return prod(table.size(axis) for axis in row.axes)
+    return prod(table.shape(row))
 
 
 def _is_lookup(row: Row) -> bool:

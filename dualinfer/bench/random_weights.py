@@ -69,9 +69,7 @@ def _write_weights(model: Model, dtype: str, path: Path) -> None:
     _, table = model.describe()
     kind = numpy_dtype(dtype)
     shapes = {
-        source.name: tuple(table.size(axis) for axis in source.axes)
-        for row in table.rows
-        for source in row.sources
+        source.name: table.shape(row, source.axes) for row in table.rows for source in row.sources
     }
     header, at = {}, 0
     for name, shape in shapes.items():

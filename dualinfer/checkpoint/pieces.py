@@ -139,8 +139,8 @@ def cut_pieces(shards: Sequence[Shard], plan: LoadPlan) -> list[list[Cut]]:
         file, own = shard_name(shard.rank, len(shards)), []
         for row, names in plan.rows:
             for part, stored in zip(row.sources, names, strict=True):
-                shape = tuple(table.size(axis) for axis in part.axes)
-                for read in shard.reads(row, part, table):
+                shape = table.shape(row, part.axes)
+                for read in shard.reads(row, part):
                     box = Box.of(read.index, shape)
                     if box.size and (part.name, box) not in seen:
                         seen.add((part.name, box))
@@ -167,9 +167,7 @@ def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan, dtype: str) -> dic
     for cut in (cut for own in cuts for cut in own):
         pieces.setdefault(cut.name, []).append(cut.piece)
     shapes = {
-        part.name: tuple(plan.table.size(axis) for axis in part.axes)
-        for row, _ in plan.rows
-        for part in row.sources
+        part.name: plan.table.shape(row, part.axes) for row, _ in plan.rows for part in row.sources
     }
     for name, found in pieces.items():
         Tensor(shapes[name], dtype, tuple(found)).check(name, Path(INDEX))

@@ -163,7 +163,7 @@ def _order(
         [
             (read, name, Box.of(read.index, source.shape(name)))
             for part, name in zip(row.sources, names, strict=True)
-            for read in shard.reads(row, part, plan.table)
+            for read in shard.reads(row, part)
         ]
         for shard in shards
     ]
@@ -176,7 +176,7 @@ def _largest_layer(orders: Sequence[_Order]) -> int:
     """Bytes read for the layer that takes most."""
     layers: dict[int, int] = {}
     for order in orders:
-        number, _ = order.row.place
+        number = order.row.layer
         if number is not None:
             layers[number] = layers.get(number, 0) + order.size
     return max(layers.values(), default=0)

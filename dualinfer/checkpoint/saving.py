@@ -76,7 +76,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     degree. Raises CheckpointError or DistributedError, and then leaves nothing at `path`.
     """
     target = _resolved(path)
-    tp_plan = make_plan(saved.spec, saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
+    tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan)
     with ExitStack() as stack:
         new, folder = _make_new(path, target, peers, stack)

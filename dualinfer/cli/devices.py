@@ -46,14 +46,14 @@ def plan(
         check_unquantized(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
-        spec, table = describe_model(config.to_dict(), config.architectures)
+        _, table = describe_model(config.to_dict(), config.architectures)
     except ModelError as error:
         _plan_module(folder, written, tp, backend, error)
         return
     own = written.get("dtype") or written.get("torch_dtype") or "float16"
     name = make_config({"dtype": dtype or own}, {}).dtype
     assert name is not None
-    found = make_plan_table(spec, table, tp, name, equal=backend == "jax")
+    found = make_plan_table(table, tp, name, equal=backend == "jax")
     console = _wide_console()
     many = f"{tp} devices" if tp > 1 else "one device"
     title = f"{found.architecture} in {name} on {many}, {backend}"

@@ -8,7 +8,6 @@ from math import prod
 
 from ..arrays import numpy_dtype
 from ..backends.base import cache_bytes, cache_specs
-from ..model.spec import ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Plan, Shard, make_plan
 
@@ -58,23 +57,27 @@ class PlanTable:
 
 
 def make_plan_table(
-    spec: ModelSpec, table: WeightTable, size: int, dtype: str, grain: int = 64, equal: bool = False
+    table: WeightTable, size: int, dtype: str, grain: int = 64, equal: bool = False
 ) -> PlanTable:
     """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
-    plan = make_plan(spec, table, size, grain, equal)
+    spec, plan = table.spec, make_plan(table, size, grain, equal)
     itemsize = numpy_dtype(dtype).itemsize
-    alike: dict[tuple[str, ...], PlanRow] = {}  # rows of the same axes have the same shapes
-    for row in table.rows:
-        if row.axes not in alike:
-            alike[row.axes] = _plan_row(row, plan, itemsize)
-    rows = [replace(alike[row.axes], name=row.name) for row in table.rows]
-    counts = Counter(row.axes for row in table.rows)
+    # Rows of the same axes have the same shapes in layers that are one object.
+    kinds = [
+        (row.axes, None if row.layer is None else id(spec.layers[row.layer])) for row in table.rows
+    ]
+    firsts = dict(zip(reversed(kinds), reversed(table.rows), strict=True))
+    planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
+    rows = [
+        replace(planned[kind], name=row.name) for kind, row in zip(kinds, table.rows, strict=True)
+    ]
+    counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(table.rows, rows)),
-        devices=tuple(_part(shard, table, itemsize, counts) for shard in plan.shards),
+        devices=tuple(_part(shard, itemsize, counts) for shard in plan.shards),
         whole=sum(row.size for row in rows),
         sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
         sum_size=spec.embed * itemsize,
@@ -84,14 +87,13 @@ def make_plan_table(
 
 
 def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
-    table = plan.table
-    shape = tuple(table.size(axis) for axis in row.axes)
+    shape = plan.table.shape(row)
     split = plan.shards[0].split_axis(row)
     return PlanRow(
         name=row.name,
         axes=row.axes,
         shape=shape,
-        shapes=tuple(shard.shape(row.axes, table) for shard in plan.shards),
+        shapes=tuple(shard.shape(row) for shard in plan.shards),
         split=None if split is None else row.axes[split],
         count=1,
         size=prod(shape) * itemsize,
@@ -101,11 +103,11 @@ def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
 def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
     """Rows outside the layers, then those of each run of equal layers once."""
     layers: dict[int, list[PlanRow]] = {}
-    for (number, name), row in zip((r.place for r in table), rows, strict=True):
-        if number is None:
+    for own, row in zip(table, rows, strict=True):
+        if own.layer is None:
             yield row
         else:
-            layers.setdefault(number, []).append(replace(row, name=name))
+            layers.setdefault(own.layer, []).append(replace(row, name=own.local_name))
     for own, run in groupby(sorted(layers), key=lambda number: layers[number]):
         numbers = list(run)
         many = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
@@ -115,15 +117,16 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
             yield replace(row, name=name, count=count, size=row.size * count)
 
 
-def _part(
-    shard: Shard, table: WeightTable, itemsize: int, counts: Counter[tuple[str, ...]]
-) -> DevicePart:
-    """What a device holds; `counts` says how many rows have the same axes."""
-    weights = sum(n * prod(shard.shape(axes, table)) for axes, n in counts.items()) * itemsize
-    first = replace(shard.spec, layers=shard.spec.layers[:1])  # caches are alike in all layers
-    cache = cache_bytes(cache_specs(first), 1, 1, itemsize) * len(shard.spec.layers)
-    cache = cache if first.causal else 0
-    return DevicePart(weights, cache, tuple(shard.held(table)))
+def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> DevicePart:
+    """What a device holds; `counts` has a row of each kind, and how many there are of it."""
+    weights = sum(count * prod(shard.shape(row)) for row, count in counts) * itemsize
+    cache = 0
+    if shard.spec.causal:
+        alike = {id(layer): layer for layer in shard.spec.layers}
+        for key, count in Counter(map(id, shard.spec.layers)).items():
+            one = replace(shard.spec, layers=(alike[key],))
+            cache += count * cache_bytes(cache_specs(one), 1, 1, itemsize)
+    return DevicePart(weights, cache, tuple(shard.held()))
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -137,13 +140,13 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"{table.optional}* may be missing in the checkpoint as a whole"
     if plan.size == 1:
         return
-    idle = [str(s.rank) for s in plan.shards if not s.shares["q"].real]
+    idle = [str(s.rank) for s in plan.shards if not s.share("q", 0).real]
     if idle:
         yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
-    if sum(shard.shares["k"].real for shard in plan.shards) > table.sizes["k"]:
+    if sum(shard.share("k", 0).real for shard in plan.shards) > table.spec.extent("k", 0):
         yield "KV heads are fewer than devices, so that several hold the same one"
     padding = {}
-    for own in (own for shard in plan.shards for own in shard.held(table)):
+    for own in (own for shard in plan.shards for own in shard.held()):
         padding[own.name] = padding.get(own.name, 0) + own.extent - own.real
     padded = ", ".join(f"{name} {count}" for name, count in padding.items() if count)
     if padded:

@@ -19,7 +19,7 @@ class Origin:
     """
 
     def __init__(self, spec: ModelSpec, plan: LoadPlan, read: Read, watch: Watch | None = None):
-        self._spec, self._sizes, self._rows = spec, dict(plan.table.sizes), _rows(plan)
+        self._spec, self._rows = spec, _rows(plan)
         self._read, self._watch = read, watch
         self._failed: str | None = None
 
@@ -44,7 +44,7 @@ class Origin:
         def prepare() -> tuple[LoadPlan, TensorSource]:
             check()
             spec, plan, source = self._read()
-            if (spec, dict(plan.table.sizes), _rows(plan)) != (self._spec, self._sizes, self._rows):
+            if (spec, _rows(plan)) != (self._spec, self._rows):
                 raise ModelError(
                     "The model has another shape or config than the one that this engine was made "
                     "of, and refresh() takes new values of the same weights alone. Make a new "

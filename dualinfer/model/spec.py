@@ -132,6 +132,34 @@ class ModelSpec:
     final_norm: Norm | None = None
     head: Head | None = None
 
+    def extent(self, axis: str, layer: int | None = None) -> int:
+        """Elements of an axis by its name; of a joined one, such as `q+k+v`, of all its parts.
+
+        Axes of heads and of the MLP are those of layer number `layer`. What stands behind a `/`
+        says how blocks are interleaved and adds nothing.
+        """
+        return sum(self._extent(part, layer) for part in axis.partition("/")[0].split("+"))
+
+    def _extent(self, axis: str, layer: int | None) -> int:
+        outer = {
+            "vocab": self.vocab,
+            "embed": self.embed,
+            "embed_in": self.embed,  # tells the sides of a square matrix apart
+            "width": self.embed_width or self.embed,
+            "positions": self.learned_positions + self.position_offset,
+            "types": self.token_types,
+        }
+        if axis in outer:
+            return outer[axis]
+        assert layer is not None, f"{axis} is an axis of layers"
+        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
+        q, k, v = attention.qkv_sizes
+        inner = {
+            **{"heads": attention.heads, "head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
+        }
+        return inner[axis]
+
     @property
     def causal(self) -> bool:
         """True if every layer attends to the past only, so that a cache makes sense."""

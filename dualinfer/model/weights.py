@@ -1,14 +1,16 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any, Protocol
 
 from ..arrays import same_tensor
 from ..errors import CheckpointError
+from .spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class Source:
 class Row:
     """One of our weights: its axes, and the HF tensors joined along its fused axis, in order.
 
-    One without sources is `constant` everywhere: HF computes without it.
+    One without sources is `constant` everywhere: HF computes without it. `layer` is the number of
+    the layer that it belongs to, None for none.
     """
 
     name: str
     axes: tuple[str, ...]
     sources: tuple[Source, ...]
     constant: float = 0.0
+    layer: int | None = None
 
     def permutation(self, source: Source) -> tuple[int, ...]:
         """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""
@@ -62,13 +66,16 @@ class Row:
         return tuple(order)
 
     @property
-    def place(self) -> tuple[int | None, str]:
-        """The number of the layer that it belongs to, None for none, and its name there."""
-        prefix, _, rest = self.name.partition(".")
-        if prefix != "layers":
-            return None, self.name
-        number, _, name = rest.partition(".")
-        return int(number), name
+    def local_name(self) -> str:
+        """Its name without that of its layer."""
+        return self.name if self.layer is None else self.name.split(".", 2)[2]
+
+    def of_layer(self, layer: int) -> "Row":
+        """The row of a layer, of this one as a template: `{i}` in HF's names is its number."""
+        sources = (replace(s, name=s.name.replace("{i}", str(layer))) for s in self.sources)
+        return replace(
+            self, name=f"layers.{layer}.{self.name}", sources=tuple(sources), layer=layer
+        )
 
     @property
     def join_axis(self) -> int:
@@ -90,24 +97,34 @@ def row(name: str, axes: str, *sources: tuple[str, str]) -> Row:
 class WeightTable:
     """All rows of a model, and how the names of older or headless checkpoints differ.
 
-    `base` is HF's prefix of the headless model; files saved without a head lack it. `renames` are
-    (ours, theirs) pieces of names that older files use. `unused` are patterns of tensors that
-    belong to the family and change no result here. `tied` are rows that HF ties to another tensor,
-    with that tensor's name: a file may hold both, and where they differ HF unties them. `optional`
-    is a part, by the start of our names, that a checkpoint may lack as a whole.
+    `spec` says how long the axes are. `outer` are the rows outside of the layers, and `layers` each
+    layer's as a template, whose names leave out the layer and whose HF names have `{i}` in its
+    place: one and the same where layers are alike. `base` is HF's prefix of the headless model;
+    files saved without a head lack it. `renames` are (ours, theirs) pieces of names that older
+    files use. `unused` are patterns of tensors that belong to the family and change no result here.
+    `tied` are rows that HF ties to another tensor, with that tensor's name: a file may hold both,
+    and where they differ HF unties them. `optional` is a part, by the start of our names, that a
+    checkpoint may lack as a whole.
     """
 
-    rows: tuple[Row, ...]
-    sizes: Mapping[str, int]
+    spec: ModelSpec
+    outer: tuple[Row, ...]
+    layers: tuple[tuple[Row, ...], ...]
     base: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     tied: tuple[tuple[Row, str], ...] = ()
     optional: str | None = None
 
-    def size(self, axis: str) -> int:
-        """Extent of an axis; of a joined axis, the sum of its parts."""
-        return sum(self.sizes[part] for part in _blocks(axis))
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every row: those outside of the layers, then each layer's."""
+        inner = (row.of_layer(i) for i, layer in enumerate(self.layers) for row in layer)
+        return (*self.outer, *inner)
+
+    def shape(self, row: Row, axes: Iterable[str] | None = None) -> tuple[int, ...]:
+        """Extents of a row's weight, or of an array of its layer that has `axes`."""
+        return tuple(self.spec.extent(axis, row.layer) for axis in axes or row.axes)
 
     def candidates(self, name: str) -> list[str]:
         """The names under which a checkpoint may hold the HF tensor `name`."""
@@ -247,7 +264,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             if name is None:
                 missing.append(part.name)
                 continue
-            expected = tuple(table.size(axis) for axis in part.axes)
+            expected = table.shape(r, part.axes)
             if tuple(source.shape(name)) != expected:
                 misshaped.append(f"{name} is {tuple(source.shape(name))}, expected {expected}")
             if source.dtype(name) not in _DTYPES:

@@ -14,8 +14,6 @@ from ..errors import ConfigError
 from ..model.spec import Layer, ModelSpec
 from ..model.weights import Row, Source, WeightTable
 
-_WIDTHS = ("ffn", "gate", "up")
-
 
 @dataclass(frozen=True)
 class Share:
@@ -39,7 +37,8 @@ class Share:
 class Shard:
     """What device `rank` of `size` holds: its share of each axis that is split, all of the others.
 
-    `spec` is the model as this device computes it: with its own heads, slopes and MLP width.
+    `spec` is the model as this device computes it: with its own heads, slopes and MLP widths.
+    `outer` are the shares of the axes outside of the layers, `layers` those of each layer's own.
     Padding is zeros, in the weights that make a value and in those that read it, so that it adds
     nothing.
     """
@@ -47,103 +46,115 @@ class Shard:
     rank: int
     size: int
     spec: ModelSpec
-    shares: Mapping[str, Share]
+    table: WeightTable
+    outer: Mapping[str, Share]
+    layers: tuple[Mapping[str, Share], ...] = ()
 
-    def extent(self, axis: str, table: WeightTable) -> int:
+    def share(self, axis: str, layer: int | None = None) -> Share:
+        """This device's part of an axis that joins no others: all of one that is not split."""
+        found = self._split(axis, layer)
+        if found is not None:
+            return found
+        extent = self.table.spec.extent(axis, layer)
+        return Share(0, extent, extent)
+
+    def _split(self, axis: str, layer: int | None) -> Share | None:
+        own = self.layers[layer] if layer is not None and self.layers else {}
+        return own.get(axis) or self.outer.get(axis)
+
+    def extent(self, axis: str, layer: int | None = None) -> int:
         """Elements of an axis here, padding included; of a joined axis, the sum of its parts."""
-        return sum(
-            self.shares[part].extent if part in self.shares else table.sizes[part]
-            for part in axis.partition("/")[0].split("+")
-        )
+        return sum(self.share(part, layer).extent for part in _parts(axis))
 
-    def shape(self, axes: Sequence[str], table: WeightTable) -> tuple[int, ...]:
-        """Extents of an array with these axes here."""
-        return tuple(self.extent(axis, table) for axis in axes)
+    def shape(self, row: Row, axes: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Extents here of a row's weight, or of an array of its layer that has `axes`."""
+        return tuple(self.extent(axis, row.layer) for axis in axes or row.axes)
 
     def split_axis(self, row: Row) -> int | None:
         """Index of the row's axis of which this device holds a part; None where it holds all."""
-        shared = (not self.shares.keys().isdisjoint(axis.split("+")) for axis in row.axes)
-        return next((i for i, is_shared in enumerate(shared) if is_shared), None)
+        for i, axis in enumerate(row.axes):
+            if any(self._split(part, row.layer) for part in _parts(axis)):
+                return i
+        return None
 
-    def held(self, table: WeightTable) -> list["Held"]:
+    def held(self, layer: int = 0) -> list["Held"]:
         """What this device holds of the axes that people know; nothing where it holds all."""
-        if not self.shares:
+        if self.size == 1:
             return []
-        head_dim = self.spec.layers[0].attention.head_dim
-        width = "up" if "up" in self.shares else "ffn"
+        head_dim = self.spec.layers[layer].attention.head_dim
         units = (
             ("query heads", "q", head_dim),
             ("KV heads", "k", head_dim),
-            ("MLP width", width, 1),
+            ("MLP width", "ffn", 1),
             ("vocabulary", "vocab", 1),
         )
         return [
             Held(
                 name,
-                self.shares[axis].real // unit,
-                self.shares[axis].extent // unit,
-                table.sizes[axis] // unit,
+                self.share(axis, layer).real // unit,
+                self.share(axis, layer).extent // unit,
+                self.table.spec.extent(axis, layer) // unit,
             )
             for name, axis, unit in units
         ]
 
-    def describe(self, table: WeightTable) -> str:
-        """What this device holds, for people, padding included."""
-        return ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in self.held(table))
+    def describe(self) -> str:
+        """What this device holds, for people, padding included; layers that are alike once."""
+        firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.layers)))}
+        found = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
+        return "; ".join(
+            ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in held) for held in found
+        )
 
-    def reads(self, row: Row, part: Source, table: WeightTable) -> list["Read"]:
+    def reads(self, row: Row, part: Source) -> list["Read"]:
         """What to read of one stored tensor, in the order of the row's fused axis.
 
         One read, unless the tensor holds several blocks one after another, each split.
         """
-        joined = next((i for i, axis in enumerate(part.axes) if "+" in axis), None)
-        if joined is None or "/" in part.axes[joined]:
-            blocks = [None]
-        else:
-            names = part.axes[joined].split("+")
-            sizes = [table.sizes[name] for name in names]
-            starts = accumulate(sizes[:-1], initial=0)
-            if not any(name in self.shares for name in names):
-                names, sizes, starts = ["+".join(names)], [sum(sizes)], [0]
-            blocks = list(zip(names, sizes, starts, strict=True))
         order = row.permutation(part)
+        joined = next((i for i, axis in enumerate(part.axes) if "+" in axis), None)
+        whole = [self._slice(axis, row.layer) for axis in part.axes]
+        if joined is None or "/" in part.axes[joined]:
+            return [Read(tuple(whole), order, tuple(part.axes[i] for i in order))]
+        names = _parts(part.axes[joined])
+        if not any(self._split(name, row.layer) for name in names):
+            return [Read(tuple(whole), order, tuple(part.axes[i] for i in order))]
+        sizes = [self.table.spec.extent(name, row.layer) for name in names]
         reads = []
-        for block in blocks:
-            index, axes = [], []
-            for i, axis in enumerate(part.axes):
-                if block is not None and i == joined:
-                    name, size, start = block
-                    share = self.shares.get(name, Share(0, size, size))
-                    index.append(slice(start + share.start, start + share.stop))
-                    axes.append(name)
-                else:
-                    index.append(self._slice(axis, table))
-                    axes.append(axis)
+        for name, start in zip(names, accumulate(sizes[:-1], initial=0), strict=True):
+            share = self.share(name, row.layer)
+            index, axes = list(whole), list(part.axes)
+            index[joined] = slice(start + share.start, start + share.stop)
+            axes[joined] = name
             reads.append(Read(tuple(index), order, tuple(axes[i] for i in order)))
         return reads
 
-    def _slice(self, axis: str, table: WeightTable) -> slice:
+    def _slice(self, axis: str, layer: int | None) -> slice:
+        """The part of a stored axis that is read; all of one whose joined parts are not split."""
+        spec = self.table.spec
         joined, _, heads = axis.partition("/")
-        if heads and heads in self.shares:  # each head's blocks lie together
-            width = sum(table.sizes[name] for name in joined.split("+")) // table.sizes[heads]
-            share = self.shares[heads].times(width)
-        elif axis in self.shares:
-            share = self.shares[axis]
+        if heads:  # each head's blocks lie together
+            width = spec.extent(joined, layer) // spec.extent(heads, layer)
+            share = self.share(heads, layer).times(width)
+        elif "+" in axis:
+            return slice(0, spec.extent(axis, layer))
         else:
-            return slice(0, table.size(axis))
+            share = self.share(axis, layer)
         return slice(share.start, share.stop)
 
-    def blocks(self, read: "Read", array: Any, table: WeightTable) -> list[Any]:
+    def blocks(self, row: Row, read: "Read", array: Any) -> list[Any]:
         """`array`, as read and in the row's order of axes, as blocks to pad and join.
 
         One block, itself, unless the blocks are interleaved by head. Of NumPy, torch or JAX.
         """
+        spec = self.table.spec
         for at, axis in enumerate(read.axes):
             joined, _, heads = axis.partition("/")
             if heads:
                 before, after = array.shape[:at], array.shape[at + 1 :]
-                count = self.shares[heads].real if heads in self.shares else table.sizes[heads]
-                widths = [table.sizes[name] // table.sizes[heads] for name in joined.split("+")]
+                count = self.share(heads, row.layer).real
+                whole = spec.extent(heads, row.layer)
+                widths = [spec.extent(name, row.layer) // whole for name in _parts(joined)]
                 grouped = array.reshape(*before, count, sum(widths), *after)
                 everything = (slice(None),) * (at + 1)
                 return [
@@ -154,16 +165,21 @@ class Shard:
                 ]
         return [array]
 
-    def block_shapes(self, read: "Read", table: WeightTable) -> list[tuple[int, ...]]:
+    def block_shapes(self, row: Row, read: "Read") -> list[tuple[int, ...]]:
         """The shape here, padding included, of each block that `blocks` gives."""
         for at, axis in enumerate(read.axes):
             joined, _, heads = axis.partition("/")
             if heads:
                 return [
-                    self.shape((*read.axes[:at], name, *read.axes[at + 1 :]), table)
-                    for name in joined.split("+")
+                    self.shape(row, (*read.axes[:at], name, *read.axes[at + 1 :]))
+                    for name in _parts(joined)
                 ]
-        return [self.shape(read.axes, table)]
+        return [self.shape(row, read.axes)]
+
+
+def _parts(axis: str) -> list[str]:
+    """The axes that one joins."""
+    return axis.partition("/")[0].split("+")
 
 
 class Held(NamedTuple):
@@ -175,9 +191,9 @@ class Held(NamedTuple):
     whole: int
 
 
-def whole(spec: ModelSpec) -> Shard:
+def whole(table: WeightTable) -> Shard:
     """The shard of a single device."""
-    return Shard(0, 1, spec, {})
+    return Shard(0, 1, table.spec, table, {})
 
 
 @dataclass(frozen=True)
@@ -205,58 +221,74 @@ class Plan:
         return len(self.shards)
 
 
-def make_plan(
-    spec: ModelSpec, table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False
-) -> Plan:
+def make_plan(table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False) -> Plan:
     """The plan of a model over `size` devices.
 
     KV heads stay whole, with their query heads; where devices outnumber them, several devices hold
-    the same one and share its query heads. Widths of the MLP and of the vocabulary are multiples of
+    the same one and share its query heads. Widths of MLPs and of the vocabulary are multiples of
     `grain` but for a rest at the end, as long as every device has one. With `equal` all shards have
     the same extents (JAX), else they are as even as that allows (torch). Devices beyond the heads
-    hold one of zeros.
+    hold one of zeros. Layers may differ: each is split for itself.
     """
     if size == 1:
-        return Plan(table, (whole(spec),))
-    kinds = {(a.heads, a.kv_heads, a.head_dim) for a in (x.attention for x in spec.layers)}
-    assert len(kinds) == 1, "the axes of a table have one size"
-    heads, kv_heads, head_dim = kinds.pop()
-    query, key = split_heads(heads, kv_heads, size, equal)
+        return Plan(table, (whole(table),))
+    spec = table.spec
     split = _equal if equal else split_evenly
-    vocab = split(table.sizes["vocab"], size, grain)
-    widths = {n: split(table.sizes[n], size, grain) for n in _WIDTHS if n in table.sizes}
-    for name, shares in ({"vocab": vocab} | widths).items():
+
+    def width(name: str, extent: int) -> list[Share]:
+        shares = split(extent, size, grain)
         if not all(share.extent for share in shares):
             raise ConfigError(
-                f"tensor_parallel.tp_size={size}: {spec.architecture} has {name} of "
-                f"{table.sizes[name]}, which is less than one for each device. Use a smaller one."
+                f"tensor_parallel.tp_size={size}: {spec.architecture} has {name} of {extent}, "
+                "which is less than one for each device. Use a smaller one."
             )
-    kinds_of_layer = list({id(layer): layer for layer in spec.layers}.values())
+        return shares
+
+    vocab = width("vocab", spec.vocab)
+    by_kind: dict[tuple[int, ...], list[_Cut]] = {}
+    cuts = {}  # of each layer; most models repeat one object
+    for key, layer in {id(layer): layer for layer in spec.layers}.items():
+        a = layer.attention
+        kind = a.heads, a.kv_heads, a.head_dim, layer.mlp.ffn
+        if kind not in by_kind:
+            heads = split_heads(a.heads, a.kv_heads, size, equal)
+            ffn = width("gate" if layer.mlp.gated else "ffn", layer.mlp.ffn)
+            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, strict=True)]
+        cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
-        kv = key[rank].times(head_dim)
-        shares = {
-            "vocab": vocab[rank],
-            "q": query[rank].times(head_dim),
-            "k": kv,
-            "v": kv,
-            **{name: width[rank] for name, width in widths.items()},
-        }
-        if "heads" in table.sizes:
-            shares["heads"] = query[rank]
-        ffn = next(iter(widths.values()))[rank].extent
-        alike = {id(x): _local_layer(x, query[rank], key[rank], ffn) for x in kinds_of_layer}
-        local = tuple(alike[id(layer)] for layer in spec.layers)
-        shards.append(Shard(rank, size, replace(spec, layers=local), shares))
+        local = {key: cut[rank].layer(layer) for key, (layer, cut) in cuts.items()}
+        shares = {key: cut[rank].shares(layer) for key, (layer, cut) in cuts.items()}
+        own = replace(spec, layers=tuple(local[id(layer)] for layer in spec.layers))
+        by_layer = tuple(shares[id(layer)] for layer in spec.layers)
+        shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
     return Plan(table, tuple(shards))
 
 
-def _local_layer(layer: Layer, query: Share, key: Share, ffn: int) -> Layer:
-    slopes = layer.attention.alibi
-    if slopes is not None:
-        slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
-    attention = replace(layer.attention, heads=query.extent, kv_heads=key.extent, alibi=slopes)
-    return replace(layer, attention=attention, mlp=replace(layer.mlp, ffn=ffn))
+class _Cut(NamedTuple):
+    """One device's part of layers of one kind: its query heads, KV heads and MLP width."""
+
+    query: Share
+    key: Share
+    ffn: Share
+
+    def shares(self, layer: Layer) -> dict[str, Share]:
+        """By the names of axes."""
+        head_dim = layer.attention.head_dim
+        kv = self.key.times(head_dim)
+        return {
+            **{"heads": self.query, "q": self.query.times(head_dim), "k": kv, "v": kv},
+            **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
+        }
+
+    def layer(self, layer: Layer) -> Layer:
+        """The layer as this device computes it."""
+        query, slopes = self.query, layer.attention.alibi
+        if slopes is not None:
+            slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
+        heads = {"heads": query.extent, "kv_heads": self.key.extent, "alibi": slopes}
+        attention = replace(layer.attention, **heads)
+        return replace(layer, attention=attention, mlp=replace(layer.mlp, ffn=self.ffn.extent))
 
 
 def split_heads(

@@ -73,7 +73,7 @@ def create_runner(
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
-    tp_plan = make_plan(spec, plan.table, place.size, grain, equal=True)
+    tp_plan = make_plan(plan.table, place.size, grain, equal=True)
     with without_mesh():
         model, notes = load_model(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)

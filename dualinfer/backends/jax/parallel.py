@@ -40,15 +40,15 @@ class Split(NamedTuple):
         """Logits [..., V] from each device's share of the vocabulary, without its padding."""
         with jax.named_scope("gather"):
             joined = lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
-        return joined[..., : self.plan.table.sizes["vocab"]]  # only the last shares are padded
+        return joined[..., : self.plan.table.spec.vocab]  # only the last shares are padded
 
     def is_here(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The row of each id in this device's share of the vocabulary, and whether it is there.
 
         Ids outside of the vocabulary are clipped.
         """
-        extent = self.plan.shards[0].shares["vocab"].extent
-        rows = jnp.clip(ids, 0, self.plan.table.sizes["vocab"] - 1) - self._rank * extent
+        extent = self.plan.shards[0].share("vocab").extent
+        rows = jnp.clip(ids, 0, self.plan.table.spec.vocab - 1) - self._rank * extent
         return jnp.clip(rows, 0, extent - 1), (rows >= 0) & (rows < extent)
 
     def slopes(self, layer: int) -> jax.Array | None:

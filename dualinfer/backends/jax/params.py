@@ -12,7 +12,7 @@ from ...arrays import kind_of, to_jax
 from ...checkpoint.reader import Found, RowReader
 from ...errors import ArgumentError
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...model.weights import LoadPlan, Row, TensorSource, Weight
 from ...parallel.sharding import Plan, Shard
 from .mesh import Place
 
@@ -224,13 +224,13 @@ def read_into(
 
             def make(rank: int, device: jax.Device, row: Row = row, of: Any = by_rank) -> jax.Array:
                 parts = of.get(rank) or next(iter(of.values()))  # of what all hold, any's
-                return _assemble(tp_plan.shards[rank], plan.table, row, parts, dtype, device)
+                return _assemble(tp_plan.shards[rank], row, parts, dtype, device)
 
             array = place.join(make, tp_plan.shards[0].split_axis(row))
             # Only then may the host's parts go, and torch write to what it has lent.
             param = nnx.Param(array.block_until_ready(), axes=row.axes)
-            layer, name = row.place
-            (model if layer is None else model.layers[layer]).put(name.split("."), param)
+            part = model if row.layer is None else model.layers[row.layer]
+            part.put(row.local_name.split("."), param)
     return reader.notes()
 
 
@@ -250,20 +250,15 @@ def split_model(model: Model) -> Params:
 
 
 def _assemble(
-    shard: Shard,
-    table: WeightTable,
-    row: Row,
-    found: Sequence[Found],
-    dtype: Any,
-    device: jax.Device,
+    shard: Shard, row: Row, found: Sequence[Found], dtype: Any, device: jax.Device
 ) -> jax.Array:
     if not row.sources:
-        return jnp.full(shard.shape(row.axes, table), row.constant, dtype, device=device)
+        return jnp.full(shard.shape(row), row.constant, dtype, device=device)
     blocks = []
     for read, part in found:
         array = to_jax(part, device).transpose(read.order).astype(dtype)
-        shapes = shard.block_shapes(read, table)
-        for block, shape in zip(shard.blocks(read, array, table), shapes, strict=True):
+        shapes = shard.block_shapes(row, read)
+        for block, shape in zip(shard.blocks(row, read, array), shapes, strict=True):
             blocks.append(_padded(block, shape))
     return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
 
@@ -279,7 +274,7 @@ def split_notes(place: Place, tp_plan: Plan, leaves: Sequence[jax.Array]) -> tup
     """Notes for people on what each of several devices holds; `leaves` are the weights."""
     if place.size == 1:
         return ()
-    listed = tp_plan.shards[0].describe(tp_plan.table)
+    listed = tp_plan.shards[0].describe()
     copied = sum(x.nbytes for x in leaves if x.sharding.is_fully_replicated)
     return (
         f"tensor parallel over {place.size} devices; each holds, padding included, {listed}, and "

@@ -70,7 +70,7 @@ def create_runner(
     """A runner on the rank's device with its share of the plan's weights in the config's dtype."""
     device, dtype = peers.device, getattr(torch, config.dtype or default_dtype())
     grain = config.tensor_parallel.tp_grain_size
-    tp_plan = make_plan(spec, plan.table, peers.size, grain)
+    tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
@@ -82,7 +82,7 @@ def create_runner(
     runner = TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
     if shard.size > 1:
         forget_graphs_at_exit(runner)
-        held = shard.describe(plan.table)
+        held = shard.describe()
         runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {held}",)
     return runner
 

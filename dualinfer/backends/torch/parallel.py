@@ -181,7 +181,7 @@ class Split(NamedTuple):
         """The seams of a plan; None where one rank has everything."""
         if plan.size == 1:
             return None
-        shares = [shard.shares["vocab"] for shard in plan.shards]
+        shares = [shard.share("vocab") for shard in plan.shards]
         return cls(ranks, shares[ranks.rank].start, tuple(share.extent for share in shares))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from ...arrays import to_kind
 from ...checkpoint.reader import Found, RowReader
 from ...model.spec import Rope
-from ...model.weights import LoadPlan, Row, TensorSource, Weight, WeightTable
+from ...model.weights import LoadPlan, Row, TensorSource, Weight
 from ...parallel.sharding import Shard
 
 Weights = dict[str, Weight]
@@ -28,6 +28,10 @@ class Params(NamedTuple):
     slopes: dict[tuple[float, ...], torch.Tensor]
     notes: tuple[str, ...] = ()
     lent: frozenset[str] = frozenset()
+
+    def group(self, row: Row) -> Weights:
+        """The weights of the row's layer, or those outside the layers."""
+        return self.outer if row.layer is None else self.layers[row.layer]
 
     def weights(self) -> list[Weight]:
         """Every leaf."""
@@ -54,11 +58,10 @@ def load_params(
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             memory = _memory(found)
-            data = _assemble(shard, plan.table, row, found, dtype, device)
+            data = _assemble(shard, row, found, dtype, device)
             if data.untyped_storage().data_ptr() in memory:
                 lent.add(row.name)
-            layer, name = row.place
-            (params.outer if layer is None else params.layers[layer])[name] = Weight(data, row.axes)
+            params.group(row)[row.local_name] = Weight(data, row.axes)
     return params._replace(notes=reader.notes(), lent=frozenset(lent))
 
 
@@ -71,10 +74,9 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
     lent = set(params.lent)
     with RowReader([shard], plan, source, shown=False) as reader:
         for row, (found,) in reader:
-            layer, name = row.place
-            group = params.outer if layer is None else params.layers[layer]
+            group, name = params.group(row), row.local_name
             old = group[name].data
-            data = _assemble(shard, plan.table, row, found, old.dtype, old.device)
+            data = _assemble(shard, row, found, old.dtype, old.device)
             if row.name not in lent:
                 old.copy_(data)
             elif (data.data_ptr(), data.shape) != (old.data_ptr(), old.shape):
@@ -92,22 +94,16 @@ def _memory(found: list[Found]) -> set[int]:
 
 
 def _assemble(
-    shard: Shard,
-    table: WeightTable,
-    row: Row,
-    found: list[Found],
-    dtype: torch.dtype,
-    device: torch.device,
+    shard: Shard, row: Row, found: list[Found], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     if not row.sources:
-        shape = shard.shape(row.axes, table)
-        return torch.full(shape, row.constant, dtype=dtype, device=device)
+        return torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
     blocks = []
     while found:
         read, array = found.pop(0)  # a tensor on the device needs no twin on the host
         tensor = to_kind(array, "torch").permute(read.order).to(device=device, dtype=dtype)
-        shapes = shard.block_shapes(read, table)
-        for block, shape in zip(shard.blocks(read, tensor, table), shapes, strict=True):
+        shapes = shard.block_shapes(row, read)
+        for block, shape in zip(shard.blocks(row, read, tensor), shapes, strict=True):
             blocks.append(_padded(block, shape))
     joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=row.join_axis)
     return joined.contiguous()

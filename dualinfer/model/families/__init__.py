@@ -7,12 +7,12 @@ from typing import Any
 from ...errors import ModelError, UnsupportedError, shown
 from ..spec import ModelSpec
 from ..weights import WeightTable
-from . import bert, bloom, gemma2, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
+from . import bert, bloom, gemma, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
 from .fields import ConfigFields
 
 _FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.CLASSES, llama),
-    "gemma2": gemma2,
+    **dict.fromkeys(gemma.CLASSES, gemma),
     "gpt2": gpt2,
     "gpt_neo": gpt_neo,
     "gpt_neox": gpt_neox,

@@ -1,7 +1,8 @@
 """BERT: post-norm encoder with token types, pooler or masked-LM head. HF source: models/bert."""
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import WeightTable, row
+from ..weights import Row, WeightTable, row
+from . import rows as make
 from .fields import ConfigFields
 
 
@@ -13,8 +14,6 @@ def architectures(model_type: str) -> tuple[str, ...]:
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a BERT encoder."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
-    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
-    ffn, types = fields.size("intermediate_size"), fields.size("type_vocab_size")
     positions = fields.size("max_position_embeddings")
     norm = Norm("layer", fields.number("layer_norm_eps"))
     activation = fields.activation("hidden_act")
@@ -27,91 +26,48 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
-    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False)
+    block = Layer(
+        Attention(heads, heads, head_dim, head_dim**-0.5, causal=False),
+        Mlp(fields.size("intermediate_size"), activation, gated=False),
+        norm,
+        "post",
+    )
     spec = ModelSpec(
         family="bert",
         architecture=architecture,
-        vocab=vocab,
+        vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(Layer(attention, Mlp(ffn, activation, gated=False), norm, "post"),) * layers,
+        layers=(block,) * fields.layers("num_hidden_layers"),
         max_positions=positions,
         learned_positions=positions,
-        token_types=types,
+        token_types=fields.size("type_vocab_size"),
         embed_norm=norm,
         head=Head("masked", activation, norm) if masked else None,
     )
-    embeddings = "bert.embeddings."
-    rows = [
-        row("embed.weight", "vocab embed", (f"{embeddings}word_embeddings.weight", "vocab embed")),
-        row(
-            "positions.weight",
-            "positions embed",
-            (f"{embeddings}position_embeddings.weight", "positions embed"),
-        ),
-        row(
-            "token_types.weight",
-            "types embed",
-            (f"{embeddings}token_type_embeddings.weight", "types embed"),
-        ),
+    hf = "bert.encoder.layer.{i}."
+    layer = [
+        *make.joined("qkv", hf + "attention.self.{p}", _QKV, bias=True),
+        *make.linear("out", f"{hf}attention.output.dense", "embed q"),
+        *make.linear("up", f"{hf}intermediate.dense", "ffn embed"),
+        *make.linear("down", f"{hf}output.dense", "embed ffn"),
+        *make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm"),
+        *make.norm(norm, "mlp_norm", f"{hf}output.LayerNorm"),
     ]
-    norms = [("embed_norm", f"{embeddings}LayerNorm")]
-    linears = []
-    for i in range(layers):
-        ours, hf = f"layers.{i}.", f"bert.encoder.layer.{i}."
-        for part, axes in (("weight", "{} embed"), ("bias", "{}")):
-            names = (("q", "query"), ("k", "key"), ("v", "value"))
-            parts = [
-                (f"{hf}attention.self.{hf_name}.{part}", axes.format(p)) for p, hf_name in names
-            ]
-            rows.append(row(f"{ours}qkv.{part}", axes.format("q+k+v"), *parts))
-        linears += [
-            (ours + "out", hf + "attention.output.dense", "embed", "q"),
-            (ours + "up", hf + "intermediate.dense", "ffn", "embed"),
-            (ours + "down", hf + "output.dense", "embed", "ffn"),
-        ]
-        norms += [
-            (ours + "attn_norm", hf + "attention.output.LayerNorm"),
-            (ours + "mlp_norm", hf + "output.LayerNorm"),
-        ]
-    tied_rows = ()
-    if masked:
-        predictions = "cls.predictions."
-        linears.append(("head.dense", predictions + "transform.dense", "embed", "embed"))
-        norms.append(("head.norm", predictions + "transform.LayerNorm"))
-        weight = row("head.weight", "vocab embed", (predictions + "decoder.weight", "vocab embed"))
-        bias = row("head.bias", "vocab", (predictions + "decoder.bias", "vocab"))
-        if tied:
-            rows.append(row("head.bias", "vocab", (predictions + "bias", "vocab")))
-            tied_rows = (
-                (weight, embeddings + "word_embeddings.weight"),
-                (bias, predictions + "bias"),
-            )
-        else:
-            rows += [weight, bias]
-    else:
-        linears.append(("pooler", "bert.pooler.dense", "embed", "embed"))
-    for ours, hf, out, into in linears:
-        # A square matrix needs two axis names to tell its sides apart.
-        into_name = "embed_in" if out == into else into
-        rows.append(
-            row(f"{ours}.weight", f"{out} {into_name}", (f"{hf}.weight", f"{out} {into_name}"))
+    embeddings = "bert.embeddings."
+    outer = [
+        row(f"{ours}.weight", f"{axis} embed", (f"{embeddings}{theirs}.weight", f"{axis} embed"))
+        for ours, axis, theirs in (
+            ("embed", "vocab", "word_embeddings"),
+            ("positions", "positions", "position_embeddings"),
+            ("token_types", "types", "token_type_embeddings"),
         )
-        rows.append(row(f"{ours}.bias", out, (f"{hf}.bias", out)))
-    for ours, hf in norms:
-        rows += [row(f"{ours}.{p}", "embed", (f"{hf}.{p}", "embed")) for p in ("weight", "bias")]
+    ]
+    outer += make.norm(norm, "embed_norm", f"{embeddings}LayerNorm")
+    head, tied_rows = _head(tied, norm, embeddings) if masked else (_POOLER, ())
     table = WeightTable(
-        rows=tuple(rows),
-        sizes={
-            "vocab": vocab,
-            "embed": embed,
-            "embed_in": embed,
-            "positions": positions,
-            "types": types,
-            "q": embed,
-            "k": embed,
-            "v": embed,
-            "ffn": ffn,
-        },
+        spec,
+        (*outer, *head),
+        (tuple(layer),) * len(spec.layers),
         base="bert.",
         renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
         # Checkpoints of the pre-training task hold every head; a model reads its own.
@@ -123,3 +79,21 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         optional="pooler.",
     )
     return spec, table
+
+
+_QKV = {"q": "query", "k": "key", "v": "value"}
+_SQUARE = "embed embed_in"  # two names tell the sides of a square matrix apart
+_POOLER = make.linear("pooler", "bert.pooler.dense", _SQUARE)
+
+
+def _head(tied: bool, norm: Norm, embeddings: str) -> tuple[list[Row], tuple[tuple[Row, str], ...]]:
+    """The masked-LM head's rows, and those that HF ties to others."""
+    hf = "cls.predictions."
+    rows = make.linear("head.dense", f"{hf}transform.dense", _SQUARE)
+    rows += make.norm(norm, "head.norm", f"{hf}transform.LayerNorm")
+    weight, bias = make.linear("head", f"{hf}decoder", "vocab embed")
+    if not tied:
+        return [*rows, weight, bias], ()
+    own = row("head.bias", "vocab", (f"{hf}bias", "vocab"))
+    twins = ((weight, f"{embeddings}word_embeddings.weight"), (bias, f"{hf}bias"))
+    return [*rows, own], twins

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import WeightTable, row
+from ..weights import WeightTable
 from . import rows as make
 from .fields import ConfigFields
 
@@ -20,11 +20,7 @@ def architectures(model_type: str) -> tuple[str, ...]:
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a BLOOM model."""
     embed, heads, head_dim = fields.split("hidden_size", "n_head")
-    layers, vocab = fields.layers("n_layer"), fields.size("vocab_size")
-    ffn = 4 * embed
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
-    tied = fields.flag("tie_word_embeddings", True)
-    has_head = architecture == "BloomForCausalLM"
     fields.require("apply_residual_connection_post_layernorm", False)
     if fields.size("pretraining_tp", 1) > 1:
         fields.require("slow_but_exact", False)  # HF drops the output biases then
@@ -34,53 +30,43 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "n_inner", "unk_token_id")
     block = Layer(
         Attention(heads, heads, head_dim, head_dim**-0.5, alibi=alibi_slopes(heads)),
-        Mlp(ffn, "gelu_tanh", gated=False),
+        Mlp(4 * embed, "gelu_tanh", gated=False),
         norm,
         "pre",
     )
     spec = ModelSpec(
         family="bloom",
         architecture=architecture,
-        vocab=vocab,
+        vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(block,) * layers,
+        layers=(block,) * fields.layers("n_layer"),
         max_positions=fields.size("seq_length", _TRAINED),
         positions_from_mask=True,
         embed_norm=norm,
         final_norm=norm,
-        head=Head("causal") if has_head else None,
+        head=Head("causal") if architecture == "BloomForCausalLM" else None,
     )
-    embedding = "transformer.word_embeddings.weight"
-    head = make.HeadRows.of(has_head, tied, embedding)
-    rows = [
-        row("embed.weight", "vocab embed", (embedding, "vocab embed")),
-        *make.layer_norm("embed_norm", "transformer.word_embeddings_layernorm"),
-        *make.layer_norm("final_norm", "transformer.ln_f"),
+    hf = "transformer.h.{i}."
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.by_head("qkv", f"{hf}self_attention.query_key_value", bias=True),
+        *make.linear("out", f"{hf}self_attention.dense", "embed q"),
+        *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
+        *make.linear("up", f"{hf}mlp.dense_h_to_4h", "ffn embed"),
+        *make.linear("down", f"{hf}mlp.dense_4h_to_h", "embed ffn"),
     ]
-    for i in range(layers):
-        ours, hf = f"layers.{i}.", f"transformer.h.{i}."
-        rows += make.layer_norm(f"{ours}attn_norm", f"{hf}input_layernorm")
-        rows += make.fused_qkv(f"{ours}qkv", f"{hf}self_attention.query_key_value", bias=True)
-        rows += make.linear(f"{ours}out", f"{hf}self_attention.dense", "embed q")
-        rows += make.layer_norm(f"{ours}mlp_norm", f"{hf}post_attention_layernorm")
-        rows += make.linear(f"{ours}up", f"{hf}mlp.dense_h_to_4h", "ffn embed")
-        rows += make.linear(f"{ours}down", f"{hf}mlp.dense_4h_to_h", "embed ffn")
-    table = WeightTable(
-        rows=(*rows, *head.rows),
-        sizes={
-            "vocab": vocab,
-            "embed": embed,
-            "heads": heads,
-            "q": embed,
-            "k": embed,
-            "v": embed,
-            "ffn": ffn,
-        },
+    outer = [
+        *make.norm(norm, "embed_norm", "transformer.word_embeddings_layernorm"),
+        *make.norm(norm, "final_norm", "transformer.ln_f"),
+    ]
+    return spec, make.causal_table(
+        spec,
+        layer,
+        outer,
+        embedding="transformer.word_embeddings",
+        tied=fields.flag("tie_word_embeddings", True),
         base="transformer.",
-        unused=head.unused,
-        tied=head.tied,
     )
-    return spec, table
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

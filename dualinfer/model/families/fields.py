@@ -1,7 +1,7 @@
 """A HF config that is read field by field, so that whatever a family leaves unread is refused."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ModelError, shown
@@ -93,10 +93,6 @@ class ConfigFields:
         """A number of heads."""
         return self.size(name, default, _MOST_HEADS)
 
-    def head_dim(self, embed: int, heads: int) -> int:
-        """The field `head_dim`, or the heads' share of the embedding."""
-        return self.size("head_dim", embed // heads, _MOST_HEAD_DIM)
-
     def split(self, embed_name: str, heads_name: str) -> tuple[int, int, int]:
         """Embedding size, number of heads and size of a head, of heads that share the embedding."""
         embed, heads = self.size(embed_name), self.heads(heads_name)
@@ -108,6 +104,14 @@ class ConfigFields:
                 f"has {embed // heads} elements; dualinfer takes at most {_MOST_HEAD_DIM}."
             )
         return embed, heads, embed // heads
+
+    def grouped_heads(self, embed: int) -> tuple[int, int, int]:
+        """The query heads, the KV heads that they share, and the elements of a head."""
+        heads = self.heads("num_attention_heads")
+        kv_heads = self.heads("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ModelError(f"num_attention_heads={heads} is no multiple of {kv_heads} KV heads.")
+        return heads, kv_heads, self.size("head_dim", embed // heads, _MOST_HEAD_DIM)
 
     def flag(self, name: str, default: bool) -> bool:
         """A field that must be true or false."""
@@ -141,6 +145,19 @@ class ConfigFields:
                 f"{' and '.join(known)} for each of {layers} layers."
             )
         return list(kinds)
+
+    def windows(self, kinds: Sequence[str]) -> list[int | None]:
+        """The window of each layer, by its `layer_types`; None where it sees all of the past."""
+        window = self.take("sliding_window")
+        if "sliding_attention" not in kinds:
+            return [None] * len(kinds)
+        if window is None:
+            raise ModelError(
+                "config.json has layer_types with sliding_attention and sliding_window=None (or "
+                "use_sliding_window=False), so that how far those layers see is not said."
+            )
+        size = self.size("sliding_window")
+        return [size if kind == "sliding_attention" else None for kind in kinds]
 
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse the field unless it is absent, None or one of `allowed`."""

@@ -20,62 +20,51 @@ def architectures(model_type: str) -> tuple[str, ...]:
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-Neo model."""
     embed, heads, head_dim = fields.split("hidden_size", "num_heads")
-    layers, vocab = fields.layers("num_layers"), fields.size("vocab_size")
     positions = fields.size("max_position_embeddings")
-    ffn = fields.size("intermediate_size", 4 * embed)
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
+    ffn = fields.size("intermediate_size", 4 * embed)
     mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
-    tied = fields.flag("tie_word_embeddings", True)
-    has_head = architecture == "GPTNeoForCausalLM"
+    attention = [
+        Attention(heads, heads, head_dim, 1.0, window=window)
+        for window in _windows(fields, fields.layers("num_layers"))
+    ]
     fields.ignore("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout")
     fields.ignore_summary()
     spec = ModelSpec(
         family="gpt_neo",
         architecture=architecture,
-        vocab=vocab,
+        vocab=(vocab := fields.size("vocab_size")),
         embed=embed,
-        layers=tuple(
-            Layer(Attention(heads, heads, head_dim, 1.0, window=window), mlp, norm, "pre")
-            for window in _windows(fields, layers)
-        ),
+        layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
         max_positions=positions,
         learned_positions=positions,
         token_types=vocab,
         token_types_from_vocab=True,
         final_norm=norm,
-        head=Head("causal") if has_head else None,
+        head=Head("causal") if architecture == "GPTNeoForCausalLM" else None,
     )
-    head = make.HeadRows.of(has_head, tied, "transformer.wte.weight")
-    rows = [
-        row("embed.weight", "vocab embed", ("transformer.wte.weight", "vocab embed")),
-        row("positions.weight", "positions embed", ("transformer.wpe.weight", "positions embed")),
-        *make.layer_norm("final_norm", "transformer.ln_f"),
+    hf = "transformer.h.{i}."
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}ln_1"),
+        *make.joined("qkv", hf + "attn.attention.{p}", make.QKV, bias=False),
+        *make.linear("out", f"{hf}attn.attention.out_proj", "embed q"),
+        *make.norm(norm, "mlp_norm", f"{hf}ln_2"),
+        *make.linear("up", f"{hf}mlp.c_fc", "ffn embed"),
+        *make.linear("down", f"{hf}mlp.c_proj", "embed ffn"),
     ]
-    for i in range(layers):
-        ours, hf = f"layers.{i}.", f"transformer.h.{i}."
-        rows += make.layer_norm(f"{ours}attn_norm", f"{hf}ln_1")
-        rows += make.split_qkv(f"{ours}qkv", f"{hf}attn.attention.", bias=False)
-        rows += make.linear(f"{ours}out", f"{hf}attn.attention.out_proj", "embed q")
-        rows += make.layer_norm(f"{ours}mlp_norm", f"{hf}ln_2")
-        rows += make.linear(f"{ours}up", f"{hf}mlp.c_fc", "ffn embed")
-        rows += make.linear(f"{ours}down", f"{hf}mlp.c_proj", "embed ffn")
-    table = WeightTable(
-        rows=(*rows, *head.rows),
-        sizes={
-            "vocab": vocab,
-            "embed": embed,
-            "positions": positions,
-            "q": embed,
-            "k": embed,
-            "v": embed,
-            "ffn": ffn,
-        },
+    outer = [
+        row("positions.weight", "positions embed", ("transformer.wpe.weight", "positions embed")),
+        *make.norm(norm, "final_norm", "transformer.ln_f"),
+    ]
+    return spec, make.causal_table(
+        spec,
+        layer,
+        outer,
+        embedding="transformer.wte",
+        tied=fields.flag("tie_word_embeddings", True),
         base="transformer.",
-        # Causal masks that older versions stored as buffers.
-        unused=(r"\.attn\.attention\.(masked_)?bias$", *head.unused),
-        tied=head.tied,
+        unused=[r"\.attn\.attention\.(masked_)?bias$"],  # buffers of older versions: causal masks
     )
-    return spec, table
 
 
 def _windows(fields: ConfigFields, layers: int) -> list[int | None]:

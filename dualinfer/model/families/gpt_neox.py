@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import WeightTable, row
+from ..weights import WeightTable
 from . import rows as make
 from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach
@@ -18,7 +18,6 @@ def architectures(model_type: str) -> tuple[str, ...]:
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a GPT-NeoX model."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
-    layers, vocab = fields.layers("num_hidden_layers"), fields.size("vocab_size")
     positions, ffn = fields.size("max_position_embeddings"), fields.size("intermediate_size")
     norm = Norm("layer", fields.number("layer_norm_eps"))
     parameters = fields.take("rope_parameters")
@@ -32,8 +31,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     parameters = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = make_rope(parameters, rotary_dim, positions)
     bias = fields.flag("attention_bias", True)
-    tied = fields.flag("tie_word_embeddings", False)
-    has_head = architecture == "GPTNeoXForCausalLM"
     fields.ignore("attention_dropout", "hidden_dropout", "classifier_dropout")
     fields.ignore("attention_probs_dropout_prob", "hidden_dropout_prob")
     fields.ignore("is_decoder")  # HF's model is causal in any case
@@ -47,48 +44,34 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = ModelSpec(
         family="gpt_neox",
         architecture=architecture,
-        vocab=vocab,
+        vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(block,) * layers,
+        layers=(block,) * fields.layers("num_hidden_layers"),
         max_positions=reach(parameters, positions),
         final_norm=norm,
-        head=Head("causal") if has_head else None,
+        head=Head("causal") if architecture == "GPTNeoXForCausalLM" else None,
     )
-    head = make.HeadRows.of(has_head, tied, "gpt_neox.embed_in.weight")
-    rows = [
-        row("embed.weight", "vocab embed", ("gpt_neox.embed_in.weight", "vocab embed")),
-        *make.layer_norm("final_norm", "gpt_neox.final_layer_norm"),
+    hf = "gpt_neox.layers.{i}."
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.by_head("qkv", f"{hf}attention.query_key_value", bias),
+        *make.linear("out", f"{hf}attention.dense", "embed q", bias),
+        *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
+        *make.linear("up", f"{hf}mlp.dense_h_to_4h", "ffn embed"),
+        *make.linear("down", f"{hf}mlp.dense_4h_to_h", "embed ffn"),
     ]
-    for i in range(layers):
-        ours, hf = f"layers.{i}.", f"gpt_neox.layers.{i}."
-        rows += make.layer_norm(f"{ours}attn_norm", f"{hf}input_layernorm")
-        rows += make.fused_qkv(f"{ours}qkv", f"{hf}attention.query_key_value", bias)
-        rows += make.linear(f"{ours}out", f"{hf}attention.dense", "embed q", bias)
-        rows += make.layer_norm(f"{ours}mlp_norm", f"{hf}post_attention_layernorm")
-        rows += make.linear(f"{ours}up", f"{hf}mlp.dense_h_to_4h", "ffn embed")
-        rows += make.linear(f"{ours}down", f"{hf}mlp.dense_4h_to_h", "embed ffn")
-    table = WeightTable(
-        rows=(*rows, *head.rows),
-        sizes={
-            "vocab": vocab,
-            "embed": embed,
-            "heads": heads,
-            "q": embed,
-            "k": embed,
-            "v": embed,
-            "ffn": ffn,
-        },
+    # Causal masks and frequencies that older versions stored as buffers.
+    buffers = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
+    return spec, make.causal_table(
+        spec,
+        layer,
+        make.norm(norm, "final_norm", "gpt_neox.final_layer_norm"),
+        embedding="gpt_neox.embed_in",
+        tied=fields.flag("tie_word_embeddings", False),
         base="gpt_neox.",
         renames=(("lm_head.", "embed_out."),),
-        # Causal masks and frequencies that older versions stored as buffers.
-        unused=(
-            r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
-            *head.unused,
-            *(pattern.replace("lm_head", "embed_out") for pattern in head.unused),
-        ),
-        tied=head.tied,
+        unused=[buffers] if spec.head else [buffers, r"^embed_out\."],
     )
-    return spec, table
 
 
 def _rotary_dim(parameters: Mapping, head_dim: int) -> int:

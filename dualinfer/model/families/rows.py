@@ -1,39 +1,54 @@
-"""Rows that the weight tables of several families share: linear layers, norms, the head."""
+"""Rows that the weight tables of several families share.
 
-from typing import NamedTuple
+In a layer's template `{i}` stands for its number in HF's names; where a projection is joined of
+several, `{p}` stands for the name of a part.
+"""
 
-from ..weights import Row, row
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..spec import ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+
+QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+GATE_UP = {"gate": "gate_proj", "up": "up_proj"}
 
 
-def linear(ours: str, theirs: str, axes: str, bias: bool = True) -> list[Row]:
-    """An `nn.Linear` whose weight has `axes` in and out of HF; its bias has the first of them."""
-    rows = [row(f"{ours}.weight", axes, (f"{theirs}.weight", axes))]
+def linear(ours: str, theirs: str, axes: str, bias: bool = True, stored: str = "") -> list[Row]:
+    """An `nn.Linear` whose weight has `axes`, out and in, and is stored by HF as `stored`.
+
+    Its bias has the first of them.
+    """
+    stored, out = stored or axes, axes.split()[0]
+    rows = [row(f"{ours}.weight", axes, (f"{theirs}.weight", stored))]
     if bias:
-        out = axes.split()[0]
         rows.append(row(f"{ours}.bias", out, (f"{theirs}.bias", out)))
     return rows
 
 
-def split_qkv(ours: str, theirs: str, bias: bool) -> list[Row]:
-    """The fused projection of HF's q_proj, k_proj and v_proj, whose names `theirs` begins."""
+def joined(ours: str, theirs: str, parts: Mapping[str, str], bias: bool) -> list[Row]:
+    """One projection of the embedding in the place of several: axis to HF's name of each."""
+    fused = "+".join(parts)
     rows = []
-    for part, axes in (("weight", "{} embed"), ("bias", "{}"))[: 1 + bias]:
-        sources = [(f"{theirs}{p}_proj.{part}", axes.format(p)) for p in "qkv"]
-        rows.append(row(f"{ours}.{part}", axes.format("q+k+v"), *sources))
+    for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + bias]:
+        names = {axis: theirs.replace("{p}", name) for axis, name in parts.items()}
+        sources = [(f"{name}.{part}", axis + rest) for axis, name in names.items()]
+        rows.append(row(f"{ours}.{part}", fused + rest, *sources))
     return rows
 
 
-def fused_qkv(ours: str, theirs: str, bias: bool) -> list[Row]:
-    """The fused projection of one HF linear layer that holds q, k and v head by head."""
+def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
+    """The projection to q, k and v that HF stores as one linear layer, head by head."""
     rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", "q+k+v/heads embed"))]
     if bias:
         rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", "q+k+v/heads")))
     return rows
 
 
-def layer_norm(ours: str, theirs: str) -> list[Row]:
-    """An `nn.LayerNorm` over the embedding."""
-    return [row(f"{ours}.{p}", "embed", (f"{theirs}.{p}", "embed")) for p in ("weight", "bias")]
+def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
+    """A norm's weight, and its bias where it has one."""
+    parts = ("weight", "bias") if kind.kind == "layer" else ("weight",)
+    return [row(f"{ours}.{part}", axis, (f"{theirs}.{part}", axis)) for part in parts]
 
 
 def plain_layer_norm(ours: str) -> list[Row]:
@@ -41,17 +56,35 @@ def plain_layer_norm(ours: str) -> list[Row]:
     return [Row(f"{ours}.{p}", ("embed",), (), constant=c) for p, c in (("weight", 1), ("bias", 0))]
 
 
-class HeadRows(NamedTuple):
-    """The `lm_head` of a causal model: its rows, those tied to the embedding, what is not read."""
+def causal_table(
+    spec: ModelSpec,
+    layer: Iterable[Row],
+    outer: Iterable[Row],
+    *,
+    embedding: str,
+    tied: bool,
+    width: str = "embed",
+    unused: Iterable[str] = (),
+    **other: Any,
+) -> WeightTable:
+    """The table of a language model whose layers are alike.
 
-    rows: list[Row]
-    tied: tuple[tuple[Row, str], ...]
-    unused: tuple[str, ...]
-
-    @classmethod
-    def of(cls, present: bool, tied: bool, embedding: str, axes: str = "vocab embed") -> "HeadRows":
-        """`present`: the model has one. `embedding` is HF's tensor that a tied one repeats."""
-        if not present:
-            return cls([], (), (r"^lm_head\.",))
-        own = row("head.weight", axes, ("lm_head.weight", axes))
-        return cls([], ((own, embedding),), ()) if tied else cls([own], (), ())
+    `embedding` is HF's name of the module that embeds tokens, whose weight a `tied` head repeats;
+    both have the `width`. A model without a head leaves that of a checkpoint unread. `other` are
+    fields of WeightTable.
+    """
+    axes, weight = f"vocab {width}", f"{embedding}.weight"
+    rows = [row("embed.weight", axes, (weight, axes)), *outer]
+    head = row("head.weight", axes, ("lm_head.weight", axes))
+    if spec.head is None:
+        unused = (*unused, r"^lm_head\.")
+    elif not tied:
+        rows.append(head)
+    return WeightTable(
+        spec,
+        tuple(rows),
+        (tuple(layer),) * len(spec.layers),
+        unused=tuple(unused),
+        tied=((head, weight),) if spec.head and tied else (),
+        **other,
+    )

@@ -79,7 +79,7 @@ class SplitKernelOps(KernelOps):
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:
         """See `PlainOps.gather_logits`; XLA's where a device has no part of the vocabulary."""
-        vocab, width = self.split.plan.table.sizes["vocab"], logits.shape[-1]
+        vocab, width = self.split.plan.table.spec.vocab, logits.shape[-1]
         everywhere = vocab > width * (self.split.plan.size - 1)
         if not everywhere or not self._serves(math.prod(logits.shape[:-1]) * vocab):
             return super().gather_logits(logits)

@@ -1,0 +1,113 @@
+"""Gemma 2 and 3 (text): norms around each sub-layer, windows in turns.
+
+HF sources: models/gemma2 and models/gemma3. Gemma 2 caps scores; Gemma 3 norms queries and keys,
+and turns them by other angles where it looks through a window.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ModelError, shown
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import WeightTable
+from . import rows as make
+from .fields import ConfigFields
+from .rope import make_rope, reach
+
+CLASSES = {
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
+}
+
+
+def architectures(model_type: str) -> tuple[str, ...]:
+    """HF class names served, the default first."""
+    return CLASSES[model_type]
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a Gemma model."""
+    embed = fields.size("hidden_size")
+    heads, kv_heads, head_dim = fields.grouped_heads(embed)
+    positions = fields.size("max_position_embeddings")
+    norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=True)
+    third = fields.family == "gemma3_text"
+    qk_norm = norm if third else None
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    softcap = fields.optional_number("attn_logit_softcapping")
+    softcap = None if third else softcap  # HF's Gemma 3 does not read it
+    bias = fields.flag("attention_bias", False)
+    kinds = fields.layer_types(fields.layers("num_hidden_layers"))
+    parameters = _rope_parameters(fields, set(kinds))
+    ropes = {
+        kind: make_rope(parameters[kind], head_dim, positions)
+        for kind in parameters
+        if kind in kinds
+    }
+    blocks = {}
+    for kind, window in zip(kinds, fields.windows(kinds), strict=True):
+        if kind not in blocks:
+            attention = Attention(
+                heads,
+                kv_heads,
+                head_dim,
+                scale,
+                window=window,
+                rope=ropes[kind],
+                qk_norm=qk_norm,
+                softcap=softcap,
+            )
+            blocks[kind] = Layer(attention, mlp, norm, "around")
+    fields.require("use_bidirectional_attention", False)
+    fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
+    fields.ignore("sliding_window_pattern", "_sliding_window_pattern")  # folded into layer_types
+    fields.ignore("hidden_act")  # HF reads hidden_activation only
+    logit_softcap = fields.optional_number("final_logit_softcapping")
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=tuple(blocks[kind] for kind in kinds),
+        max_positions=max(reach(parameters[kind], positions) for kind in ropes),
+        embed_scale=embed**0.5,
+        final_norm=norm,
+        head=Head("causal", softcap=logit_softcap) if "Causal" in architecture else None,
+    )
+    hf = "model.layers.{i}."
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm"),
+        *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
+        *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
+        *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
+        *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
+        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
+        *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
+    ]
+    if qk_norm:
+        layer += make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim")
+        layer += make.norm(norm, "k_norm", f"{hf}self_attn.k_norm", "head_dim")
+    return spec, make.causal_table(
+        spec,
+        layer,
+        make.norm(norm, "final_norm", "model.norm"),
+        embedding="model.embed_tokens",
+        tied=fields.flag("tie_word_embeddings", True),
+        base="model.",
+        unused=[r"rotary_emb\.inv_freq$"],
+    )
+
+
+def _rope_parameters(fields: ConfigFields, kinds: set[str]) -> Mapping[str, Any]:
+    """HF's rope_parameters of each kind of layer; Gemma 2 has one for both."""
+    given = fields.take("rope_parameters")
+    if fields.family == "gemma2":
+        return dict.fromkeys(kinds, given)
+    if not isinstance(given, Mapping) or kinds - given.keys():
+        raise ModelError(
+            f"config.json has rope_parameters={shown(given)}; expected an object with one for each "
+            f"of {', '.join(sorted(kinds))}."
+        )
+    return given
