@@ -148,7 +148,7 @@ def _gemma2(model=hf.Gemma2ForCausalLM, **fields):
 
 
 def _gemma3(model=hf.Gemma3ForCausalLM, **fields):
-    """Every third layer sees all of the past, and turns by other angles than those with a window."""
+    """Layers in turns: a window, and all of the past with rotary angles of its own."""
     sizes = {
         "hidden_size": 60,
         "intermediate_size": 99,
