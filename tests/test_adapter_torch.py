@@ -96,7 +96,7 @@ def test_fused_weights_are_not_written_over():
     with init_inference(model, dtype="fp32", **INJECT) as engine:
         for part in (engine, engine.module):
             state = {n: torch.zeros_like(t) for n, t in part.state_dict().items()}
-            with pytest.raises(UnsupportedError, match="Load them into the model, then make"):
+            with pytest.raises(UnsupportedError, match="Load them into the model, then call"):
                 part.load_state_dict(state)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 

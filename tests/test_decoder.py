@@ -116,15 +116,15 @@ def test_decoder_gives_the_same_over_any_ops_of_the_contract(name, engine_of):
 
 OPS = [
     *(("torch", "plain", "PlainOps"), ("torch", "kernels", "KernelOps")),
-    *(("torch", "split_kernels", "SplitKernelOps"), ("jax", "plain", "PlainOps")),
-    *(("jax", "kernels", "KernelOps"), ("jax", "split_kernels", "SplitKernelOps")),
+    *(("torch", "split", "SplitKernelOps"), ("jax", "plain", "PlainOps")),
+    *(("jax", "kernels", "KernelOps"), ("jax", "split", "SplitKernelOps")),
 ]
 
 
 @pytest.mark.parametrize(("backend", "module", "name"), OPS)
 def test_ops_take_what_the_contract_says(backend, module, name):
     pytest.importorskip({"torch": "triton", "jax": "jax"}[backend])
-    own = getattr(importlib.import_module(f"dualinfer.backends.{backend}.{module}"), name)
+    own = getattr(importlib.import_module(f"dualinfer.backends.{backend}.ops.{module}"), name)
     for op in [op for op in dir(contract.Ops) if not op.startswith("_")]:
         promised = getattr(contract.Ops, op)
         if isinstance(promised, property):

@@ -6,6 +6,7 @@ and what it changed.
 
 import copy
 import json
+import logging
 import random
 import struct
 import time
@@ -24,7 +25,8 @@ from dualinfer.engine.inputs import check_mask, make_prompts
 from dualinfer.engine.options import make_options
 from dualinfer.errors import DualinferError
 from dualinfer.model.families import describe_model
-from dualinfer.model.families.fields import GENERATION, INERT
+from dualinfer.model.families.fields import INERT
+from dualinfer.model.generation import GENERATION
 from dualinfer.model.weights import make_load_plan
 
 from .models import BACKENDS, CASES, VOCAB, make_model
@@ -57,6 +59,15 @@ ROPE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def quiet(capfd):
+    """What transformers prints and logs of the values here is no text that workers can send."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+    capfd.readouterr()
+
+
 def attempt(what: Any, step: Callable[[], Any]) -> bool:
     """True if `step` went through; a refusal must be dualinfer's, and say something."""
     start, refusal = time.process_time(), None
@@ -65,7 +76,7 @@ def attempt(what: Any, step: Callable[[], Any]) -> bool:
     except DualinferError as error:
         refusal = str(error)
     except Exception as error:
-        raise AssertionError(f"{what!r:.600}: {type(error).__name__}: {error}") from error
+        raise AssertionError(ascii(f"{what!r:.600}: {type(error).__name__}: {error}")) from error
     if refusal is not None:
         assert len(refusal.split()) > 3, f"{what!r:.300}: {refusal}"
         assert len(refusal) < 6000, f"{what!r:.300}: {len(refusal)} letters"

@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _check_depth(value: Any) -> None:
     """Raise RecursionError for what code that follows its parts could not walk through."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(_DEEPEST):
         inner = [v.values() if isinstance(v, dict) else v for v in level]
         level = [v for values in inner for v in values if isinstance(v, dict | list)]

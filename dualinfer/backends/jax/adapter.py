@@ -188,14 +188,17 @@ def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     Also where nothing of the call is traced but jit stages what is done on the device.
     """
+    hidden = jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         check_untraced()
         try:
             return method(*args, **kwargs)
-        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
-            raise UnsupportedError(TRACED) from error
+        except Exception as error:
+            if isinstance(error, hidden) or isinstance(error.__cause__, hidden):
+                raise UnsupportedError(TRACED) from error
+            raise
 
     return call
 
