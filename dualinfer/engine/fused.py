@@ -94,7 +94,7 @@ class FusedEngine(InferenceEngine):
             )
 
             def prepare() -> ForwardInputs:
-                self._origin.check()
+                self._check_model(alone=False)
                 refuse_arguments("forward", unsupported)
                 if use_cache:
                     raise ArgumentError(
@@ -118,6 +118,7 @@ class FusedEngine(InferenceEngine):
 
             inputs = agree(peers, "The inputs of forward()", prepare, lambda made: made)
             results = self._profiler.run(self.runner.forward, inputs)
+            self._check_model(alone=True)
         kind = kind_of(given["input_ids"]) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
@@ -175,10 +176,13 @@ class FusedEngine(InferenceEngine):
 
         put(block)
         columns = []
-        for tokens in Generation(self._loop, requests, chunk, stop):
-            column = np.array([pad if t is None else t for t in tokens], np.int64)
-            columns.append(column)
-            put(column)
+        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+            for tokens in steps:
+                if not columns:
+                    self._check_model(alone=True)
+                column = np.array([pad if t is None else t for t in tokens], np.int64)
+                columns.append(column)
+                put(column)
         if failed:
             raise failed[0]
         self._origin.check_late()
@@ -205,7 +209,17 @@ class FusedEngine(InferenceEngine):
         _, requests, _, stop, chunk = self._prepare(
             input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, _STREAM_CHUNK
         )
+        self._check_model(alone=True)
         return self._stream(requests, stop, chunk)
+
+    def _check_model(self, alone: bool) -> None:
+        """Raise StaleWeightsError if the live model has changed, before a call has results.
+
+        Asked twice in a call, and done once. Processes that share a model must all know before they
+        run. One that is `alone` looks while the device computes: it takes tens of microseconds.
+        """
+        if alone == (self.runner.peers.size == 1):
+            self._origin.check()
 
     def _stream(
         self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
@@ -243,7 +257,7 @@ class FusedEngine(InferenceEngine):
             given = share_inputs(peers, "generate()", inputs, self.device)
 
             def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
-                self._origin.check()
+                self._check_model(alone=False)
                 if streamer is not None and not (
                     hasattr(streamer, "put") and hasattr(streamer, "end")
                 ):

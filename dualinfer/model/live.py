@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-_TURN = 100  # tensors of which addresses and samples are compared in one call
+# What keeps a question below 50 us at 300 tensors; benchmarks/live.py measures it.
+_TURN = 16  # tensors of which addresses and samples are compared in one question
+_EVERY = 8  # questions for one launch of a comparison on a GPU
 _SAMPLED = 16  # elements of a tensor
 _versions = attrgetter("_version")
 
@@ -94,7 +96,7 @@ class _Seen:
         ]
         count = -(-len(plain) // _TURN)
         self._turns = [_Turn(plain[i::count]) for i in range(count)]
-        self._turn = -1
+        self._asked = self._compared = -1
 
     def change(self) -> str | None:
         """The first difference that is found, for people; None if there is none."""
@@ -111,14 +113,19 @@ class _Seen:
             return f"{self._counted_names[i]} was written to"
         if change := self.late_change():
             return change
-        if not self._turns or self._turns[self._turn].is_pending:
+        if not self._turns:
             return None
-        self._turn = (self._turn + 1) % len(self._turns)
-        return self._turns[self._turn].change()
+        self._asked += 1
+        if change := self._turns[self._asked % len(self._turns)].change():
+            return change
+        if self._asked % _EVERY == 0 and not self._turns[self._compared].is_pending:
+            self._compared = (self._compared + 1) % len(self._turns)
+            self._turns[self._compared].compare()
+        return None
 
     def late_change(self) -> str | None:
         """What the turn that was compared last has found on a GPU."""
-        return self._turns[self._turn].late_change() if self._turns else None
+        return self._turns[self._compared].late_change() if self._turns else None
 
     def _replaced(self) -> str | None:
         for prefix, held, were in zip(self._names, self._held, self._were, strict=True):
@@ -154,11 +161,12 @@ class _Turn:
             pairs = zip(addresses, self._addresses, strict=True)
             i = next(i for i, (now, then) in enumerate(pairs) if now != then)
             return f"{self._names[i]} was moved or given other data"
-        if b"".join(self._views) != self._bytes:
-            return self._written()
+        return self._written() if b"".join(self._views) != self._bytes else None
+
+    def compare(self) -> None:
+        """Have each GPU compare its samples; `late_change` tells what it has found."""
         for samples in self._on_devices:
             samples.compare()
-        return None
 
     @property
     def is_pending(self) -> bool:
@@ -243,5 +251,8 @@ class _DeviceSamples:
         return self._asked and not self._event.query()
 
     def differ(self) -> bool:
-        """What the last comparison found; False while it has not ended."""
-        return self._asked and self._event.query() and bool(self._answer[0])
+        """What the last comparison found, told once; False while it has not ended."""
+        if not self._asked or not self._event.query():
+            return False
+        self._asked = False  # an event is not asked for again what it has said
+        return bool(self._answer[0])
