@@ -8,9 +8,9 @@ from ...errors import ModelError, shown
 from ..generation import GENERATION
 from ..spec import Activation
 
-# Fields of any HF config that cannot change what forward computes: names that public config.json
-# files of the twelve families hold and that HF's models of them do not read. The files, about a
-# hundred from GitHub repositories, were searched for by model_type in November 2026.
+# Fields of any HF config that cannot change what forward computes, since HF's models of these
+# families do not read them. Most are from some 75 public config.json files of ten families, found
+# in GitHub repositories by model_type in November 2026; the rest are their siblings by name.
 INERT = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
     _flash_attn_2_enabled _name_or_path _num_labels architectures attn_implementation auto_map
