@@ -402,7 +402,7 @@ ROWS: list[Row] = [
         "tests/test_parallel_torch.py -k share_of_one",
     ),
     Row(
-        "backends/torch/parallel.py",
+        "backends/torch/joining.py",
         "    if not settings.enabled:\n        return 1\n",
         "",
         "tensor_parallel.enabled=False is ignored: a process alone is refused.",
@@ -452,7 +452,7 @@ ROWS: list[Row] = [
         "tests/parity/test_logits.py -k 'token_types_equal and jax'",
     ),
     Row(
-        "backends/jax/runner.py",
+        "backends/jax/sampler.py",
         "where = np.full(count, free, np.int32)",
         "where = np.zeros(count, np.int32)",
         "Three prompts, in a bucket of four: the fourth writes over the first one's cache.",
@@ -638,8 +638,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "cli/plan_table.py",
-        """for shard in plan.shards) > table.sizes["k"]:""",
-        """for shard in plan.shards) >= table.sizes["k"]:""",
+        """for shard in plan.shards) > table.spec.extent("k", 0):""",
+        """for shard in plan.shards) >= table.spec.extent("k", 0):""",
         "dualinfer plan says that devices share KV heads where none does.",
         "tests/test_cli_plan.py -k 'plan_prints or equal_layers'",
     ),
@@ -716,8 +716,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/options.py",
-        "asked = {**given, **kwargs}",
-        "asked = {**kwargs, **given}",
+        "asked = {**given, **{k: v for k, v in kwargs.items() if k not in ignored}}",
+        "asked = {**{k: v for k, v in kwargs.items() if k not in ignored}, **given}",
         "A generation_config beats the keyword arguments beside it.",
         "tests/test_generate.py -k generation_config_argument",
     ),
@@ -924,7 +924,7 @@ ROWS: list[Row] = [
         "tests/test_prompts.py -k pieces",
     ),
     Row(
-        "backends/torch/parallel.py",
+        "backends/torch/joining.py",
         "mine.copy = me // degree",
         "mine.copy = 0",
         "Where a job runs two copies of a model, both write the checkpoint.",
@@ -946,7 +946,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "model/families/opt.py",
-        "final = before and not removed",
+        'final = before and not fields.flag("_remove_final_layer_norm", False)',
         "final = before",
         "An OPT without a final norm is refused.",
         "tests/parity/test_logits.py -k 'unpadded and opt and torch'",
