@@ -623,7 +623,7 @@ def test_state_dict_file_of_something_else_is_told(tmp_path, hf_model):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
     (tmp_path / "empty.pt").touch()
     for name, message in [
-        ("odd.pt", "no tensors by name, but model_state_dict"),
+        ("odd.pt", "no tensors by name, but 'model_state_dict'"),
         ("whole.pt", r"whole pickled module\. Save module\.state_dict\(\)"),
         ("empty.pt", "0 bytes"),
     ]:
@@ -680,7 +680,8 @@ def test_inputs_of_rank_0_go_to_those_who_have_none_alone():
     own = [np.array([[1, 2]]), None, np.array([[3]]), None]
 
     def work(peers):
-        return share_inputs(peers, {"ids": own[peers.rank], "mask": None})["ids"].tolist()
+        inputs = {"ids": own[peers.rank], "mask": None}
+        return share_inputs(peers, "generate()", inputs)["ids"].tolist()
 
     assert Together(4).run(work) == [[[1, 2]], [[1, 2]], [[3]], [[1, 2]]]
 

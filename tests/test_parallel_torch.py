@@ -182,14 +182,14 @@ def test_groups_and_units_of_the_caller_say_who_shares_the_model(crew, engine_of
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_token_is_in_the_share_of_one_rank(size):
-    table = describe_model(make_model("llama-gqa").config.to_dict())
-    plan = make_plan(*table, size)
+    _, table = describe_model(make_model("llama-gqa").config.to_dict())
+    plan = make_plan(table, size)
     ids, weight = torch.arange(1001), torch.randn(1001, 4)
     total, places = torch.zeros(1001, 4), torch.zeros(1001, dtype=torch.int64)
     for rank in range(size):
         split = Split.of(Ranks(range(size), rank, None, None, torch.device("cpu")), plan)
         rows, here = split.is_here(ids)
-        own = weight[plan.shards[rank].shares["vocab"].start :][: split.vocab[rank]]
+        own = weight[plan.shards[rank].share("vocab").start :][: split.vocab[rank]]
         total += own[rows] * here[:, None]
         places += here
     assert (places == 1).all() and torch.equal(total, weight)

@@ -7,6 +7,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -406,7 +407,7 @@ def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch)
     monkeypatch.setattr(search, "find_problems", lambda *args: parts)
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     clock = iter([0.0, 1.0, 1e6])
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     ops = KernelOps(torch.device("cpu"))
     with pytest.warns(UserWarning, match="1 of 2 shapes.*next start"):
         search.autotune(spec, params, ops)
