@@ -1,4 +1,4 @@
-"""One model architecture as frozen data: what both decoders read, and nothing else.
+"""One model architecture as frozen data: what the decoder and the ops read, and nothing else.
 
 A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
 everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
