@@ -310,7 +310,7 @@ def test_a_folder_with_an_adapter_is_refused(adapted, tmp_path, backend):
     shutil.copytree(adapter, tmp_path, dirs_exist_ok=True)
     both = hf.LlamaForCausalLM.from_pretrained(tmp_path)
     assert any("lora_" in name for name, _ in both.named_parameters())  # it matters
-    message = r"beside the model.*LORA adapter for .*merge_and_unload\(\).*remove that file"
+    message = r"beside the model.*LORA adapter for .*merge_and_unload\(\).*remove adapter_config"
     with pytest.raises(CheckpointError, match=message):
         dualinfer.init_inference(tmp_path, backend=backend)
     for inject in (True, False):

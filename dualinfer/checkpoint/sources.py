@@ -148,8 +148,8 @@ def open_checkpoint(folder: Path) -> TensorSource:
     which transformers would load too.
     """
     if os.path.isfile(folder / _ADAPTER):
-        held = f"{folder} holds beside the model, in {_ADAPTER},"
-        raise _adapter_error(folder, held, "remove that file")
+        held = f"{folder} holds, beside the model,"
+        raise _adapter_error(folder, held, f"remove {_ADAPTER}")
     forms = [form for form in _FORMS if os.path.isfile(folder / form)]
     if os.path.isfile(folder / INDEX):
         if forms:
