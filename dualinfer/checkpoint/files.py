@@ -214,7 +214,7 @@ class StoredFile:
             for i in range(len(out)):
                 self._fill(start + i * steps[0], steps[1:], out[i])
             return
-        rows = min(len(out), 1 + (_BLOCK - inner) // steps[0])
+        rows = min(len(out), 1 + (_BLOCK - inner) // max(1, steps[0]))
         block = np.empty((rows - 1) * steps[0] + inner, np.uint8)
         for first in range(0, len(out), rows):
             part = out[first : first + rows]

@@ -194,7 +194,8 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
             f"{', '.join(_TORCH_SUFFIXES)}."
         )
     source = FilesSource({file.name: opener(file)}, str(file))
-    if all(name.startswith(_ADAPTER_PREFIX) for name in source.names()):
+    names = list(source.names())
+    if names and all(name.startswith(_ADAPTER_PREFIX) for name in names):
         raise _adapter_error(file.parent, f"{file} holds no model, but", "leave it out")
     return source
 

@@ -142,10 +142,10 @@ class OldTorchFile(StoredFile):
         index: tuple[slice, ...] | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As of every file; a view of what is in memory."""
+        """As of every file, from what is in memory."""
         part = to_numpy(self._tensors[name].detach()[index or ...])
         if out is None:
-            return part
+            return part.copy()
         out[...] = part
         return out
 

@@ -174,11 +174,13 @@ class FusedEngine(InferenceEngine):
                     raise
                 failed.append(error)  # the other processes go on, and so must this one
 
+        if streamer is not None:
+            self._check_model(alone=True)  # before it is given anything
         put(block)
         columns = []
         with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
             for tokens in steps:
-                if not columns:
+                if not columns and streamer is None:
                     self._check_model(alone=True)
                 column = np.array([pad if t is None else t for t in tokens], np.int64)
                 columns.append(column)
@@ -226,11 +228,11 @@ class FusedEngine(InferenceEngine):
     ) -> Iterator[Any]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
-        self._origin.check()
+        self._check_model(alone=True)
         with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
             for tokens in steps:
                 yield tokens[0] if len(tokens) == 1 else tokens
-                self._origin.check()  # the caller had the turn
+                self._check_model(alone=True)  # the caller had the turn
 
     def _prepare(
         self,

@@ -55,10 +55,14 @@ class Origin:
         plan, source = agree(
             runner.peers, "The weights to read again", prepare, lambda m: marks_of(m[1], m[0])
         )
-        if self._watch is not None:
-            self._watch.look()  # before the weights are read: what is written meanwhile is seen
+
+        def read() -> None:
+            if self._watch is not None:
+                self._watch.look()  # before the weights are read: what is written meanwhile is seen
+            runner.refresh(plan, source)
+
         try:
-            agree(runner.peers, "Reading the weights again", lambda: runner.refresh(plan, source))
+            agree(runner.peers, "Reading the weights again", read)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}".rstrip(".") + "."
             raise

@@ -1,5 +1,6 @@
 """Whether a live torch module still holds the tensors, and the values, that an engine has read."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -31,6 +32,7 @@ class Watch:
             if held is not None:
                 held._seen = None
 
+        self._lock = threading.Lock()  # questions come from several threads
         self._module = weakref.ref(module, let_go)
         self._seen: _Seen | None = None
         self._change: str | None = None
@@ -44,22 +46,25 @@ class Watch:
     def look(self) -> None:
         """Take the module as it is now for what it should be."""
         module = self._module()
-        self._change = None
-        self._seen = None if module is None else _Seen(module)
+        seen = None if module is None else _Seen(module)
+        with self._lock:
+            self._seen, self._change = seen, None
 
     def change(self) -> str | None:
         """What has changed, for people, as often as it is asked; None if nothing has."""
-        seen = self._seen
-        if seen is not None and self._change is None and (change := seen.change()):
-            self._change, self._seen = change, None
-        return self._change
+        with self._lock:
+            seen = self._seen
+            if seen is not None and self._change is None and (change := seen.change()):
+                self._change, self._seen = change, None
+            return self._change
 
     def late_change(self) -> str | None:
         """What a GPU has compared since `change` was asked, where it differed; it costs little."""
-        seen = self._seen
-        if seen is not None and self._change is None and (change := seen.late_change()):
-            self._change, self._seen = change, None
-        return self._change
+        with self._lock:
+            seen = self._seen
+            if seen is not None and self._change is None and (change := seen.late_change()):
+                self._change, self._seen = change, None
+            return self._change
 
     def close(self) -> None:
         """Let go of the tensors."""
@@ -225,8 +230,10 @@ class _DeviceSamples:
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.stream(stream):  # without what torch.cuda.graph collects and frees
                 self._graph.capture_begin(capture_error_mode="thread_local")
-                self._compare()
-                self._graph.capture_end()
+                try:
+                    self._compare()
+                finally:
+                    self._graph.capture_end()
 
     def _compare(self) -> None:
         import torch
