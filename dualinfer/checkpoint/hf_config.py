@@ -21,6 +21,7 @@ _CODE = {
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _MOST_PARTS = 1024
+_COUNTED = ("layer", "expert", "block", "depth", "group", "stage", "codebook")
 _MOST_LABELS = 1 << 16  # HF makes a name for each; no family here has a head with labels
 _DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "half", "float", "double"),
@@ -90,16 +91,26 @@ def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Raise ModelError for more parts than any model has: each would become a module."""
+    """Raise ModelError for more parts than any model has, since each would become a module.
+
+    So does a backbone by its name, which HF's class would look for on the hub.
+    """
     for name, value in fields.items():
-        if isinstance(value, dict):
-            check_counts(value)
-        counts = any(part in name for part in ("layer", "expert", "block", "depth"))
-        if counts and isinstance(value, int) and value > _MOST_PARTS:
+        if name == "backbone" and value:
             raise ModelError(
-                f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
-                f"{_MOST_PARTS} parts of a kind."
+                f"config.json has backbone={shown(value)}, another model that transformers would "
+                "look for on the hub; the plan shows models that are whole."
             )
+        counts = "size" not in name and any(part in name for part in _COUNTED)
+        inner = value if isinstance(value, list | tuple) else [value]
+        for one in inner:
+            if isinstance(one, dict):
+                check_counts(one)
+            if counts and isinstance(one, int) and one > _MOST_PARTS:
+                raise ModelError(
+                    f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
+                    f"{_MOST_PARTS} parts of a kind."
+                )
 
 
 def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
 from ..config.nested import TensorParallelConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DualinferError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
 from ..parallel.agreement import Peers, agree
@@ -157,6 +157,8 @@ def _told(path: str) -> Iterator[None]:
     """What the system refuses, as an error that names the option."""
     try:
         yield
+    except DualinferError:  # of the weights that are read; one of these is an OSError, too
+        raise
     except OSError as error:
         raise CheckpointError(
             f"save_mp_checkpoint_path={path!r}: the checkpoint was not written, and nothing of it "

@@ -217,6 +217,11 @@ def _plain(value: Any) -> Any:
             "them. Pass arrays or lists of numbers."
         )
     array = to_numpy(value)
+    if array.dtype.kind in "OSUMm":
+        raise ArgumentError(
+            f"Other ranks take rank 0's inputs, and an array of {array.dtype} cannot be sent to "
+            "them. Pass arrays of numbers."
+        )
     return {
         "kind": kind,
         "dtype": array.dtype.name,

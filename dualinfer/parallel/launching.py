@@ -106,7 +106,9 @@ def place_of(rank: int, count: int, port: int) -> dict[str, str]:
 @contextmanager
 def _signals_to(events: "queue.SimpleQueue[_Event]") -> Iterator[None]:
     """Within it the signals that end a process are events."""
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    # One that is ignored stays so, as under nohup; None is a handler that Python cannot set again.
+    numbers = [n for n in known if signal.getsignal(n) not in (signal.SIG_IGN, None)]
     before = {n: signal.signal(n, lambda number, _: events.put((None, number))) for n in numbers}
     try:
         yield

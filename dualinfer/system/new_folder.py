@@ -50,10 +50,10 @@ class NewFolder:
 
     def close(self) -> None:
         """Remove what was not published."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._owner is not None:
+        if self._owner is not None:  # first: NFS keeps the name of a file that is open
             os.close(self._owner)
             self._owner = None
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:

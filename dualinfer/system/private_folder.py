@@ -36,7 +36,10 @@ def make_private(folder: Path, *, closed: bool = False) -> None:
     A `closed` one must not even be open to others: whatever modes its files have, by the umask of
     those who write them, nobody else reaches them.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):  # by mkdir's `parents` those above would get the umask's mode
+        path.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     status, what = folder.stat(), f"the folder {folder}"
     check_owner(status, what)
     check_parents(folder)
