@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-# What keeps a question below 50 us at 300 tensors; benchmarks/live.py measures it.
+# They keep a question short at 300 tensors; benchmarks/live.py measures it.
 _TURN = 16  # tensors of which addresses and samples are compared in one question
 _EVERY = 8  # questions for one launch of a comparison on a GPU
 _SAMPLED = 16  # elements of a tensor
