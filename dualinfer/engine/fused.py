@@ -154,7 +154,8 @@ class FusedEngine(InferenceEngine):
         and meanings, with the model's own generation_config as defaults; `streamer` follows HF's
         protocol, `tokenizer` is needed for
         `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
-        each. Raises before anything runs; an argument that is not supported is refused by name.
+        each. Raises before anything runs, StaleWeightsError before the first new token; an argument
+        that is not supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
         prompts, requests, options, stop, chunk = self._prepare(
