@@ -71,7 +71,6 @@ def embed(
     type_weight: Any = None,
     scale: float = 1.0,
     first: int | None = None,
-    pdl: bool = False,
 ) -> Any:
     """Row ids[...] of weight [V, E], times `scale`: [..., E].
 
@@ -103,7 +102,6 @@ def embed(
         *(*sizes, *strides[0], *strides[1], *strides[2]),
         **{"SCALED": scale != 1.0, "AXES": axes, "SHARE": first is not None, "BLOCK": block},
         num_warps=4 if block >= 1024 else 1,
-        pdl=pdl,
     )
     return y
 
