@@ -28,8 +28,9 @@ def _load_row(ids_ptr, at, shift, table, column, width, SHARE: tl.constexpr):
 @triton.jit
 def _embed_kernel(
     ids_ptr, weight_ptr, types_ptr, type_weight_ptr, positions_ptr, position_weight_ptr, y_ptr,
-    width, scale, position_offset, first, size, type_size, position_size, stride, type_stride,
-    position_stride, size1, size2,
+    width, scale, position_offset, first,
+    size, type_size, position_size,
+    stride, type_stride, position_stride, size1, size2,
     ids_stride0, ids_stride1, ids_stride2, types_stride0, types_stride1, types_stride2,
     positions_stride0, positions_stride1, positions_stride2,
     SCALED: tl.constexpr, AXES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,

@@ -32,9 +32,8 @@ _SMALLEST_BLOCK, _MOST_CHUNKS = 512, 128
 
 @triton.jit
 def _best_kernel(
-    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr, eos_ptr, eos_stride, new_ptr,
-    minimum_ptr,
-    active_ptr, noise_ptr,
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr, active_ptr, noise_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
     vocab,
     EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, STEP: tl.constexpr,
@@ -57,19 +56,19 @@ def _best_kernel(
         best = unordered(tl.max(tl.where(real, ordered(x), LOWEST)))
         tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
         if is_last(counters_ptr + row):
-            found = (chunk_best_ptr, row_best_ptr, ints_ptr)
+            bests = (chunk_best_ptr, row_best_ptr)
             temperature = tl.load(temperature_ptr + row)
             top_k = tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32)
             top_p = tl.load(top_p_ptr + row)
-            start_thresholds(row, found, temperature, top_k, top_p, vocab, CHUNKS)
+            start_thresholds(row, bests, ints_ptr, temperature, top_k, top_p, vocab, CHUNKS)
     elif chunk == 0:
         no_thresholds(row, ints_ptr)
 
 
 @triton.jit
 def _narrow_kernel(
-    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr, eos_ptr, eos_stride, new_ptr,
-    minimum_ptr,
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
     masses_ptr, coarse_ptr, fine_ptr, scales_ptr, vocab,
     EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, DIGIT: tl.constexpr,

@@ -61,8 +61,8 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 @triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    slots_ptr, starts_ptr,
-    scaling, eps, tokens, room, qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
+    slots_ptr, starts_ptr, scaling, eps, tokens, room,
+    qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,

@@ -41,13 +41,12 @@ def _best_of(key, ids, nobody):
 
 @triton.jit(do_not_specialize=["out_stride", "out_rows"])
 def _choose_kernel(
-    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr, eos_ptr, eos_stride, new_ptr,
-    minimum_ptr,
-    active_ptr, last_ptr, length_ptr, remaining_ptr,
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr, active_ptr, last_ptr, length_ptr, remaining_ptr,
     noise_ptr, temperature_ptr, min_p_ptr, seed_low_ptr, seed_high_ptr, return_index_ptr,
     position_ptr,
-    out_ptr, out_stride, out_rows, step_ptr,
-    counters_ptr, keys_ptr, ids_ptr, chunk_best_ptr, row_best_ptr, ints_ptr, vocab,
+    out_ptr, out_stride, out_rows, step_ptr, counters_ptr,
+    keys_ptr, ids_ptr, chunk_best_ptr, row_best_ptr, ints_ptr, vocab,
     EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, NOISE: tl.constexpr,
     FILTERS: tl.constexpr, SEEN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, PDL: tl.constexpr,

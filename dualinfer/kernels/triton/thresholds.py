@@ -112,9 +112,9 @@ def is_last(counter_ptr):
 
 
 @triton.jit
-def start_thresholds(row, found, temperature, top_k, top_p, vocab, CHUNKS):
+def start_thresholds(row, bests, ints_ptr, temperature, top_k, top_p, vocab, CHUNKS):
     """By a row's last program: its best logit, what there is to find, and where it can lie."""
-    chunk_best_ptr, row_best_ptr, ints_ptr = found
+    chunk_best_ptr, row_best_ptr = bests
     chunks = tl.arange(0, CHUNKS)
     real = chunks < tl.num_programs(0)
     of_chunk = tl.load(chunk_best_ptr + row * CHUNKS + chunks, mask=real, other=float("-inf"))
