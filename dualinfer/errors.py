@@ -3,6 +3,7 @@
 import reprlib
 import sys
 import warnings
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -106,6 +107,17 @@ def shortened(text: object, most: int = 200) -> str:
     """The text for a message, its middle left out where it is long."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
+
+
+def listing(names: Sequence[str], most: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    first = ", ".join(names[:most])
+    return first + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(names: Sequence[str]) -> str:
+    """How many names there are, and the first few."""
+    return f"{len(names)}: {listing(names)}"
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:

@@ -61,19 +61,6 @@ def test_compare_measures_every_layer_and_logits(engines, ids):
     assert result.equal
 
 
-def test_compare_leaves_masked_positions_out(engines, ids):
-    torch, jax = engines
-    mask = np.ones_like(ids)
-    mask[1, :5] = 0
-
-    def spoil(logits):
-        logits[1, :5] = np.nan
-
-    result = compare(Shifted(jax, spoil), torch, ids, mask)
-    assert result.positions == 3 * 17 - 5
-    assert result.equal
-
-
 def test_compare_counts_a_token_that_differs_by_more_than_rounding(engines, ids):
     torch, jax = engines
 

@@ -1,8 +1,14 @@
-"""What a backend says of an op that `dualinfer bench ops` can measure."""
+"""What a backend says of an op that `dualinfer bench ops` can measure, and what backends share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from ..backends.contract import NormOf
+from ..model.spec import Attention, Norm
+from ..model.weights import Weight
+
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,50 @@ class TracedCall:
     def __call__(self) -> Any:
         """The result of one call."""
         return self.function(self.state, *self.inputs)[0]
+
+
+class Shape(NamedTuple):
+    """What a model's ops are as large as; Llama's blocks if `gated`, else GPT-2's."""
+
+    name: str
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+
+
+def make_weight(data: Any) -> Weight:
+    """A vector or a matrix as the ops take it."""
+    return Weight(data, ("rows", "columns")[-data.ndim :])
+
+
+def make_norm(weight: Any, bias: Any = None) -> NormOf:
+    """RMSNorm; LayerNorm if there is a bias."""
+    if bias is None:
+        return NormOf(Norm("rms", EPS), make_weight(weight), None)
+    return NormOf(Norm("layer", EPS), make_weight(weight), make_weight(bias))
+
+
+def rows_of(count: int) -> str:
+    """A number of rows in words."""
+    return "1 row" if count == 1 else f"{count:,} rows"
+
+
+def heads_of(a: Attention) -> str:
+    """The heads in words."""
+    return f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
+
+
+def prompts_work(a: Attention, batch: int, tokens: int, itemsize: int) -> tuple[str, int, int]:
+    """Description, bytes and FLOPs of the attention of whole prompts."""
+    most = min(a.window or tokens, tokens)
+    visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
+    kind = "causal" if a.causal else "bidirectional"
+    kind += f", window {a.window:,}" if a.window else ""
+    kind += f", soft cap {a.softcap:g}" if a.softcap else ""
+    moved = batch * tokens * 2 * (a.heads + a.kv_heads) * a.head_dim * itemsize
+    flops = 4 * batch * a.heads * a.head_dim * visible
+    return f"{batch} x {tokens:,} tokens, {heads_of(a)}, {kind}", moved, flops

@@ -1,22 +1,20 @@
 """Models with random weights: a HF module made on the device, or a checkpoint's folder on disk."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..arrays import numpy_dtype
+from ..checkpoint.files import write_tensors
 from ..errors import ModelError
 from .shapes import Model
 
 _DEVIATION = 0.02  # as HF initialises most families
 _BLOCK = 4194301  # values drawn; a prime, so that a matrix's rows are not alike
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def make_module(model: Model, dtype: str, device: str) -> Any:
@@ -52,7 +50,7 @@ def make_module(model: Model, dtype: str, device: str) -> Any:
 def checkpoint(model: Model, dtype: str) -> Iterator[Path]:
     """A folder that holds the model: its own, or one with random weights while the context lasts.
 
-    Needs no framework, and memory for one block of values only.
+    Needs no framework, and memory for one tensor only.
     """
     if model.folder is not None:
         yield model.folder
@@ -65,34 +63,20 @@ def checkpoint(model: Model, dtype: str) -> Iterator[Path]:
 
 
 def _write_weights(model: Model, dtype: str, path: Path) -> None:
-    """A safetensors file: length of the header, the header in JSON, then the tensors' bytes."""
+    """A safetensors file of ones for norms and normal values for the rest."""
     _, table = model.describe()
     kind = numpy_dtype(dtype)
     shapes = {
         source.name: table.shape(row, source.axes) for row in table.rows for source in row.sources
     }
-    header, at = {}, 0
-    for name, shape in shapes.items():
-        size = prod(shape) * kind.itemsize
-        offsets = [at, at + size]
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": offsets}
-        at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     random = np.random.default_rng(0)
     block = (_DEVIATION * random.standard_normal(_BLOCK, np.float32)).astype(kind)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+
+    def arrays() -> Iterator[np.ndarray]:
         for name, shape in shapes.items():
             if len(shape) == 1 and name.endswith(".weight"):  # a norm's
-                file.write(np.ones(shape, kind).tobytes())
+                yield np.ones(shape, kind)
             else:
-                _write_values(file, block, prod(shape), int(random.integers(_BLOCK)))
+                yield np.resize(np.roll(block, -int(random.integers(_BLOCK))), shape)
 
-
-def _write_values(file: Any, block: np.ndarray, count: int, start: int) -> None:
-    """`count` values of the block, from `start` on and round again."""
-    while count:
-        piece = block[start : start + count]
-        file.write(piece.view(np.uint8).data)
-        count, start = count - len(piece), 0
+    write_tensors(path, dtype, shapes, arrays(), to_disk=False)

@@ -306,12 +306,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_tensors(
-    path: Path, dtype: str, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray]
+    path: Path,
+    dtype: str,
+    shapes: Mapping[str, Sequence[int]],
+    arrays: Iterable[np.ndarray],
+    *,
+    to_disk: bool = True,
 ) -> None:
     """Write a new safetensors file whose tensors, in order, are `arrays`, each asked for in turn.
 
-    All are of `dtype` and of their `shapes`. The bytes are on the disk when this returns; an
-    OSError leaves a part of the file.
+    All are of `dtype` and of their `shapes`. With `to_disk` the bytes are on the disk when this
+    returns, not in the system's memory only. An OSError leaves a part of the file.
     """
     header: dict[str, Any] = {"__metadata__": _FORMAT}
     at, kind = 0, numpy_dtype(dtype)
@@ -327,4 +332,5 @@ def write_tensors(
             assert (array.shape, array.dtype) == (tuple(shape), kind)
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()
-        os.fsync(file.fileno())
+        if to_disk:
+            os.fsync(file.fileno())

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import warn_caller
-from ..model.weights import LoadPlan, Row, TensorSource, listing
+from ..errors import listing, warn_caller
+from ..model.weights import LoadPlan, Row, TensorSource
 from ..parallel.sharding import Read, Shard
 from ..system.progress import track_bytes
 from .pieces import Box
@@ -51,7 +51,7 @@ class RowReader:
         self, shards: Sequence[Shard], plan: LoadPlan, source: TensorSource, shown: bool = True
     ):
         self._source, self._shown = source, shown
-        self._orders = [_order(shards, plan, row, names, source) for row, names in plan.rows]
+        self._orders = [_order(shards, row, names, source) for row, names in plan.rows]
         self._ahead = _largest_layer(self._orders)
         self._copied, self._start = 0, time.perf_counter()
         self._odd: dict[str, None] = {}
@@ -133,7 +133,7 @@ def odd_notes(source: TensorSource, names: Sequence[str]) -> tuple[str, ...]:
 def is_finite(array: np.ndarray) -> bool:
     """True if no element is NaN or inf: then no exponent is all ones, sign aside.
 
-    It compares integers, as NumPy has nothing fast for bfloat16: 10 GB/s on one core.
+    It compares integers, as NumPy has nothing fast for bfloat16.
     """
     if not array.size or array.dtype.name not in _FLOATS:
         return True
@@ -153,11 +153,7 @@ def _amount(count: float) -> str:
 
 
 def _order(
-    shards: Sequence[Shard],
-    plan: LoadPlan,
-    row: Row,
-    names: tuple[str, ...],
-    source: TensorSource,
+    shards: Sequence[Shard], row: Row, names: tuple[str, ...], source: TensorSource
 ) -> _Order:
     reads = [
         [

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFoundError, shortened
-from ..model.weights import TensorSource, listing
+from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
+from ..model.weights import TensorSource
 from .files import StoredFile, TensorFile, check_inside, read_json
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file
@@ -51,7 +51,7 @@ class FilesSource:
         problems["tensors that are not in the file that the index names"] = [
             f"{name} ({shortened(index[name])})" for name in astray
         ]
-        found = [f"{what} {len(n)}: {listing(n)}" for what, n in problems.items() if n]
+        found = [f"{what} {counted(n)}" for what, n in problems.items() if n]
         if found:
             raise CheckpointError(
                 f"The files of {description} contradict each other: {'; '.join(found)}. Were they "

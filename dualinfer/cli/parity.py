@@ -26,7 +26,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `compare` found at the unmasked positions.
+    """What `compare` found.
 
     `layers` has L+1 entries: the embedding, then each layer's output, the last one after the final
     norm. `logits` is None for a model without a head. Of `positions` compared, `ties` have
@@ -52,26 +52,23 @@ class Parity:
         return self.tokens_agree and last.relative_rms <= self.rounding
 
 
-def compare(
-    engine_a: InferenceEngine, engine_b: InferenceEngine, input_ids: Any, attention_mask: Any = None
-) -> Parity:
+def compare(engine_a: InferenceEngine, engine_b: InferenceEngine, input_ids: Any) -> Parity:
     """How far `engine_a` lies from `engine_b` in one forward pass over `input_ids` [B, T].
 
     Raises ArgumentError if the two do not run the same architecture.
     """
-    results = [_forward(e, input_ids, attention_mask) for e in (engine_a, engine_b)]
+    results = [_forward(e, input_ids) for e in (engine_a, engine_b)]
     (states_a, logits_a), (states_b, logits_b) = results
     if _shapes(states_a, logits_a) != _shapes(states_b, logits_b):
         raise ArgumentError(f"{engine_a} and {engine_b} are not of one architecture.")
-    keep = _visible(attention_mask, states_a[0].shape[:2])
     rounding = max(ROUNDING[e.inference_config.dtype or "float32"] for e in (engine_a, engine_b))
     layers = tuple(
-        difference(_layer_name(i), a[keep], b[keep])
+        difference(_layer_name(i), a, b)
         for i, (a, b) in enumerate(zip(states_a, states_b, strict=True))
     )
     if logits_a is None or logits_b is None:
-        return Parity(layers, None, int(keep.sum()), 0, 0, rounding)
-    a, b = logits_a[keep], logits_b[keep]
+        return Parity(layers, None, states_a[0][..., 0].size, 0, 0, rounding)
+    a, b = (x.reshape(-1, x.shape[-1]) for x in (logits_a, logits_b))
     differing, ties = _count_differing(a, b, rounding)
     return Parity(layers, difference("logits", a, b), len(a), ties, differing, rounding)
 
@@ -92,11 +89,9 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def _forward(
-    engine: InferenceEngine, ids: Any, mask: Any
-) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
+def _forward(engine: InferenceEngine, ids: Any) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
     outputs = engine.forward(
-        to_numpy(ids), mask, output_hidden_states=True, return_dict=True, return_tuple=True
+        to_numpy(ids), output_hidden_states=True, return_dict=True, return_tuple=True
     )
     logits = outputs.logits
     return outputs.hidden_states, None if logits is None else logits.astype(np.float32)
@@ -106,12 +101,6 @@ def _shapes(
     states: Sequence[np.ndarray], logits: np.ndarray | None
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
     return [x.shape for x in states], None if logits is None else logits.shape
-
-
-def _visible(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if mask is None:
-        return np.ones(shape, bool)
-    return to_numpy(mask).reshape(shape) != 0
 
 
 def _layer_name(index: int) -> str:

@@ -7,15 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from .dtypes import dtype_name
-from .model import Model, Place
-from .nested import CheckpointConfig, MoEConfig, QuantizationConfig, TensorParallelConfig
-from .values import Count, Integer, PathText, empty_is_none, only, path_or_dict
-
-# A field of DeepSpeed's with one harmless value: out of dumps, so that these warn of nothing.
-_STALE: dict[str, Any] = {"exclude": True, "repr": False}
+from .model import Place
+from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
+from .stale import StaleFields
+from .values import Count, PathText, empty_is_none, path_or_dict
 
 
-class InferenceConfig(Model):
+class InferenceConfig(StaleFields):
     """How a model is turned into an engine; frozen once built. Unset fields serve the user.
 
     What depends on the mode, the device or this version is checked by `init_inference`.
@@ -88,16 +86,6 @@ class InferenceConfig(Model):
     Refused where the kernels cannot run.
     """
 
-    zero: Annotated[dict[str, Any], only({}, "ZeRO is for training", {"stage": 0})] = Field(
-        default_factory=dict, **_STALE
-    )
-    """{} or {"stage": 0}: ZeRO is for training. DeepSpeed never reads it at inference."""
-
-    triangular_masking: Annotated[
-        bool, only(True, "whether attention is causal follows from the model")
-    ] = Field(default=True, validation_alias="tm", **_STALE)
-    """True only: whether attention is causal follows from the model. DeepSpeed overwrites it."""
-
     moe: MoEConfig = MoEConfig()
     """Mixtures of experts; a bool is `enabled`. No experts in this version."""
 
@@ -119,21 +107,10 @@ class InferenceConfig(Model):
     base_dir: PathText = ""
     """Where the files are that DeepSpeed's checkpoint JSON names; refused with that JSON."""
 
-    set_empty_params: Annotated[bool, only(False, "modules are never left without weights")] = (
-        Field(default=False, **_STALE)
-    )
-    """False only: modules are never left without weights."""
-
     save_mp_checkpoint_path: PathText | None = None
     """A folder, new or empty, to write the loaded model to, with a file of weights for each device;
     fused mode only. It loads at any degree on either backend. DeepSpeed writes pickled files.
     """
-
-    checkpoint_config: Annotated[
-        CheckpointConfig,
-        only(CheckpointConfig(), "use the fields `checkpoint` and `base_dir` instead"),
-    ] = Field(default=CheckpointConfig(), validation_alias="ckpt_config", **_STALE)
-    """All unset only: use `checkpoint` and `base_dir`. DeepSpeed never reads it."""
 
     return_tuple: bool = True
     """True: forward returns a named tuple as HF does. False: the bare first array.
@@ -141,16 +118,6 @@ class InferenceConfig(Model):
     Fused mode only, on both backends; in module mode forward returns what the module returns. In
     DeepSpeed it is what an injected layer returns inside of the model.
     """
-
-    training_mp_size: Annotated[Integer, only(1, "a HF checkpoint is not split")] = Field(
-        default=1, **_STALE
-    )
-    """1 only: a HF checkpoint is not split. DeepSpeed never reads it."""
-
-    replace_method: Annotated[str, only("auto", "there is one method of replacement", "")] = Field(
-        default="auto", **_STALE
-    )
-    """"auto" or "" only. Deprecated in DeepSpeed, too, which never reads it."""
 
     injection_policy: Annotated[dict[Any, Any] | None, BeforeValidator(empty_is_none)] = Field(
         default=None, validation_alias="injection_dict"
@@ -161,11 +128,6 @@ class InferenceConfig(Model):
     With one device torch checks the names and splits nothing, and JAX refuses it. Refused in fused
     mode, as in DeepSpeed.
     """
-
-    injection_policy_tuple: Annotated[
-        tuple[Any, ...] | None, only(None, "it is internal to DeepSpeed", ())
-    ] = Field(default=None, **_STALE)
-    """None or () only: internal to DeepSpeed."""
 
     config: Annotated[dict[str, Any] | None, BeforeValidator(empty_is_none)] = Field(
         default=None, validation_alias="args"
@@ -187,11 +149,6 @@ class InferenceConfig(Model):
     Fused mode: without that room, making the engine fails with the bytes needed and free. In
     module mode the cache is the module's own, and more than 1 is refused.
     """
-
-    transposed_mode: Annotated[bool, only(False, "the layout is known from the checkpoint")] = (
-        Field(default=False, **_STALE)
-    )
-    """False only: the layout of weights is known from the checkpoint."""
 
     @model_validator(mode="after")
     def _room_for_min_out_tokens(self) -> Self:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 _MOST = 10**18
 
@@ -66,17 +66,6 @@ AnyCase = BeforeValidator(_lower)
 
 PathText = Annotated[str, BeforeValidator(_path_text)]
 """A str, also from a Path."""
-
-
-def only(wanted: Any, reason: str, *others: Any) -> AfterValidator:
-    """A validator that lets `wanted` through, turns `others` into it, and refuses the rest."""
-
-    def check(value: Any) -> Any:
-        if value != wanted and value not in others:
-            raise ValueError(f"cannot be honoured: {reason}")
-        return wanted
-
-    return AfterValidator(check)
 
 
 def one_of(*allowed: int) -> Callable[[int], int]:

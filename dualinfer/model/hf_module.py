@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from ..errors import CheckpointError, ModelError, warn_caller
+from ..errors import CheckpointError, ModelError, listing, warn_caller
 
 _ACCELERATE = "accelerate.hooks"
 _ROUNDED = 1e-2  # what half precision may make of a number, relatively
@@ -164,7 +164,7 @@ def warn_of_hooks(module: Any, other_way: str) -> list[str]:
         names.append("every module of this process")
     if not names:
         return []
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    listed = listing(names, 4)
     warn_caller(
         f"The model has forward hooks, which fused mode does not run: those of {listed}. What they "
         f"change or record is left out. {other_way}"

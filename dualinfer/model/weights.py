@@ -1,7 +1,7 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, Protocol
 
 from ..arrays import same_tensor
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from .spec import ModelSpec
 
 
@@ -232,12 +232,6 @@ def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def listing(names: Sequence[str], most: int = 8) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     """Match every row to stored tensors.
 
@@ -290,7 +284,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
     extra = sorted(set(left_over) - set(unused))
     problems = [
-        f"{what} {len(names)}: {listing(names)}"
+        f"{what} {counted(names)}"
         for what, names in (
             ("missing", missing),
             ("misshaped", misshaped),

@@ -7,7 +7,7 @@ import pytest
 
 from dualinfer.kernels import reference
 
-from .cases import DTYPES, GARBAGE, assert_close
+from .cases import DTYPES, assert_close
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_attention import inputs, left_padding, packed
 
@@ -123,26 +123,6 @@ def test_chunks_give_what_the_whole_prompt_gives(options):
         assert_close(actual, whole[:, first:last], FLOAT32, length=last)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("start", [0, 20])
-def test_ragged_sequences_are_those_alone(causal, start):
-    """The third sequence ends before the chunk: nothing but zeros, since no block is alive."""
-    q, k, v = inputs(FLOAT32, 3, 63, 4, 2, 16)
-    lengths = np.array([63, 31, 20 if start else 1], np.int64)
-    for b, length in enumerate(lengths):
-        k[b, length:], v[b, length:] = GARBAGE, -GARBAGE
-    how = {"scale": 0.3, "causal": causal}
-    actual = run(q[:, start:], k, v, lengths=lengths, start=start, **how)
-    assert np.isfinite(actual).all()
-    for b, length in enumerate(lengths):
-        alone = [x[b : b + 1, :length] for x in (q, k, v)]
-        if length > start:
-            expected = reference.attention(*alone, **how)[:, start:]
-            assert_close(actual[b : b + 1, : length - start], expected, FLOAT32, length=63)
-        dead = -(-max(length - start, 0) // SMALL.block_m) * SMALL.block_m
-        assert not actual[b, dead:].any()
-
-
 def test_slices_of_a_packed_projection_and_other_strides_agree():
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
     how = {"scale": 0.3, "causal": True}
@@ -194,7 +174,6 @@ WRONG = [
     ({"scale": -1.0}, "scale=-1.0"),
     ({"mask": (1, 4)}, r"mask \(1, 4\): expected \[1, 5\]"),
     ({"alibi": (3,)}, r"alibi \(3,\)"),
-    ({"lengths": (2,)}, r"lengths \(2,\)"),
     ({"positions": (1, 5)}, "alibi only"),
 ]
 
@@ -203,7 +182,7 @@ WRONG = [
 def test_what_does_not_fit_is_refused(wrong, message):
     good: dict[str, Any] = {"q": (1, 5, 4, 16), "k": (1, 5, 2, 16), "v": (1, 5, 2, 16)}
     given: dict[str, Any] = {"scale": 1.0, "causal": True, **good, **wrong}
-    dtypes = {"mask": torch.bool, "lengths": torch.int64, "positions": torch.int32}
+    dtypes = {"mask": torch.bool, "positions": torch.int32}
     for name, x in given.items():
         if isinstance(x, tuple):
             given[name] = torch.zeros(x, dtype=dtypes.get(name, torch.float32))
@@ -217,7 +196,7 @@ def test_a_strided_last_axis_and_mixed_dtypes_are_refused():
         attention(x[..., ::2], x[..., :16], x[..., :16], scale=1.0, causal=True)
     with pytest.raises(ValueError, match="dtypes"):
         attention(x.half(), x, x, scale=1.0, causal=True)
-    for option, shape in (("mask", (1, 5)), ("alibi", (2,)), ("lengths", (1,))):
+    for option, shape in (("mask", (1, 5)), ("alibi", (2,))):
         given = {option: torch.zeros(shape, dtype=torch.float64)}
         with pytest.raises(ValueError, match=f"{option} is torch.float64"):
             attention(x, x, x, scale=1.0, causal=True, **given)

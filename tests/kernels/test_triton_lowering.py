@@ -101,7 +101,7 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
     for name, rows in (("q", config.block_m), ("k", config.block_n), ("v", config.block_n)):
         values[name] = f"tensordesc<x[1, 1, {rows}, {main}]>"
         values[f"{name}_rest"] = f"tensordesc<x[1, 1, {rows}, {rest}]>" if rest else None
-    names = ("mask", "segments", "positions", "slopes", "sinks", "lengths")
+    names = ("mask", "segments", "positions", "slopes", "sinks")
     values |= dict.fromkeys(f"{name}_ptr" for name in names)
     values |= {"softcap": None, "window": None, "dtypes": dtypes}
     values |= {"num_warps": config.warps, "num_stages": config.stages}
@@ -153,7 +153,6 @@ VARIANTS: list[Variant] = [
     ("exchange", "_sum_kernel", EXCHANGE | {"x_ptr": "*fp32", "residual_ptr": "*x"}),
     ("exchange", "_sum_kernel", EXCHANGE | {"bias_ptr": "*x", "residual_ptr": None}),
     ("exchange", "_gather_kernel", EXCHANGE | {"dtypes": WHOLE}),
-    ("rotary", "_rotary_kernel", TILE | {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),

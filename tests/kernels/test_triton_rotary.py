@@ -1,4 +1,4 @@
-"""Triton's rotary, and its fusion with head norms and the cache's append."""
+"""Triton's rotary embedding, with head norms and the cache's append."""
 
 from typing import Any
 
@@ -10,26 +10,10 @@ from dualinfer.kernels import reference
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_norms import gain
-from .test_rotary import angles
 
-from dualinfer.kernels.triton.rotary import rotary, rotary_append  # isort: skip
+from dualinfer.kernels.triton.rotary import rotary_append  # isort: skip
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "part"),
-    [(1, 1, 2, 2), (17, 5, 80, 80), (3, 20, 64, 64), (3, 5, 80, 24), (5, 3, 256, 64)],
-    ids=str,
-)
-def test_rotary_is_the_reference(dtype, tokens, heads, dim, part, interleaved):
-    x = normal(1, 2, tokens, heads, dim, dtype=dtype)
-    cos, sin = angles(np.array([[0], [100_000]]) + np.arange(tokens), part)
-    expected = reference.rotary(x, cos, sin, interleaved)
-    for value in (put(x), strided(x)):
-        found = rotary(value, put(cos), strided(sin), interleaved=interleaved)
-        assert_close(get(found), expected, dtype)
 
 
 class Prompt:
@@ -172,15 +156,12 @@ def test_tokens_behind_the_cache_are_dropped():
 
 def test_what_cannot_be_run_is_refused():
     x = put(np.ones((1, 3, 2, 4), np.float32))
-    angle = put(np.ones((1, 3, 2), np.float32))
-    with pytest.raises(ValueError, match="cos is"):
-        rotary(x, angle[:, :2], angle)
-    with pytest.raises(ValueError, match="3 angles turn 6 elements; a head has 4"):
-        rotary(x, angle[..., :1].expand(1, 3, 3).contiguous(), put(np.ones((1, 3, 3), np.float32)))
     qkv, sizes = x.view(1, 3, 8), {"heads": 2, "kv_heads": 1, "head_dim": 2}
     at, one = put(np.arange(3))[None], put(np.ones(1, np.float32))
     with pytest.raises(ValueError, match=r"\[B, T, 10\] is expected"):
         rotary_append(qkv, at, heads=3, kv_heads=1, head_dim=2)
+    with pytest.raises(ValueError, match="3 angles turn 6 elements; a head has 2"):
+        rotary_append(qkv, at, inv_freq=put(np.ones(3, np.float32)), **sizes)
     with pytest.raises(ValueError, match="positions is None"):
         rotary_append(qkv, None, inv_freq=one, **sizes)
     with pytest.raises(ValueError, match="inv_freq has dtype"):

@@ -57,9 +57,9 @@ def compiler_options(
     """Options for the compiler; None is XLA's own choice, which captures CUDA graphs on a GPU.
 
     That choice captures the bodies of while loops and not the loops themselves, which is best on
-    one device: with loops captured too, an H100 was 1 to 2 % slower on a 7B model and half as fast
-    on GPT-2. Over several, where `exchanges` says that nothing but kernels is in a body, it saves
-    the threads of all devices their turn between two tokens: 8 % of a token of eight layers.
+    one device. Over several, where `exchanges` says that nothing but kernels is in a body, captured
+    loops save the threads of all devices their turn between two tokens. The figures are in
+    docs/measured-and-left-out.md.
     """
     if device.platform != "gpu":
         return None

@@ -27,7 +27,7 @@ class Steps:
     The last result of each is `ops.given_up()`. With `on_gpu` decode looks whether all have
     ended once in eight steps, and each time where fewer are left: on a GPU the host waits for the
     answer. A forward pass is then cut into `parts`, so that the GPU starts while the host launches
-    the rest: what XLA has captured takes the host 2 us for each kernel before the first one runs.
+    the rest: the host prepares every kernel that XLA has captured before the first one runs.
     """
 
     def __init__(self, spec: ModelSpec, ops: PlainOps, on_gpu: bool = False) -> None:

@@ -19,10 +19,9 @@ _rendezvous = 0  # of this process, in all its engines
 
 
 def capacity_over(ranks: int) -> int:
-    """Up to how many values of each of so many ranks an exchange beats NCCL, as far as measured.
+    """Up to how many values of each of so many ranks an exchange beats NCCL.
 
-    It moves as many words to each rank as all have: over four H200s 32,768 values took 6 us where
-    NCCL took 12, and 131,072 took 16 where NCCL took 13.
+    It moves as many words to each rank as all have; benchmarks/README.md has the figures.
     """
     return 2 * CAPACITY // max(ranks, 2)
 

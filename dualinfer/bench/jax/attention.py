@@ -13,8 +13,8 @@ from ...backends.jax.ops.plain import PlainOps
 from ...kernels.pallas.attention import attention
 from ...kernels.pallas.attention_choice import cudnn_serves
 from ...model.spec import Attention, Rope
-from ..case import OpCase
-from .inputs import Bench, Op, Shape
+from ..case import OpCase, Shape, heads_of, prompts_work
+from .inputs import Bench, Op
 
 _THETA = 500000.0
 _CUDNN = "cudnn"
@@ -64,8 +64,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         y = jax.nn.dot_product_attention(q, k, v, scale=a.scale, implementation=_CUDNN)
         return y.reshape(slots, 1, -1), state
 
-    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
-    description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads}"
+    description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads_of(a)}"
     flops = 4 * slots * tokens * a.heads * a.head_dim
     op = Op(bench, "decode_attention", description, moved, flops, inputs)
     yield op.by_kernels("", run)
@@ -80,9 +79,6 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
 
     The engine's and XLA's begin with queries, keys and values in one array, others with three.
     """
-    most = min(a.window or tokens, tokens)
-    visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
-    moved = batch * tokens * 2 * (a.heads + a.kv_heads) * a.head_dim * bench.dtype.itemsize
     layer = LayerAttention(a)
 
     def inputs() -> tuple[None, tuple[Any, ...]]:
@@ -107,13 +103,7 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
         y = jax.nn.dot_product_attention(q, k, v, implementation=_CUDNN, **how)
         return y.reshape(batch, tokens, -1), state
 
-    kind = "causal" if a.causal else "bidirectional"
-    kind += f", window {a.window:,}" if a.window else ""
-    kind += f", soft cap {a.softcap:g}" if a.softcap else ""
-    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
-    description = f"{batch} x {tokens:,} tokens, {heads}, {kind}"
-    flops = 4 * batch * a.heads * a.head_dim * visible
-    about = bench, "attention", description, moved, flops
+    about = bench, "attention", *prompts_work(a, batch, tokens, bench.dtype.itemsize)
     op, opened = Op(*about, inputs), Op(*about, ready)
     yield op.by_kernels("", run)
     _, (q, k, _) = jax.eval_shape(ready)

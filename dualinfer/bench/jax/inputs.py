@@ -2,33 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...backends.contract import NormOf
 from ...backends.jax.ops.kernels import KernelOps, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
-from ...model.spec import Norm
-from ...model.weights import Weight
 from ..case import OpCase, TracedCall
 
-EPS = 1e-5
 _PAIRS = 1024  # of slots and KV heads that the cases have at most
-
-
-class Shape(NamedTuple):
-    """What a model's ops are as large as; Llama's blocks if `gated`, else GPT-2's."""
-
-    name: str
-    embed: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    gated: bool = True
 
 
 class Bench:
@@ -107,20 +90,3 @@ class Op:
 
         described = self.name, self.description, self.bytes, self.flops
         return OpCase(*described, prepare, reference, obstacle)
-
-
-def make_weight(data: jax.Array) -> Weight:
-    """A vector or a matrix as the ops take it."""
-    return Weight(data, ("rows", "columns")[-data.ndim :])
-
-
-def make_norm(weight: jax.Array, bias: jax.Array | None = None) -> NormOf:
-    """RMSNorm; LayerNorm if there is a bias."""
-    if bias is None:
-        return NormOf(Norm("rms", EPS), make_weight(weight), None)
-    return NormOf(Norm("layer", EPS), make_weight(weight), make_weight(bias))
-
-
-def rows_of(count: int) -> str:
-    """A number of rows in words."""
-    return "1 row" if count == 1 else f"{count:,} rows"

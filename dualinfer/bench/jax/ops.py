@@ -17,9 +17,9 @@ from ...backends.jax.ops.plain import PlainOps
 from ...kernels.pallas import linear as products_by_pallas
 from ...kernels.pallas import norm as norms
 from ...model.spec import Attention
-from ..case import OpCase, TracedCall
+from ..case import EPS, OpCase, Shape, TracedCall, make_norm, make_weight, rows_of
 from .attention import decode, prompts
-from .inputs import EPS, Bench, Op, Shape, make_norm, make_weight, rows_of
+from .inputs import Bench, Op
 
 SHAPES = (
     Shape("8B", 4096, 32, 8, 128, 14336, 128256),

@@ -12,8 +12,8 @@ from ...backends.contract import LayerAttention
 from ...backends.torch.cache import LayerCache
 from ...backends.torch.ops import primitives
 from ...model.spec import Attention
-from ..case import OpCase
-from .inputs import Bench, Op, Shape, rows_of
+from ..case import OpCase, Shape, heads_of, prompts_work, rows_of
+from .inputs import Bench, Op
 
 _THETA = 500000.0
 _SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -50,8 +50,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     ) -> torch.Tensor:
         return _sdpa(backend, a, q, *cache, causal=False)
 
-    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
-    description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads}"
+    description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads_of(a)}"
     flops = 4 * slots * tokens * a.heads * a.head_dim
     op = Op("decode_attention", description, moved, flops, inputs)
     yield op.by("", ours)
@@ -66,13 +65,9 @@ def prompts(
 
     `dispatched` says that the engine leaves it to torch: our kernel is a reference then.
     """
-    most = min(a.window or tokens, tokens)
-    visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
-    row = sum(a.qkv_sizes)
-    moved = batch * tokens * (row + a.heads * a.head_dim) * bench.dtype.itemsize
 
     def inputs() -> tuple[Any, ...]:
-        return (bench.draws()(batch, tokens, row),)
+        return (bench.draws()(batch, tokens, sum(a.qkv_sizes)),)
 
     def ours(qkv: torch.Tensor) -> torch.Tensor:
         return bench.ops.attend(LayerAttention(a), qkv, None)[0]
@@ -91,13 +86,7 @@ def prompts(
         q, k, v = (x.transpose(1, 2) for x in _heads(a, qkv))
         return _sdpa(backend, a, q, k, v, causal=a.causal)
 
-    kind = "causal" if a.causal else "bidirectional"
-    kind += f", window {a.window:,}" if a.window else ""
-    kind += f", soft cap {a.softcap:g}" if a.softcap else ""
-    heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
-    description = f"{batch} x {tokens:,} tokens, {heads}, {kind}"
-    flops = 4 * batch * a.heads * a.head_dim * visible
-    op = Op("attention", description, moved, flops, inputs)
+    op = Op("attention", *prompts_work(a, batch, tokens, bench.dtype.itemsize), inputs)
     yield op.by("", ours)
     if a.window or a.softcap:  # which SDPA does not know
         yield op.made("torch flex_attention, compiled", partial(_flex, a))

@@ -3,28 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...backends.contract import NormOf
-from ...model.spec import Norm
-from ...model.weights import Weight
 from ..case import OpCase
-
-EPS = 1e-5
-
-
-class Shape(NamedTuple):
-    """What a Llama's ops are as large as."""
-
-    name: str
-    embed: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
 
 
 @dataclass(frozen=True)
@@ -69,20 +52,3 @@ class Bench:
             return torch.randn(shape, generator=generator, **how).mul_(scale)
 
         return draw
-
-
-def make_weight(data: torch.Tensor) -> Weight:
-    """A vector or a matrix as the ops take it."""
-    return Weight(data, ("rows", "columns")[-data.ndim :])
-
-
-def make_norm(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NormOf:
-    """RMSNorm; LayerNorm if there is a bias."""
-    if bias is None:
-        return NormOf(Norm("rms", EPS), make_weight(weight), None)
-    return NormOf(Norm("layer", EPS), make_weight(weight), make_weight(bias))
-
-
-def rows_of(count: int) -> str:
-    """A number of rows in words."""
-    return "1 row" if count == 1 else f"{count:,} rows"

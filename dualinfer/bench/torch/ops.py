@@ -18,9 +18,9 @@ from ...backends.torch.device import default_device, device_name, has_triton, ru
 from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
-from ..case import OpCase
+from ..case import EPS, OpCase, Shape, make_norm, make_weight, rows_of
 from .attention import decode, prompts, rotary
-from .inputs import EPS, Bench, Op, Shape, make_norm, make_weight, rows_of
+from .inputs import Bench, Op
 
 SHAPES = (
     Shape("8B", 4096, 32, 8, 128, 14336, 128256),

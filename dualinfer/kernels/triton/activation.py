@@ -55,27 +55,17 @@ def _tanh(x):
 
 @triton.jit
 def _activation_kernel(
-    x_ptr,
-    y_ptr,
-    width,
-    size1,
-    size2,
-    stride0,
-    stride1,
-    stride2,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    AXES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, y_ptr, width, size1, size2, stride0, stride1, stride2,
+    KIND: tl.constexpr, GATED: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    x_ptr += row_offset(row, size1, size2, stride0, stride1, stride2, AXES)
+    x_ptr += row_offset(row, (size1, size2), (stride0, stride1, stride2), AXES)
     y = activate(tl.load(x_ptr + column, mask=inside).to(tl.float32), KIND)
     if GATED:
         y *= tl.load(x_ptr + width + column, mask=inside).to(tl.float32)
@@ -113,15 +103,8 @@ def _run(x: Any, kind: str, gated: bool, pdl: bool) -> Any:
     launch(
         _activation_kernel,
         (y.numel() // width * triton.cdiv(width, block),),
-        x,
-        y,
-        width,
-        *sizes,
-        *strides,
-        KIND=kind,
-        GATED=gated,
-        AXES=axes,
-        BLOCK=block,
+        *(x, y, width, *sizes, *strides),
+        **{"KIND": kind, "GATED": gated, "AXES": axes, "BLOCK": block},
         num_warps=4 if block >= 1024 else 1,
         pdl=pdl,
     )

@@ -26,7 +26,6 @@ def attention(
     positions: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
-    lengths: Any = None,
     start: int = 0,
     config: Config | None = None,
     sms: int = 132,
@@ -35,10 +34,9 @@ def attention(
     """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
 
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
-    `positions` int are [B, S]. Keys at or beyond `lengths` int [B] are hidden; the output of
-    queries there is finite, and zero in blocks that lie wholly there. Keys and values that are
-    hidden are read all the same and must be finite. Strides are free but for the last axis. `sms`
-    is the device's number of multiprocessors.
+    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. Keys and values that are hidden
+    are read all the same and must be finite. Strides are free but for the last axis. `sms` is the
+    device's number of multiprocessors.
     """
     batch, tokens, heads, dim = q.shape
     _check(q, k, v, scale, window, softcap, start)
@@ -47,7 +45,6 @@ def attention(
         _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
     _check_option("alibi", alibi, (heads,), _FLOAT32)
     _check_option("sinks", sinks, (heads,), _FLOAT32)
-    _check_option("lengths", lengths, (batch,), _INTEGERS)
     if segments is not None and start:
         raise ValueError(f"segments with start={start}: packed sequences must start at 0.")
     if positions is not None and alibi is None:
@@ -74,7 +71,7 @@ def attention(
     launch(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
-        *tensors, out, mask, segments, positions, alibi, sinks, lengths,
+        *tensors, out, mask, segments, positions, alibi, sinks,
         factor, softcap, window, tokens, start, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),

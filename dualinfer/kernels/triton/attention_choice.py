@@ -56,7 +56,6 @@ def sdpa_backends(
     alibi: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
-    lengths: Any = None,
     start: int = 0,
 ) -> tuple[str, ...]:
     """Those of torch's fused kernels, "cudnn" and "flash", that can do what `attention` is asked.
@@ -66,7 +65,7 @@ def sdpa_backends(
     sizes that are no power of two or above 128.
     """
     tokens, dim = q.shape[1], q.shape[3]
-    options = (mask, segments, alibi, softcap, sinks, lengths)
+    options = (mask, segments, alibi, softcap, sinks)
     windowed = window is not None and window < tokens
     if windowed or any(x is not None for x in options) or start:
         return ()

@@ -62,19 +62,19 @@ def _scores(
     q, q_rest, rows, q_segment, q_position, blind = queries
     k, k_rest, k_strides = keys
     mask_ptr, segments_ptr, positions_ptr = per_key
-    b, head, end, key_end = place
+    b, head, end = place
     scale, softcap, slope, window = scoring
     columns = n + tl.arange(0, BLOCK_N)
-    tile = _tile(k, k_strides, b, head, n, key_end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     s = dot(q, tile.T, tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if REST > 0:
-        tile = _tile(k_rest, k_strides, b, head, n, key_end, BLOCK_N, REST, MAIN, DIM, TMA)
+        tile = _tile(k_rest, k_strides, b, head, n, end, BLOCK_N, REST, MAIN, DIM, TMA)
         s = dot(q_rest, tile.T, s)
     if softcap is not None:
         s = _tanh(s * scale, q.dtype == tl.float32)
     if slope is not None:
         if positions_ptr is not None:
-            k_position = tl.load(positions_ptr + columns, mask=columns < key_end, other=0)
+            k_position = tl.load(positions_ptr + columns, mask=columns < end, other=0)
         else:
             k_position = columns
         distance = (k_position[None, :] - q_position[:, None]).to(tl.float32)
@@ -117,13 +117,13 @@ def _add(
 ):  # fmt: skip
     """The shrunken sums plus the values n..n+BLOCK_N-1 times their weights."""
     v, v_rest, v_strides = values
-    b, head, _, key_end = place
+    b, head, end = place
     acc = acc * shrink[:, None]
-    tile = _tile(v, v_strides, b, head, n, key_end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    tile = _tile(v, v_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     acc = dot(p, tile, acc)
     if REST > 0:
         acc_rest = acc_rest * shrink[:, None]
-        tile = _tile(v_rest, v_strides, b, head, n, key_end, BLOCK_N, REST, MAIN, DIM, TMA)
+        tile = _tile(v_rest, v_strides, b, head, n, end, BLOCK_N, REST, MAIN, DIM, TMA)
         acc_rest = dot(p, tile, acc_rest)
     return acc, acc_rest
 
@@ -131,7 +131,7 @@ def _add(
 @triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
-    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, lengths_ptr,
+    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr,
     scale, softcap, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
@@ -159,18 +159,18 @@ def attention_kernel(
     k_strides = (k_stride_b, k_stride_h, k_stride_t)
     v_strides = (v_stride_b, v_stride_h, v_stride_t)
     rows = start + m + tl.arange(0, BLOCK_M)
-    key_end = start + tokens
+    end = start + tokens
     far = b.to(tl.int64)
     if mask_ptr is not None:
         mask_ptr += far * mask_stride
     q_segment = 0
     if segments_ptr is not None:
         segments_ptr += far * segments_stride
-        q_segment = tl.load(segments_ptr + rows, mask=rows < key_end, other=0)
+        q_segment = tl.load(segments_ptr + rows, mask=rows < end, other=0)
     q_position = rows
     if positions_ptr is not None:
         positions_ptr += far * positions_stride
-        q_position = tl.load(positions_ptr + rows, mask=rows < key_end, other=0)
+        q_position = tl.load(positions_ptr + rows, mask=rows < end, other=0)
     q_main = _tile(q, q_strides, b, head, m, tokens, BLOCK_M, MAIN, _FRONT, DIM, TMA)
     q_more = q_main
     if REST > 0:
@@ -181,10 +181,6 @@ def attention_kernel(
     per_key = (mask_ptr, segments_ptr, positions_ptr)
 
     # Keys lo..end-1 are seen by some query of the block, those of full_lo..full_hi-1 by all.
-    end = key_end
-    if lengths_ptr is not None:
-        end = tl.minimum(end, tl.load(lengths_ptr + b).to(tl.int32))
-    alive = start + m < end
     if CAUSAL:
         hi = tl.minimum(end, start + m + BLOCK_M)
         full_hi = tl.minimum(end, start + m + 1) // BLOCK_N * BLOCK_N
@@ -199,15 +195,15 @@ def attention_kernel(
     if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
         full_lo = lo
         full_hi = lo
-    full_hi = tl.where(alive, tl.maximum(full_hi, full_lo), full_lo)
+    full_hi = tl.maximum(full_hi, full_lo)
     lower = (full_lo - lo) // BLOCK_N
-    masked = tl.where(alive, lower + tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_N), 0)
+    masked = lower + tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_N)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
-    place = (b, kv_head, end, key_end)
+    place = (b, kv_head, end)
     scoring = (scale, softcap, None, window)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:
@@ -237,24 +233,13 @@ def attention_kernel(
 
     if mask_ptr is not None:
         blind = total == 0
-        some_blind = alive & (tl.max(blind.to(tl.int32), 0) != 0)
+        some_blind = tl.max(blind.to(tl.int32), 0) != 0
         queries = (q_main, q_more, rows, q_segment, q_position, blind)
         for n in range(start + m, tl.where(some_blind, start + m + BLOCK_M, 0), BLOCK_N):
             s = _scores(
-                queries,
-                keys,
-                per_key,
-                place,
-                n,
-                scoring,
-                _ITSELF,
-                CAUSAL,
-                DIM,
-                MAIN,
-                REST,
-                BLOCK_N,
-                TMA,
-            )
+                queries, keys, per_key, place, n, scoring,
+                _ITSELF, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,
+            )  # fmt: skip
             p, shrink, top, total = _softmax(s, top, total, factor, _ITSELF)
             acc, acc_rest = _add(
                 acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
@@ -267,7 +252,7 @@ def attention_kernel(
         total = total * shrink + tl.exp2(sink - base)
         acc = acc * shrink[:, None]
         acc_rest = acc_rest * shrink[:, None]
-    share = 1 / tl.where(total == 0, 1.0, total)  # 0 in rows beyond a sequence's length
+    share = 1 / tl.where(total == 0, 1.0, total)  # 0 in rows beyond the last token
     i = m + tl.arange(0, BLOCK_M)
     at = out_ptr + ((far * tokens + i) * heads + head)[:, None] * DIM
     inside = i[:, None] < tokens

@@ -28,21 +28,14 @@ class DecodeConfig(NamedTuple):
 
 @triton.jit
 def _head(
-    at,
-    inside,
-    d,
-    partner,
-    cos,
-    sin,
-    norm_ptr,
-    eps,
-    DIM: tl.constexpr,
-    NORM_OFFSET: tl.constexpr,
-):
+    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr
+):  # fmt: skip
     """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
 
-    `sin` has the sign of the partner's part, and is 0 where nothing turns.
+    `turn` is each element's partner, cos and sin; `sin` has the sign of the partner's part, and is
+    0 where nothing turns.
     """
+    d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
     x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
@@ -59,44 +52,15 @@ def _head(
 
 @triton.jit
 def _decode_attention_kernel(
-    qkv_ptr,
-    k_ptr,
-    v_ptr,
-    lengths_ptr,
-    y_ptr,
-    partial_ptr,
-    counter_ptr,
-    frequencies_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    qkv_stride,
-    slot_stride,
-    head_stride,
-    token_stride,
-    capacity,
-    scale,
-    softcap,
-    window,
-    eps,
+    qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
+    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr,
+    qkv_stride, slot_stride, head_stride, token_stride, capacity, scale, softcap, window, eps,
     rotary_scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,  # elements of a head that are rotated
-    INTERLEAVED: tl.constexpr,
-    NORM_OFFSET: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     slot = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -132,11 +96,10 @@ def _decode_attention_kernel(
 
     qkv_ptr += slot * qkv_stride
     q_heads = kv_head * GROUP + g
-    q = _head(
-        qkv_ptr + q_heads[:, None] * DIM, (g < GROUP)[:, None] & (d < DIM)[None, :],
-        d[None, :], partner[None, :], cos[None, :], sin[None, :], q_norm_ptr, eps, DIM, NORM_OFFSET,
-    )  # fmt: skip
-    q = q.to(dtype)
+    q_at = qkv_ptr + q_heads[:, None] * DIM
+    inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    turn = (partner, cos, sin)
+    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=g < GROUP, other=0.0)
@@ -146,10 +109,8 @@ def _decode_attention_kernel(
     if split == SPLITS - 1:  # the new token
         row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
         new = d[None, :] < DIM
-        k_new = _head(
-            qkv_ptr + row[:, None] * DIM, new, d[None, :], partner[None, :], cos[None, :],
-            sin[None, :], k_norm_ptr, eps, DIM, NORM_OFFSET,
-        ).to(dtype)  # fmt: skip
+        k_at = qkv_ptr + row[:, None] * DIM
+        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
         v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
         v_new = v_new.to(dtype)
         at = base + length.to(tl.int64) * token_stride + d[None, :]
@@ -169,10 +130,10 @@ def _decode_attention_kernel(
             acc *= share_of_new[:, None]
     for start in tl.range(first, last, BLOCK_S, num_stages=STAGES):
         s = start + tl.arange(0, BLOCK_S)
-        inside = (s < last)[:, None] & (d < DIM)[None, :]
+        there = (s < last)[:, None] & (d < DIM)[None, :]
         at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
-        k = tl.load(k_ptr + at, mask=inside, other=0.0)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        k = tl.load(k_ptr + at, mask=there, other=0.0)
+        v = tl.load(v_ptr + at, mask=there, other=0.0)
         if BLOCK_G == 1:
             score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
         else:
@@ -217,13 +178,10 @@ def _decode_attention_kernel(
             there = parts < SPLITS
             for head in range(GROUP):
                 at = partial_ptr + (base + parts * GROUP + head) * width
-                tops = tl.load(
-                    at + BLOCK_D + 1, mask=there, other=-float("inf"), cache_modifier=".cg"
-                )
-                totals = tl.load(at + BLOCK_D, mask=there, other=0.0, cache_modifier=".cg")
-                sums = tl.load(
-                    at[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
-                )
+                tops = tl.load(at + BLOCK_D + 1, there, -float("inf"), cache_modifier=".cg")
+                totals = tl.load(at + BLOCK_D, there, 0.0, cache_modifier=".cg")
+                sums_at = at[:, None] + d[None, :]
+                sums = tl.load(sums_at, there[:, None], 0.0, cache_modifier=".cg")
                 weight = tl.exp(tops - tl.max(tops, 0))
                 y = tl.sum(weight[:, None] * sums, 0) / tl.sum(weight * totals, 0)
                 y_at = (tl.program_id(0).to(tl.int64) * GROUP + head) * DIM + d
@@ -284,20 +242,12 @@ def decode_attention(
         *(qkv, keys, values, lengths, y, partial, counters, inv_freq, q_norm, k_norm),
         *(alibi, sinks, qkv.stride(0), *keys.stride()[:3], capacity, scale, softcap or 0.0),
         *(window or 0, norm_eps, scaling),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
+        **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[0],
-        INTERLEAVED=interleaved,
-        NORM_OFFSET=norm_unit_offset,
-        WINDOWED=window is not None,
-        SOFTCAP=softcap is not None,
-        SPLITS=config.splits,
-        SPLIT_BLOCK=next_power_of_2(config.splits),
-        STAGES=config.stages,
-        BLOCK_G=block_g,
-        BLOCK_S=config.block,
-        BLOCK_D=block_d,
+        **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
+        **{"NORM_OFFSET": norm_unit_offset, "STAGES": config.stages},
+        **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
+        **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         num_warps=config.warps,
         pdl=pdl,
     )

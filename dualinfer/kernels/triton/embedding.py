@@ -11,11 +11,12 @@ from .rows import check_last_axis, leading_axes, row_offset
 
 
 @triton.jit
-def _load_row(ids_ptr, at, shift, table_ptr, size, stride, column, width, SHARE: tl.constexpr):
+def _load_row(ids_ptr, at, shift, table, column, width, SHARE: tl.constexpr):
     """Part of the row of an id, in float32; one outside of the table takes its nearest row.
 
     Where the table is a SHARE of a larger one, it takes zeros.
     """
+    table_ptr, size, stride = table
     row = tl.load(ids_ptr + at).to(tl.int64) + shift
     near = tl.minimum(tl.maximum(row, 0), size - 1)
     x = tl.load(table_ptr + near * stride + column, mask=column < width).to(tl.float32)
@@ -26,71 +27,36 @@ def _load_row(ids_ptr, at, shift, table_ptr, size, stride, column, width, SHARE:
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr,
-    weight_ptr,
-    types_ptr,
-    type_weight_ptr,
-    positions_ptr,
-    position_weight_ptr,
-    y_ptr,
-    width,
-    scale,
-    position_offset,
-    first,
-    size,
-    type_size,
-    position_size,
-    stride,
-    type_stride,
-    position_stride,
-    size1,
-    size2,
-    ids_stride0,
-    ids_stride1,
-    ids_stride2,
-    types_stride0,
-    types_stride1,
-    types_stride2,
-    positions_stride0,
-    positions_stride1,
-    positions_stride2,
-    SCALED: tl.constexpr,
-    AXES: tl.constexpr,
-    SHARE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, weight_ptr, types_ptr, type_weight_ptr, positions_ptr, position_weight_ptr, y_ptr,
+    width, scale, position_offset, first,
+    size, type_size, position_size,
+    stride, type_stride, position_stride, size1, size2,
+    ids_stride0, ids_stride1, ids_stride2, types_stride0, types_stride1, types_stride2,
+    positions_stride0, positions_stride1, positions_stride2,
+    SCALED: tl.constexpr, AXES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     blocks = tl.cdiv(width, BLOCK)
     token = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    at = row_offset(token, size1, size2, ids_stride0, ids_stride1, ids_stride2, AXES)
-    x = _load_row(ids_ptr, at, -first, weight_ptr, size, stride, column, width, SHARE)
+    sizes = (size1, size2)
+    at = row_offset(token, sizes, (ids_stride0, ids_stride1, ids_stride2), AXES)
+    x = _load_row(ids_ptr, at, -first, (weight_ptr, size, stride), column, width, SHARE)
     if SCALED:
         x = (x * scale).to(dtype).to(tl.float32)
     if types_ptr is not None:
-        at = row_offset(token, size1, size2, types_stride0, types_stride1, types_stride2, AXES)
-        x += _load_row(
-            types_ptr, at, 0, type_weight_ptr, type_size, type_stride, column, width, False
-        )
+        at = row_offset(token, sizes, (types_stride0, types_stride1, types_stride2), AXES)
+        table = (type_weight_ptr, type_size, type_stride)
+        x += _load_row(types_ptr, at, 0, table, column, width, False)
         x = x.to(dtype).to(tl.float32)
     if positions_ptr is not None:
-        at = row_offset(
-            token, size1, size2, positions_stride0, positions_stride1, positions_stride2, AXES
-        )
-        x += _load_row(
-            positions_ptr,
-            at,
-            position_offset,
-            position_weight_ptr,
-            position_size,
-            position_stride,
-            column,
-            width,
-            False,
-        )
+        strides = (positions_stride0, positions_stride1, positions_stride2)
+        at = row_offset(token, sizes, strides, AXES)
+        table = (position_weight_ptr, position_size, position_stride)
+        x += _load_row(positions_ptr, at, position_offset, table, column, width, False)
     y_ptr += token.to(tl.int64) * width
     tl.store(y_ptr + column, x.to(dtype), mask=column < width)
 
@@ -106,7 +72,6 @@ def embed(
     type_weight: Any = None,
     scale: float = 1.0,
     first: int | None = None,
-    pdl: bool = False,
 ) -> Any:
     """Row ids[...] of weight [V, E], times `scale`: [..., E].
 
@@ -125,41 +90,19 @@ def embed(
     if y.numel() == 0:
         return y
     types, at = (ids if t is None else t for t in (token_types, positions))
-    type_table, position_table = (
-        weight if t is None else t for t in (type_weight, position_weight)
-    )
+    tables = [weight if t is None else t for t in (weight, type_weight, position_weight)]
     axes, sizes, strides = leading_axes(ids.shape, ids.stride(), types.stride(), at.stride())
     block = min(next_power_of_2(width), 1024)
     launch(
         _embed_kernel,
         (ids.numel() * triton.cdiv(width, block),),
-        ids,
-        weight,
-        token_types,
-        type_weight,
-        positions,
-        position_weight,
-        y,
-        width,
-        scale,
-        position_offset,
-        first or 0,
-        weight.shape[0],
-        type_table.shape[0],
-        position_table.shape[0],
-        weight.stride(0),
-        type_table.stride(0),
-        position_table.stride(0),
-        *sizes,
-        *strides[0],
-        *strides[1],
-        *strides[2],
-        SCALED=scale != 1.0,
-        AXES=axes,
-        SHARE=first is not None,
-        BLOCK=block,
+        *(ids, weight, token_types, type_weight, positions, position_weight, y),
+        *(width, scale, position_offset, first or 0),
+        *(table.shape[0] for table in tables),
+        *(table.stride(0) for table in tables),
+        *(*sizes, *strides[0], *strides[1], *strides[2]),
+        **{"SCALED": scale != 1.0, "AXES": axes, "SHARE": first is not None, "BLOCK": block},
         num_warps=4 if block >= 1024 else 1,
-        pdl=pdl,
     )
     return y
 

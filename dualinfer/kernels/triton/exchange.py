@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .launch import launch, let_next_start, wait_for_inputs
+from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 
 _BLOCK = 512
 
@@ -53,16 +53,9 @@ def _send(x, at, mask, peers_ptr, number, capacity, RANK: tl.constexpr, SIZE: tl
 
 @triton.jit
 def _receive(
-    at,
-    wanted,
-    words_ptr,
-    state_ptr,
-    number,
-    capacity,
-    patience,
-    SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+    at, wanted, words_ptr, state_ptr, number, capacity, patience,
+    SIZE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     """Every rank's words number `at` as float32 [RANKS, BLOCK], once those `wanted` are there."""
     slots = ((number & 1) * SIZE + tl.arange(0, RANKS)).to(tl.int64) * capacity
     from_ptr = words_ptr + slots[:, None] + at[None, :]
@@ -95,23 +88,11 @@ def _end(state_ptr, number):
 
 @triton.jit
 def _sum_kernel(
-    x_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    words_ptr,
-    peers_ptr,
-    state_ptr,
-    count,
-    width,
-    capacity,
+    x_ptr, bias_ptr, residual_ptr, y_ptr, words_ptr, peers_ptr, state_ptr, count, width, capacity,
     patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
@@ -134,21 +115,10 @@ def _sum_kernel(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr,
-    y_ptr,
-    firsts_ptr,
-    words_ptr,
-    peers_ptr,
-    state_ptr,
-    rows,
-    capacity,
-    patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, y_ptr, firsts_ptr, words_ptr, peers_ptr, state_ptr, rows, capacity, patience,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
@@ -203,23 +173,9 @@ def sum_ranks(
     launch(
         _sum_kernel,
         (triton.cdiv(x.numel(), _BLOCK),),
-        x,
-        bias,
-        residual,
-        y,
-        mailbox.words,
-        mailbox.peers,
-        mailbox.state,
-        x.numel(),
-        x.shape[-1],
-        mailbox.capacity,
-        mailbox.patience,
-        RANK=mailbox.rank,
-        SIZE=mailbox.size,
-        RANKS=triton.next_power_of_2(mailbox.size),
-        BLOCK=_BLOCK,
-        num_warps=4,
-        pdl=pdl,
+        *(x, bias, residual, y, mailbox.words, mailbox.peers, mailbox.state),
+        *(x.numel(), x.shape[-1], mailbox.capacity, mailbox.patience),
+        **_meta(mailbox, pdl),
     )
     return y
 
@@ -244,23 +200,16 @@ def gather_ranks(
     launch(
         _gather_kernel,
         (triton.cdiv(most, _BLOCK),),
-        x,
-        y,
-        firsts,
-        mailbox.words,
-        mailbox.peers,
-        mailbox.state,
-        rows,
-        mailbox.capacity,
-        mailbox.patience,
-        RANK=mailbox.rank,
-        SIZE=mailbox.size,
-        RANKS=triton.next_power_of_2(mailbox.size),
-        BLOCK=_BLOCK,
-        num_warps=4,
-        pdl=pdl,
+        *(x, y, firsts, mailbox.words, mailbox.peers, mailbox.state),
+        *(rows, mailbox.capacity, mailbox.patience),
+        **_meta(mailbox, pdl),
     )
     return y
+
+
+def _meta(mailbox: Mailbox, pdl: bool) -> dict[str, Any]:
+    ranks = {"RANK": mailbox.rank, "SIZE": mailbox.size, "RANKS": next_power_of_2(mailbox.size)}
+    return {**ranks, "BLOCK": _BLOCK, "num_warps": 4, "pdl": pdl}
 
 
 def _check(x: Any, mailbox: Mailbox) -> None:

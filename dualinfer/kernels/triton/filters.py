@@ -32,35 +32,18 @@ _SMALLEST_BLOCK, _MOST_CHUNKS = 512, 128
 
 @triton.jit
 def _best_kernel(
-    logits_ptr,
-    logits_stride,
-    seen_ptr,
-    seen_stride,
-    penalty_ptr,
-    eos_ptr,
-    eos_stride,
-    new_ptr,
-    minimum_ptr,
-    active_ptr,
-    noise_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    counters_ptr,
-    chunk_best_ptr,
-    row_best_ptr,
-    ints_ptr,
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr, active_ptr, noise_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
     vocab,
-    EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Each chunk's best logit; then the row's, and what its filters look for."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits = (logits_ptr, logits_stride)
+    seen = (seen_ptr, seen_stride, penalty_ptr)
+    eos = (eos_ptr, eos_stride, new_ptr, minimum_ptr)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     real = ids < vocab
     wait_for_inputs(PDL)
@@ -69,74 +52,33 @@ def _best_kernel(
     if STEP:
         drawn &= tl.load(active_ptr + row) != 0
     if drawn:
-        x = scores(
-            row,
-            ids,
-            real,
-            logits_ptr,
-            logits_stride,
-            seen_ptr,
-            seen_stride,
-            penalty_ptr,
-            eos_ptr,
-            eos_stride,
-            new_ptr,
-            minimum_ptr,
-            EOS_WIDTH,
-            PENALTY,
-            HOLD_EOS,
-        )
+        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
         best = unordered(tl.max(tl.where(real, ordered(x), LOWEST)))
         tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
         if is_last(counters_ptr + row):
-            start_thresholds(
-                row,
-                chunk_best_ptr,
-                row_best_ptr,
-                ints_ptr,
-                tl.load(temperature_ptr + row),
-                tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32),
-                tl.load(top_p_ptr + row),
-                vocab,
-                CHUNKS,
-            )
+            bests = (chunk_best_ptr, row_best_ptr)
+            temperature = tl.load(temperature_ptr + row)
+            top_k = tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32)
+            top_p = tl.load(top_p_ptr + row)
+            start_thresholds(row, bests, ints_ptr, temperature, top_k, top_p, vocab, CHUNKS)
     elif chunk == 0:
         no_thresholds(row, ints_ptr)
 
 
 @triton.jit
 def _narrow_kernel(
-    logits_ptr,
-    logits_stride,
-    seen_ptr,
-    seen_stride,
-    penalty_ptr,
-    eos_ptr,
-    eos_stride,
-    new_ptr,
-    minimum_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    counters_ptr,
-    chunk_best_ptr,
-    row_best_ptr,
-    ints_ptr,
-    masses_ptr,
-    coarse_ptr,
-    fine_ptr,
-    scales_ptr,
-    vocab,
-    EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
-    DIGIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
+    masses_ptr, coarse_ptr, fine_ptr, scales_ptr, vocab,
+    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, DIGIT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One more digit of the threshold that each row looks for, if any."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits = (logits_ptr, logits_stride)
+    seen = (seen_ptr, seen_stride, penalty_ptr)
+    eos = (eos_ptr, eos_stride, new_ptr, minimum_ptr)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     real = ids < vocab
     wait_for_inputs(PDL)
@@ -147,40 +89,14 @@ def _narrow_kernel(
     temperature = tl.load(temperature_ptr + row)
     if goal != 0:
         if may_count(of_chunk, best, temperature, prefix, DIGIT):
-            x = scores(
-                row,
-                ids,
-                real,
-                logits_ptr,
-                logits_stride,
-                seen_ptr,
-                seen_stride,
-                penalty_ptr,
-                eos_ptr,
-                eos_stride,
-                new_ptr,
-                minimum_ptr,
-                EOS_WIDTH,
-                PENALTY,
-                HOLD_EOS,
-            )
+            x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
             histogram_ptr = coarse_ptr if DIGIT == 0 else fine_ptr
             count_digit(row, x, real, best, temperature, prefix, worst, histogram_ptr, ids, DIGIT)
         if is_last(counters_ptr + row):
-            take_digit(
-                row,
-                goal,
-                prefix,
-                coarse_ptr,
-                fine_ptr,
-                scales_ptr,
-                ints_ptr,
-                masses_ptr,
-                tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32),
-                tl.load(top_p_ptr + row),
-                vocab,
-                DIGIT,
-            )
+            tables = (coarse_ptr, fine_ptr, scales_ptr, ints_ptr, masses_ptr)
+            top_k = tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32)
+            want = (top_k, tl.load(top_p_ptr + row), vocab)
+            take_digit(row, goal, prefix, tables, want, DIGIT)
 
 
 @dataclass(frozen=True)

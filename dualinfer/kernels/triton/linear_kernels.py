@@ -10,11 +10,12 @@ from .launch import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
-def _normed(x, inside, weight_ptr, bias_ptr, columns, eps, K: tl.constexpr, NORM: tl.constexpr):
+def _normed(x, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
     """Float32 x of one row, normed over its K elements; what lies outside is 0. And a factor.
 
     The factor, RMSNorm's or 1, belongs to the products of this x: their sums need not wait for it.
     """
+    weight_ptr, bias_ptr, eps = norm
     factor = 1.0
     if NORM is not None:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -33,32 +34,19 @@ def _normed(x, inside, weight_ptr, bias_ptr, columns, eps, K: tl.constexpr, NORM
 
 @triton.jit
 def matvec_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    y_ptr,
-    features,
-    x_stride,
-    residual_stride,
-    eps,
-    K: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr,
+    features, x_stride, residual_stride, eps,
+    K: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """y [COUNT, features] of x [COUNT, K]; BLOCK_K covers K.
 
     PROGRAMS 0 means a program for each block of weight rows.
     """
     let_next_start(PDL)
+    norm = (norm_weight_ptr, norm_bias_ptr, eps)
+    ends = (bias_ptr, residual_ptr, y_ptr)
     pid = tl.program_id(0)
     columns = tl.arange(0, BLOCK_K)
     inside = columns < K
@@ -75,17 +63,15 @@ def matvec_kernel(
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
             x = tl.load(x_ptr + i * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            x, factor = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+            x, factor = _normed(x, inside, norm, columns, K, NORM)
             y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor if GATED else y
-            _finish(
-                y, u, rows, features, bias_ptr, residual_ptr, y_ptr, i * residual_stride,
-                tl.cast(features, tl.int64) * i, ACTIVATION, GATED,
-            )  # fmt: skip
+            offsets = (i * residual_stride, tl.cast(features, tl.int64) * i)
+            _finish(y, u, rows, features, ends, offsets, ACTIVATION, GATED)
     else:
         tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
         x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        x, factor = _normed(x, inside, norm_weight_ptr, norm_bias_ptr, columns, eps, K, NORM)
+        x, factor = _normed(x, inside, norm, columns, K, NORM)
         for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
             rows = block * ROWS + tl.arange(0, ROWS)
             following = rows + PROGRAMS * ROWS
@@ -99,26 +85,16 @@ def matvec_kernel(
                 u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor
                 up = up_next
             w = w_next
-            _finish(
-                y, u, rows, features, bias_ptr, residual_ptr, y_ptr, 0, 0, ACTIVATION, GATED
-            )  # fmt: skip
+            _finish(y, u, rows, features, ends, (0, 0), ACTIVATION, GATED)
 
 
 @triton.jit
 def _finish(
-    y,
-    up,
-    rows,
-    features,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    residual_offset,
-    y_offset,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    y, up, rows, features, ends, offsets, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
     """Bias, activation, gate and residual of one row's products `y`, written at `rows`."""
+    bias_ptr, residual_ptr, y_ptr = ends
+    residual_offset, y_offset = offsets
     inside = rows < features
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
@@ -134,30 +110,15 @@ def _finish(
 
 @triton.jit
 def tile_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    counter_ptr,
-    count,
-    features,
-    x_stride,
-    residual_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
+    count, features, x_stride, residual_stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y [count, features] of x [count, K]; a program sums one tile over SPLIT_K of the columns."""
     let_next_start(PDL)
+    ends = (bias_ptr, residual_ptr, residual_stride, y_ptr)
     split = tl.program_id(2)
     begin = split * SPLIT_K
     end = tl.minimum(begin + SPLIT_K, K)
@@ -191,10 +152,7 @@ def tile_kernel(
         w_at += BLOCK_K
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     if SPLITS == 1:
-        _finish_tile(
-            acc, up, m, n, count, features, bias_ptr, residual_ptr, y_ptr, residual_stride,
-            ACTIVATION, GATED,
-        )  # fmt: skip
+        _finish_tile(acc, up, m, n, count, features, ends, ACTIVATION, GATED)
     else:
         parts: tl.constexpr = GATED + 1
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -216,28 +174,15 @@ def tile_kernel(
                 if GATED:
                     up += tl.load(theirs + area, cache_modifier=".cg")
                 theirs += parts * area
-            _finish_tile(
-                acc, up, m, n, count, features, bias_ptr, residual_ptr, y_ptr, residual_stride,
-                ACTIVATION, GATED,
-            )  # fmt: skip
+            _finish_tile(acc, up, m, n, count, features, ends, ACTIVATION, GATED)
 
 
 @triton.jit
 def _finish_tile(
-    y,
-    up,
-    m,
-    n,
-    count,
-    features,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    residual_stride,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    y, up, m, n, count, features, ends, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
     """Bias, activation, gate and residual of a tile of products, written at rows m, columns n."""
+    bias_ptr, residual_ptr, residual_stride, y_ptr = ends
     within = n < features
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=within, other=0.0).to(tl.float32)[None, :]

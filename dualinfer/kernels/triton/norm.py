@@ -22,30 +22,11 @@ def _load_weights(weight_ptr, bias_ptr, column, within):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    width,
-    eps,
-    size1,
-    size2,
-    x_stride0,
-    x_stride1,
-    x_stride2,
-    residual_stride0,
-    residual_stride1,
-    residual_stride2,
-    CENTER: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
-    AXES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, rows, width, eps, size1, size2,
+    x_stride0, x_stride1, x_stride2, residual_stride0, residual_stride1, residual_stride2,
+    CENTER: tl.constexpr, UNIT_OFFSET: tl.constexpr, EARLY: tl.constexpr, AXES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     column = tl.arange(0, BLOCK)[None, :]
     within = column < width
@@ -55,13 +36,13 @@ def _norm_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & within
-    at = row_offset(row, size1, size2, x_stride0, x_stride1, x_stride2, AXES)
+    sizes = (size1, size2)
+    at = row_offset(row, sizes, (x_stride0, x_stride1, x_stride2), AXES)
     x = tl.load(x_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
     to = row.to(tl.int64) * width + column
     if residual_ptr is not None:
-        at = row_offset(
-            row, size1, size2, residual_stride0, residual_stride1, residual_stride2, AXES
-        )
+        strides = (residual_stride0, residual_stride1, residual_stride2)
+        at = row_offset(row, sizes, strides, AXES)
         x += tl.load(residual_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
         x = x.to(y_ptr.dtype.element_ty).to(tl.float32)
     if CENTER:
@@ -147,24 +128,9 @@ def _run(
         launch(
             _norm_kernel,
             (triton.cdiv(rows, rows_each),),
-            x,
-            residual,
-            weight,
-            bias,
-            y,
-            rows,
-            width,
-            eps,
-            *sizes,
-            *strides[0],
-            *strides[-1],
-            CENTER=center,
-            UNIT_OFFSET=unit_offset,
-            EARLY=block < WIDEST,  # as registers allow
-            AXES=axes,
-            ROWS=rows_each,
-            BLOCK=block,
-            num_warps=min(max(block * rows_each // 512, 1), 16),
-            pdl=pdl,
-        )
+            x, residual, weight, bias, y, rows, width, eps, *sizes, *strides[0], *strides[-1],
+            CENTER=center, UNIT_OFFSET=unit_offset, EARLY=block < WIDEST,  # as registers allow
+            AXES=axes, ROWS=rows_each, BLOCK=block,
+            num_warps=min(max(block * rows_each // 512, 1), 16), pdl=pdl,
+        )  # fmt: skip
     return y

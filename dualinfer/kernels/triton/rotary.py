@@ -1,4 +1,4 @@
-"""Rotary embedding: the op, and with head norms and the cache's append in one launch for prefill.
+"""Rotary embedding with head norms and the cache's append, in one launch for prefill.
 
 Su et al., 2021. The first R elements of a head of D are turned, the rest passes. A pair is one
 complex number: elements i and i + R/2 (HF's `rotate_half`), or 2 i and 2 i + 1 (GPT-J).
@@ -32,14 +32,9 @@ def _load_pairs(at, inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF
 
 @triton.jit
 def _store_pairs(
-    at,
-    first,
-    second,
-    inside,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    at, first, second, inside,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = at.dtype.element_ty
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
@@ -64,88 +59,15 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    tokens,
-    heads,
-    x_stride0,
-    x_stride1,
-    x_stride2,
-    cos_stride0,
-    cos_stride1,
-    sin_stride0,
-    sin_stride1,
-    PAIRS: tl.constexpr,
-    D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    blocks = tl.cdiv(heads, HEADS)
-    token = tl.program_id(0) // blocks
-    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)[:, None]
-    inside = head < heads
-    i = tl.arange(0, HALF)
-    b, t = (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
-    at = b * cos_stride0 + t * cos_stride1 + i
-    cos = tl.load(cos_ptr + at, mask=i < PAIRS, other=0.0)[None, :]
-    at = b * sin_stride0 + t * sin_stride1 + i
-    sin = tl.load(sin_ptr + at, mask=i < PAIRS, other=0.0)[None, :]
-    at = x_ptr + b * x_stride0 + t * x_stride1 + head.to(tl.int64) * x_stride2
-    to = y_ptr + (token.to(tl.int64) * heads + head) * D
-    x, y = _load_pairs(at, inside, PAIRS, INTERLEAVED, HALF)
-    _store_pairs(to, x * cos - y * sin, y * cos + x * sin, inside, PAIRS, INTERLEAVED, HALF)
-    if REST:
-        j = 2 * PAIRS + tl.arange(0, REST)[None, :]
-        mask = inside & (j < D)
-        tl.store(to + j, tl.load(at + j, mask=mask), mask=mask)
-
-
-@triton.jit
 def _rotary_append_kernel(
-    qkv_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    starts_ptr,
-    scaling,
-    eps,
-    tokens,
-    room,
-    qkv_stride0,
-    qkv_stride1,
-    positions_stride0,
-    positions_stride1,
-    keys_stride0,
-    keys_stride1,
-    keys_stride2,
-    values_stride0,
-    values_stride1,
-    values_stride2,
-    PAIRS: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
+    slots_ptr, starts_ptr, scaling, eps, tokens, room,
+    qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
+    keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
+    PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v."""
     let_next_start(PDL)
     i = tl.arange(0, HALF)
@@ -228,53 +150,8 @@ def _blocks(pairs: int, head_dim: int, heads: int) -> dict[str, int]:
     rest = next_power_of_2(rest) if rest else 0
     width = 2 * half + rest
     each = min(max(_TILE // next_power_of_2(width), 1), next_power_of_2(heads))
-    return {
-        "PAIRS": pairs,
-        "D": head_dim,
-        "HEADS": each,
-        "HALF": half,
-        "REST": rest,
-        "num_warps": 4 if width * each >= 1024 else 1,
-    }
-
-
-def rotary(x: Any, cos: Any, sin: Any, *, interleaved: bool = False, pdl: bool = False) -> Any:
-    """x [B, T, heads, D] turned by the angles with cos and sin float32 [B, T, R/2]; R <= D.
-
-    Computed in float32, rounded once. `pdl` as in `launch`.
-    """
-    check_last_axis("x", x)
-    if x.dim() != 4:
-        raise ValueError(f"x has shape {tuple(x.shape)}; [B, T, heads, D] is expected.")
-    for name, part in (("cos", cos), ("sin", sin)):
-        check_last_axis(name, part)
-        if part.shape != (*x.shape[:2], cos.shape[-1]) or part.element_size() != 4:
-            raise ValueError(
-                f"{name} is {tuple(part.shape)} {part.dtype}; float32 "
-                f"{(*x.shape[:2], cos.shape[-1])} is expected."
-            )
-    batch, tokens, heads, head_dim = x.shape
-    _check_pairs(cos.shape[-1], head_dim)
-    y = x.new_empty(x.shape)
-    if y.numel():
-        meta = _blocks(cos.shape[-1], head_dim, heads)
-        launch(
-            _rotary_kernel,
-            (batch * tokens * triton.cdiv(heads, meta["HEADS"]),),
-            x,
-            cos,
-            sin,
-            y,
-            tokens,
-            heads,
-            *x.stride()[:3],
-            *cos.stride()[:2],
-            *sin.stride()[:2],
-            INTERLEAVED=interleaved,
-            pdl=pdl,
-            **meta,
-        )
-    return y
+    tile = {"PAIRS": pairs, "D": head_dim, "HEADS": each, "HALF": half, "REST": rest}
+    return {**tile, "num_warps": 4 if width * each >= 1024 else 1}
 
 
 def rotary_append(
@@ -316,7 +193,8 @@ def rotary_append(
         check_vector("inv_freq", inv_freq, pairs)
         if inv_freq.element_size() != 4:
             raise ValueError(f"inv_freq has dtype {inv_freq.dtype}; float32 is expected.")
-        _check_pairs(pairs, head_dim)
+        if not 0 < 2 * pairs <= head_dim:
+            raise ValueError(f"{pairs} angles turn {2 * pairs} elements; a head has {head_dim}.")
         _check_integers("positions", positions, (batch, tokens))
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
@@ -341,37 +219,17 @@ def rotary_append(
     launch(
         _rotary_append_kernel,
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
-        qkv,
-        positions,
-        inv_freq,
-        q_norm,
-        k_norm,
-        keys,
-        values,
-        slots,
-        starts,
-        scaling,
-        norm_eps,
-        tokens,
-        0 if keys is None else keys.shape[2],
-        *qkv.stride()[:2],
+        *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
+        *(scaling, norm_eps, tokens, 0 if keys is None else keys.shape[2], *qkv.stride()[:2]),
         *((0, 0) if positions is None else positions.stride()),
         *((0, 0, 0) if keys is None else keys.stride()[:3]),
         *((0, 0, 0) if values is None else values.stride()[:3]),
-        H=heads,
-        K=kv_heads,
-        FIRST=first,
-        LAST=last,
+        **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
         UNIT_OFFSET=norm_unit_offset,
         pdl=pdl,
         **meta,
     )
-
-
-def _check_pairs(pairs: int, head_dim: int) -> None:
-    if not 0 < 2 * pairs <= head_dim:
-        raise ValueError(f"{pairs} angles turn {2 * pairs} elements; a head has {head_dim}.")
 
 
 def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:

@@ -10,16 +10,17 @@ MOST_AXES = 3
 
 
 @triton.jit
-def row_offset(row, size1, size2, stride0, stride1, stride2, AXES: tl.constexpr):
-    """Offset, int64, of row `row` of a tensor with AXES leading axes, the last ones given."""
+def row_offset(row, sizes, strides, AXES: tl.constexpr):
+    """Offset, int64, of row `row` of a tensor with AXES leading axes; see `leading_axes`."""
     row = row.to(tl.int64)
     if AXES == 1:
-        offset = row * stride2
+        offset = row * strides[2]
     elif AXES == 2:
-        offset = row // size2 * stride1 + row % size2 * stride2
+        offset = row // sizes[1] * strides[1] + row % sizes[1] * strides[2]
     else:
-        outer = row // size2
-        offset = outer // size1 * stride0 + outer % size1 * stride1 + row % size2 * stride2
+        outer = row // sizes[1]
+        offset = outer // sizes[0] * strides[0] + outer % sizes[0] * strides[1]
+        offset += row % sizes[1] * strides[2]
     return offset
 
 

@@ -41,50 +41,21 @@ def _best_of(key, ids, nobody):
 
 @triton.jit(do_not_specialize=["out_stride", "out_rows"])
 def _choose_kernel(
-    logits_ptr,
-    logits_stride,
-    seen_ptr,
-    seen_stride,
-    penalty_ptr,
-    eos_ptr,
-    eos_stride,
-    new_ptr,
-    minimum_ptr,
-    active_ptr,
-    last_ptr,
-    length_ptr,
-    remaining_ptr,
-    noise_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    seed_low_ptr,
-    seed_high_ptr,
-    return_index_ptr,
+    logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
+    eos_ptr, eos_stride, new_ptr, minimum_ptr, active_ptr, last_ptr, length_ptr, remaining_ptr,
+    noise_ptr, temperature_ptr, min_p_ptr, seed_low_ptr, seed_high_ptr, return_index_ptr,
     position_ptr,
-    out_ptr,
-    out_stride,
-    out_rows,
-    step_ptr,
-    counters_ptr,
-    keys_ptr,
-    ids_ptr,
-    chunk_best_ptr,
-    row_best_ptr,
-    ints_ptr,
-    vocab,
-    EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
-    NOISE: tl.constexpr,
-    FILTERS: tl.constexpr,
-    SEEN: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, out_stride, out_rows, step_ptr, counters_ptr,
+    keys_ptr, ids_ptr, chunk_best_ptr, row_best_ptr, ints_ptr, vocab,
+    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, NOISE: tl.constexpr,
+    FILTERS: tl.constexpr, SEEN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The token of each row; with STEP also everything that a decode step books of it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits = (logits_ptr, logits_stride)
+    seen = (seen_ptr, seen_stride, penalty_ptr)
+    eos = (eos_ptr, eos_stride, new_ptr, minimum_ptr)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     real = ids < vocab
     wait_for_inputs(PDL)
@@ -93,23 +64,7 @@ def _choose_kernel(
     if STEP:
         active = tl.load(active_ptr + row) != 0
     if active:
-        x = scores(
-            row,
-            ids,
-            real,
-            logits_ptr,
-            logits_stride,
-            seen_ptr,
-            seen_stride,
-            penalty_ptr,
-            eos_ptr,
-            eos_stride,
-            new_ptr,
-            minimum_ptr,
-            EOS_WIDTH,
-            PENALTY,
-            HOLD_EOS,
-        )
+        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
         key = tl.where(real, ordered(x), LOWEST)
         if NOISE:
             drawn = tl.load(noise_ptr + row) != 0
@@ -152,21 +107,7 @@ def _choose_kernel(
                     of_chunk = tl.load(chunk_best_ptr + at, mask=arrived, other=0.0)
                     best = unordered(tl.max(tl.where(arrived, ordered(of_chunk), LOWEST)))
                     score = scores(
-                        row,
-                        candidates,
-                        arrived,
-                        logits_ptr,
-                        logits_stride,
-                        seen_ptr,
-                        seen_stride,
-                        penalty_ptr,
-                        eos_ptr,
-                        eos_stride,
-                        new_ptr,
-                        minimum_ptr,
-                        EOS_WIDTH,
-                        PENALTY,
-                        HOLD_EOS,
+                        row, candidates, arrived, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS
                     )
                     more = gumbel(seed_low, seed_high, return_index, position, candidates)
                     keys = ordered(from_best(score, best, temperature) + more)

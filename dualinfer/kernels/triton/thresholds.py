@@ -77,34 +77,24 @@ def distance(below):
 
 @triton.jit
 def scores(
-    row,
-    ids,
-    real,
-    logits_ptr,
-    logits_stride,
-    seen_ptr,
-    seen_stride,
-    penalty_ptr,
-    eos_ptr,
-    eos_stride,
-    new_ptr,
-    minimum_ptr,
-    EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
-):
+    row, ids, real, logits, seen, eos,
+    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr,
+):  # fmt: skip
     """A row's logits of `ids` in float32, penalized and with a held EOS at -inf."""
+    logits_ptr, logits_stride = logits
+    seen_ptr, seen_stride, penalty_ptr = seen
+    eos_ptr, eos_stride, new_ptr, minimum_ptr = eos
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=real, other=float("-inf"))
     x = x.to(tl.float32)
     if PENALTY:
-        seen = tl.load(seen_ptr + row * seen_stride + ids, mask=real, other=0) != 0
+        was_seen = tl.load(seen_ptr + row * seen_stride + ids, mask=real, other=0) != 0
         penalty = tl.load(penalty_ptr + row)
-        x = tl.where(seen, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
+        x = tl.where(was_seen, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
     if HOLD_EOS:
         held = tl.load(new_ptr + row) < tl.load(minimum_ptr + row)
         for i in tl.static_range(EOS_WIDTH):
-            eos = tl.load(eos_ptr + row * eos_stride + i)
-            x = tl.where(held & (ids == eos), float("-inf"), x)
+            token = tl.load(eos_ptr + row * eos_stride + i)
+            x = tl.where(held & (ids == token), float("-inf"), x)
     return x
 
 
@@ -122,10 +112,9 @@ def is_last(counter_ptr):
 
 
 @triton.jit
-def start_thresholds(
-    row, chunk_best_ptr, row_best_ptr, ints_ptr, temperature, top_k, top_p, vocab, CHUNKS
-):
+def start_thresholds(row, bests, ints_ptr, temperature, top_k, top_p, vocab, CHUNKS):
     """By a row's last program: its best logit, what there is to find, and where it can lie."""
+    chunk_best_ptr, row_best_ptr = bests
     chunks = tl.arange(0, CHUNKS)
     real = chunks < tl.num_programs(0)
     of_chunk = tl.load(chunk_best_ptr + row * CHUNKS + chunks, mask=real, other=float("-inf"))
@@ -209,17 +198,9 @@ def _start_top_p(row, coarse_ptr, scales_ptr, ints_ptr, masses_ptr, top_p, worst
 
 @triton.jit
 def count_digit(
-    row,
-    x,
-    real,
-    best,
-    temperature,
-    prefix,
-    worst,
-    histogram_ptr,
-    ids,
+    row, x, real, best, temperature, prefix, worst, histogram_ptr, ids,
     DIGIT: tl.constexpr,
-):
+):  # fmt: skip
     """Add the tokens of this program to the histogram of the digit that is looked for."""
     far = distance(from_best(x, best, temperature))
     if DIGIT == 0:
@@ -266,21 +247,10 @@ def load_goal(row, ints_ptr, DIGIT: tl.constexpr):
 
 
 @triton.jit
-def take_digit(
-    row,
-    goal,
-    prefix,
-    coarse_ptr,
-    fine_ptr,
-    scales_ptr,
-    ints_ptr,
-    masses_ptr,
-    top_k,
-    top_p,
-    vocab,
-    DIGIT: tl.constexpr,
-):
+def take_digit(row, goal, prefix, tables, want, DIGIT: tl.constexpr):
     """By a row's last program: the digit that the histogram tells, and what is next."""
+    coarse_ptr, fine_ptr, scales_ptr, ints_ptr, masses_ptr = tables
+    top_k, top_p, vocab = want
     bins = tl.arange(0, BINS)
     ints_ptr += row * ROW_INTS
     masses_ptr += row * ROW_MASSES
@@ -309,16 +279,8 @@ def take_digit(
             else:
                 worst = (prefix << _FINE) | found
                 tl.store(ints_ptr + WORST, worst)
-                _start_top_p(
-                    row,
-                    coarse_ptr,
-                    scales_ptr,
-                    ints_ptr,
-                    masses_ptr,
-                    top_p,
-                    worst >> _COARSE,
-                    inner,
-                )
+                worst >>= _COARSE
+                _start_top_p(row, coarse_ptr, scales_ptr, ints_ptr, masses_ptr, top_p, worst, inner)
         else:
             left = tl.load(masses_ptr + _LEFT)
             found, passed = _reached(masses, left)

@@ -146,8 +146,7 @@ def shipped(kinds: Sequence[str]) -> list[tuple[str, Table]]:
     """The package's tables by kind of device, for the one whose `kinds` these are, nearest first.
 
     Those of other kinds are without what memory bounds, products of a single row and attention of a
-    token: decode of a 7B model had 88.4 % of one H200's bandwidth with an H100's configurations,
-    and 89.5 % of another's with the defaults.
+    token, where the defaults serve better: see docs/measured-and-left-out.md.
     """
     text = Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
     devices = json.loads(text)

@@ -51,6 +51,15 @@ def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
     return [row(f"{ours}.{part}", axis, (f"{theirs}.{part}", axis)) for part in parts]
 
 
+def head_norms(kind: Norm | None, theirs: str) -> list[Row]:
+    """The weights of a norm over each query and key head, where a model has one."""
+    if kind is None:
+        return []
+    return [
+        r for x in ("q", "k") for r in norm(kind, f"{x}_norm", f"{theirs}.{x}_norm", "head_dim")
+    ]
+
+
 def plain_layer_norm(ours: str) -> list[Row]:
     """A LayerNorm for which HF has no weights."""
     return [Row(f"{ours}.{p}", ("embed",), (), constant=c) for p, c in (("weight", 1), ("bias", 0))]

@@ -1,17 +1,16 @@
 """How devices share a Flax module's parameters: a policy of path patterns, and its checks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ....errors import ConfigError
+from ....errors import ConfigError, listing
 from ..mesh import WHOLE, ManyDevices, Place
 
 _EXAMPLE = 'injection_policy={"*.up.kernel": (None, "tp"), "*.down.kernel": ("tp", None)}'
-_FEW = 6
 
 
 def read_policy(
@@ -35,7 +34,7 @@ def read_policy(
         raise ConfigError(
             f"tensor_parallel: {place.mesh.size} devices are to share a Flax module, and nothing "
             f"says how its parameters are split. Pass patterns of their paths, as {_EXAMPLE}. It "
-            f"has, for instance, {_listing(list(shapes))}."
+            f"has, for instance, {listing(list(shapes))}."
         )
     odd = next((pattern for pattern in policy if not isinstance(pattern, str)), None)
     if odd is not None:
@@ -52,9 +51,9 @@ def read_policy(
         if not names:
             shadowed = [name for name in shapes if fnmatchcase(name, pattern)]
             if shadowed:
-                reason = f"fits only what patterns before it fit: {_listing(shadowed)}"
+                reason = f"fits only what patterns before it fit: {listing(shadowed)}"
             else:
-                reason = f"fits no parameter. There are, for instance, {_listing(list(shapes))}"
+                reason = f"fits no parameter. There are, for instance, {listing(list(shapes))}"
             raise ConfigError(f"injection_policy: the pattern {pattern!r} {reason}.")
     return dict.fromkeys(shapes, WHOLE) | {
         name: _spec(pattern, policy[pattern], name, shapes[name], place)
@@ -98,11 +97,6 @@ def policy_notes(specs: Mapping[str, PartitionSpec], place: Place) -> tuple[str,
     whole = [name for name in specs if name not in split]
     listed = [f"{name} {tuple(spec)}" for name, spec in split.items()]
     return (
-        f"split over {place.mesh.size} devices: {_listing(listed) or 'nothing'}",
-        f"whole on every device: {_listing(whole) or 'nothing'}",
+        f"split over {place.mesh.size} devices: {listing(listed) or 'nothing'}",
+        f"whole on every device: {listing(whole) or 'nothing'}",
     )
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more

@@ -12,12 +12,11 @@ import torch
 
 from ....arrays import from_numpy, same_tensor, to_numpy
 from ....checkpoint.reader import is_finite, odd_notes
-from ....errors import CheckpointError, DualinferError
+from ....errors import CheckpointError, DualinferError, counted
 from ....model.weights import TensorSource, prefix_hint
 
 _QUANTIZED = ("int8", "uint8", "int32")  # what quantizers pack weights into
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_MOST_NAMES = 8
 
 
 class Slot(NamedTuple):
@@ -70,13 +69,6 @@ def on_meta(module: torch.nn.Module) -> list[str]:
     return [slot.name for slot in slots(module) if slot.tensor.is_meta]
 
 
-def listing(names: Sequence[str]) -> str:
-    """The first few names, and how many there are."""
-    shown = ", ".join(names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{len(names)}: {shown}" + (f" and {more} more" if more > 0 else "")
-
-
 def is_hf(module: torch.nn.Module) -> bool:
     """True for a PreTrainedModel of transformers, told without importing it."""
     hf = sys.modules.get("transformers")
@@ -89,7 +81,7 @@ def check_values(module: torch.nn.Module) -> None:
     if names:
         raise CheckpointError(
             f"The {type(module).__name__} has tensors on the meta device, which hold no values: "
-            f"{listing(names)}. Pass checkpoint=..., the folder of a HF checkpoint or a state-dict "
+            f"{counted(names)}. Pass checkpoint=..., the folder of a HF checkpoint or a state-dict "
             "file, or load the weights first."
         )
 
@@ -124,7 +116,7 @@ def _check_dtypes(source: TensorSource, floats: bool) -> None:
         kinds = " and ".join(sorted({source.dtype(name) for name in odd}))
         raise CheckpointError(
             f"{source.description} holds {kinds} weights, which mean nothing without their scales, "
-            f"{listing(odd)}. Quantized checkpoints are not read in this version."
+            f"{counted(odd)}. Quantized checkpoints are not read in this version."
         )
 
 
@@ -173,7 +165,7 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
     if unset:
         raise CheckpointError(
             f"{type(module).__name__} has tensors that are in no checkpoint, and its _init_weights "
-            f"does not compute them: {listing(unset)}. Make the model outside of "
+            f"does not compute them: {counted(unset)}. Make the model outside of "
             "torch.device('meta')."
         )
     own = [s for s in slots(module) if s.in_state or s.tensor.is_meta]  # the rest has its values
@@ -188,7 +180,7 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
     for slot in own:
         slot.put(new[slot.name].tensor)
     left = sorted(info["unexpected_keys"])
-    return [f"tensors of {source.description} without use here, {listing(left)}"] if left else []
+    return [f"tensors of {source.description} without use here, {counted(left)}"] if left else []
 
 
 def _fill_by_name(
@@ -246,13 +238,13 @@ def _check_state(
     if loose:
         raise CheckpointError(
             f"The {kind} has tensors on the meta device that are in no state dict, so that no "
-            f"checkpoint can fill them: {listing(loose)}. Make the module outside of "
+            f"checkpoint can fill them: {counted(loose)}. Make the module outside of "
             "torch.device('meta'), or set them first."
         )
     odd = [n for n, t in wanted.items() if n not in named or named[n].tensor is not t]
     if odd:
         raise CheckpointError(
-            f"The state dict of the {kind} holds what are no tensors of its own: {listing(odd)}. "
+            f"The state dict of the {kind} holds what are no tensors of its own: {counted(odd)}. "
             "Load it with its load_state_dict() first, and leave checkpoint unset."
         )
 
@@ -272,7 +264,7 @@ def _refuse(
     hint: str,
 ) -> None:
     """Raise CheckpointError that lists what there is of each kind of problem, and the hint."""
-    found = [f"{kind} {listing(names)}" for kind, names in problems.items() if names]
+    found = [f"{kind} {counted(names)}" for kind, names in problems.items() if names]
     if found:
         raise CheckpointError(
             f"The weights of {source.description} do not fit the {type(module).__name__}: "

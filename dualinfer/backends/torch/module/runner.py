@@ -7,7 +7,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ....config import InferenceConfig
-from ....errors import ConfigError, ModelError, UnsupportedError
+from ....errors import ConfigError, ModelError, UnsupportedError, counted
 from ....model.weights import TensorSource
 from ....parallel.agreement import agree
 from ...profiling import Profiler, Stopwatch
@@ -23,7 +23,7 @@ from .autotp.layers import RanksSeam
 from .autotp.plan import check_whole, kept_sizes, make_plan
 from .autotp.policy import check_policy
 from .autotp.surgery import split_module
-from .fill import check_values, fill, listing, slots
+from .fill import check_values, fill, slots
 from .placing import check_room, convert_module
 from .watch import ModuleWatch, compiled_call
 
@@ -378,7 +378,7 @@ def _check_module(module: Any) -> None:
     lazy = [s.name for s in slots(module) if torch.nn.parameter.is_lazy(s.tensor)]
     if lazy:
         raise ModelError(
-            f"The {kind} has lazy parameters without a shape, {listing(lazy)}. Run a dummy batch "
+            f"The {kind} has lazy parameters without a shape, {counted(lazy)}. Run a dummy batch "
             "through it first, so that it makes them."
         )
 

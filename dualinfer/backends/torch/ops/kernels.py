@@ -325,8 +325,8 @@ class KernelOps(PlainOps):
     def starts_early(self, rows: int) -> bool:
         """Whether kernels over so many rows start before the one in front has ended.
 
-        Between a few rows and many it measured slower, by a tenth at 8 to 32: programs that wait
-        take room from those that work.
+        Between a few rows and many it is slower, as programs that wait take room from those that
+        work: see docs/measured-and-left-out.md.
         """
         return self.pdl and (rows <= 4 or rows >= 64)
 
