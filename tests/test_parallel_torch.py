@@ -272,8 +272,8 @@ def inputs_that_differ(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("values", "The inputs of forward() differ: rank 1 from rank 0"),
-        ("shapes", "The inputs of forward() differ: rank 1 from rank 0"),
+        ("values", "The arguments of forward() differ: rank 1 from rank 0"),
+        ("shapes", "The arguments of forward() differ: rank 1 from rank 0"),
         ("arguments", "The arguments of generate() differ: rank 1 from rank 0"),
         ("seeds", "The arguments of generate() differ: rank 1 from rank 0"),
     ],
