@@ -82,7 +82,7 @@ def test_every_model_computes_the_same_over_any_number_of_ranks(crew, engine_of,
 
 
 def collectives_of(name, tp):
-    counts = {"sum": 0, "join_last": 0}
+    counts = {"sum": 0, "join_last": 0, "exchange": 0}
     with _engine(name, tp) as engine:
         peers = engine.runner.peers
 
@@ -106,9 +106,10 @@ def collectives_of(name, tp):
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gptj"])
 def test_a_token_takes_two_sums_a_layer_one_for_its_embedding_and_one_gather(crew, name):
+    """And a call three messages, however many tokens it makes."""
     for layers, first, total in crew.run(collectives_of, name, 2):
-        assert first == {"sum": 2 * layers + 1, "join_last": 1}
-        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5}
+        assert first == {"sum": 2 * layers + 1, "join_last": 1, "exchange": 3}
+        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5, "exchange": 6}
 
 
 def degrees_in_one_job():

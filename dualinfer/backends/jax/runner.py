@@ -16,17 +16,8 @@ from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Plan
-from ..base import (
-    MAX_STEPS,
-    SMALLEST_CACHE,
-    ForwardInputs,
-    LiveSlots,
-    Request,
-    SamplingFeatures,
-    bucket,
-    cache_bytes,
-    cache_specs,
-)
+from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures, cache_bytes, cache_specs
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
 from .executables import Clock, Executables, Job

@@ -10,19 +10,9 @@ import torch
 from ... import decoder
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.sharding import Shard
-from ..base import (
-    MAX_STEPS,
-    NO_TOKEN,
-    SMALLEST_CACHE,
-    ForwardInputs,
-    LiveSlots,
-    Request,
-    SamplingFeatures,
-    bucket,
-    cache_specs,
-    sampling_rows,
-)
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures, cache_specs
 from ..profiling import Stopwatch
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from . import sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
