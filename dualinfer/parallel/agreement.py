@@ -138,7 +138,7 @@ def share_inputs(
     asking = peers.tell(call, asks=asks)["asks"]
     if asking[0] or not any(asking):
         return own
-    with peers.together(f"The inputs of rank 0 for {call}") as work:
+    with peers.together(f"Sharing the inputs of {call}") as work:
         given = {} if peers.rank else {n: _plain(v) for n, v in own.items() if is_input(v)}
         given = work.meet(inputs=given)["inputs"][0]
     return own | {n: _unpacked(v, device) for n, v in given.items()} if asks else own
