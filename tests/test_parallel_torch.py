@@ -84,7 +84,7 @@ def test_every_model_computes_the_same_over_any_number_of_ranks(crew, engine_of,
 def collectives_of(name, tp):
     counts = {"sum": 0, "join_last": 0, "exchange": 0}
     with _engine(name, tp) as engine:
-        peers = engine.runner.peers
+        peers = engine._turns.peers
 
         def counting(kind):
             work = getattr(peers, kind)
@@ -139,7 +139,7 @@ def copies_with_inputs_of_their_own():
     rank = int(os.environ["RANK"])
     ids = torch.from_numpy(random_ids(1, 5, seed=rank // 2))
     with _engine("llama-gqa", 2) as engine:
-        return engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members
+        return engine.generate(ids, **GREEDY).tolist(), engine._turns.peers.members
 
 
 def test_a_job_of_twice_as_many_ranks_runs_two_copies(crew, engine_of):
@@ -170,7 +170,7 @@ def groups_of_the_callers():
     for fields in ({"tp_group": mine}, {"mpu": Unit()}, {"tp_group": mine, "tp_size": 2}):
         given = {"tp_size": 1, **fields}
         with dualinfer.init_inference(_model("gpt2"), tensor_parallel=given, **INJECT) as engine:
-            found.append((engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members))
+            found.append((engine.generate(ids, **GREEDY).tolist(), engine._turns.peers.members))
     assert dist.get_world_size(mine) == 2  # theirs still
     return found
 

@@ -9,7 +9,6 @@ import numpy as np
 from ..errors import OutOfMemoryError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
-from ..parallel.agreement import Peers
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
@@ -133,14 +132,13 @@ class Runner(Protocol):
     """One model on one backend. NumPy integers in; arrays of the backend or token ids out.
 
     `spec` is the model's; on torch, where a rank has a share of it, its heads and its MLP's width
-    are the rank's.
+    are the rank's. Where several processes share the model, all of them make every call.
     """
 
     spec: ModelSpec
     device: Any
     dtype: Any
     is_compiled: bool
-    peers: Peers  # who makes the same calls: every call below is made by all of them
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -209,7 +207,6 @@ class ModuleRunner(Protocol):
     dtype: Any
     notes: tuple[str, ...]
     is_compiled: bool
-    peers: Peers  # as in Runner
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns for these arguments, without gradients."""

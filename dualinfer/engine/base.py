@@ -7,6 +7,7 @@ from typing import Any, Self
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
 from ..errors import ArgumentError, ClosedError
+from ..parallel.agreement import Peers
 from ..parallel.spmd import Call, Turns
 from .report import Report
 
@@ -36,11 +37,11 @@ class InferenceEngine:
     take turns.
     """
 
-    def __init__(self, runner: Any, about: About) -> None:
+    def __init__(self, runner: Any, peers: Peers, about: About) -> None:
         self._runner: Any = runner
         on_host = str(runner.device).startswith("cpu")
         may_fork = about.inference_config.backend == "torch" and on_host
-        self._turns = Turns(runner.peers, may_fork)
+        self._turns = Turns(peers, may_fork)
         self._about = about
         self.inference_config = about.inference_config
         self.config = about.config
@@ -172,6 +173,7 @@ class InferenceEngine:
             self._profiler.switch(False)
             runner, self._runner = self._runner, None
             runner.close()
+            self._turns.peers.close()
 
     def _let_go(self) -> None:
         """End what is under way, before the runner is closed."""

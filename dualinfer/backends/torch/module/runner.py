@@ -137,7 +137,7 @@ class TorchModuleRunner:
         seam: RanksSeam | None = None,
     ) -> None:
         self.module: Any = module
-        self.peers = peers
+        self._peers = peers
         self._seam = seam
         self.dtype = dtype
         self.notes = tuple(notes)
@@ -259,7 +259,7 @@ class TorchModuleRunner:
         graphs. Ranks draw from rank 0's random state: other tokens in one would be other lengths.
         """
         self._look()
-        _share_random_state(self.peers, self.device)
+        _share_random_state(self._peers, self.device)
         reset = getattr(self.module, "reset_cache", None)
         if callable(reset):
             reset()
@@ -333,7 +333,7 @@ class TorchModuleRunner:
         }
 
     def close(self) -> None:
-        """Let go of the module, which stays the caller's, of hooks, graphs and groups.
+        """Let go of the module, which stays the caller's, of hooks and graphs.
 
         A module that was split stays so, and runs no more: its ranks are not joined any longer.
         """
@@ -341,7 +341,6 @@ class TorchModuleRunner:
         self.forget_graphs()
         if self._seam is not None:
             self._seam.close()
-        self.peers.close()
         device = self.device
         self.module = None
         self._parts, self._children, self._tensors = [], [], []
