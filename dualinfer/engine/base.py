@@ -86,6 +86,7 @@ class InferenceEngine:
         is_input: Callable[[Any], bool] = lambda value: value is not None,
     ) -> Call:
         """The turn of the call `name`, in every process that shares the model."""
+        _ = self.runner  # a closed engine says that it is
         return Call(self._turns, name, inputs, is_input, lambda: self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

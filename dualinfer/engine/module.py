@@ -42,8 +42,10 @@ class ModuleEngine(InferenceEngine):
         module's variables are values: UnsupportedError. Raises ModelError where the module is gone
         or has other parts or shapes.
         """
-        with self._turns, self._turns.together("Reading the weights again"):
-            self.runner.refresh()
+        with self._turns:
+            runner = self.runner
+            with self._turns.together("Reading the weights again"):
+                runner.refresh()
 
     def can_generate(self) -> bool:
         """What the module says, if it says; else whether it has a generate."""

@@ -134,6 +134,7 @@ def share_inputs(
     own = dict(inputs)
     if peers.size == 1:
         return own
+    place = device()  # a closed engine says here that it is
     asks = not any(map(is_input, own.values()))
     asking = peers.tell(call, asks=asks)["asks"]
     if asking[0] or not any(asking):
@@ -141,7 +142,7 @@ def share_inputs(
     with peers.together(f"Sharing the inputs of {call}") as work:
         given = {} if peers.rank else {n: _plain(v) for n, v in own.items() if is_input(v)}
         given = work.meet(inputs=given)["inputs"][0]
-    return own | {n: _unpacked(v, device) for n, v in given.items()} if asks else own
+    return own | {n: _unpacked(v, place) for n, v in given.items()} if asks else own
 
 
 def fingerprint(value: Any) -> str:
@@ -222,7 +223,7 @@ def _plain(value: Any) -> Any:
     }
 
 
-def _unpacked(value: Any, device: Callable[[], Any]) -> Any:
+def _unpacked(value: Any, device: Any) -> Any:
     if isinstance(value, list):
         return [_unpacked(item, device) for item in value]
     if not isinstance(value, dict):
@@ -230,4 +231,4 @@ def _unpacked(value: Any, device: Callable[[], Any]) -> Any:
     buffer = bytearray(base64.b64decode(value["bytes"]))
     array = np.frombuffer(buffer, numpy_dtype(value["dtype"]))
     found = from_numpy(array.reshape(value["shape"]), value["kind"])
-    return found.to(device()) if value["placed"] else found
+    return found.to(device) if value["placed"] else found
