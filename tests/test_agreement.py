@@ -96,6 +96,18 @@ def test_the_own_error_is_raised_where_the_others_are_gone_as_well():
         assert "could not be told. the other one is gone" in here.__notes__[0]
 
 
+def test_what_fails_after_all_have_met_is_told_to_nobody():
+    def call(peers):
+        with peers.together("The models") as work:
+            work.meet()
+            if peers.rank == 0:
+                raise KeyError("no such layer")
+        return "done"
+
+    here, there = both(call)
+    assert isinstance(here, KeyError) and not hasattr(here, "__notes__") and there == "done"
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_process_is_raised_at_once_and_told(kind):
     here, there = both(

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,16 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan)
     with ExitStack() as stack:
-        new, folder = _make_new(path, target, peers, stack)
+        with peers.together("The start of saving") as work, _told(path):
+            new = stack.enter_context(closing(NewFolder(target))) if peers.rank == 0 else None
+            content = None if new is None else str(new.content)
+            folder = Path(work.meet(folder=content)["folder"][0])
+        with peers.together("The folder of saving"):
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
+                    "wrote there. Pass a folder of a file system that all processes share."
+                )
         with peers.together("Saving"), _told(path):
             for own in cuts[peers.rank :: peers.size]:
                 _write_shard(folder, own, saved)
@@ -114,25 +123,6 @@ def _resolved(path: str) -> Path:
             f"save_mp_checkpoint_path={shown!r} cannot be a folder: {error}. Pass another path."
         ) from error
     return target
-
-
-def _make_new(
-    path: str, target: Path, peers: Peers, stack: ExitStack
-) -> tuple[NewFolder | None, Path]:
-    """What rank 0 made beside the target, and the folder in it that all processes fill."""
-    new = None
-    with peers.together("The start of saving") as work, _told(path):
-        if peers.rank == 0:
-            new = NewFolder(target)
-            stack.callback(new.close)
-        folder = Path(work.meet(folder=None if new is None else str(new.content))["folder"][0])
-    with peers.together("The folder of saving"):
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
-                "wrote there. Pass a folder of a file system that all processes share."
-            )
-    return new, folder
 
 
 @contextmanager
