@@ -3,8 +3,9 @@
 import difflib
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, overload
 
 from . import backends
 from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
@@ -22,9 +23,8 @@ from .model.hf_module import check_parts, check_values, check_wrapper, class_nam
 from .model.live import Watch
 from .model.spec import ModelSpec
 from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
-from .parallel.agreement import Peers, agree
+from .parallel.agreement import Peers
 
-_E = TypeVar("_E")
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -170,50 +170,34 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
 
 def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
     notes: list[str] = []
-    watches: list[Watch] = []
+    watch = None
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
     folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
 
-    def describe() -> _Described:
+    with peers.together("The models and configs") as work:
         if saving:
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
-        if isinstance(model, str | os.PathLike):
-            return described
-        notes.extend(warn_of_hooks(model, described[1].other_way))
-        if settings.checkpoint is None:
-            watches.append(Watch(model))
-        return described
-
-    def alike(made: _Described) -> Any:
-        config, _, spec, plan, source = made
-        return _shared(config), spec, plan.rows, marks_of(source, plan)
-
-    what = "The models and configs"
-    described = agree(peers, what, describe, alike)
-    settings, found, spec, plan, source = described
-    origin = _origin(model, described, *watches)
-    made: list[Any] = []
-
-    def load() -> FusedEngine:
-        runner = backends.create_runner(settings, spec, plan, source, peers)
-        made.append(runner)
-        if spec.can_generate:
-            _check_memory(runner, settings, notes)
-        engine_type = backends.engine_type(settings.backend, FusedEngine)
-        about = About(settings, found.config, found.generation_config, source.description, notes)
-        return engine_type(runner, about, origin)
-
-    engine = _loaded(peers, load, made)
-    if saving:
-        saved = Saved(
-            spec, plan, source, settings.dtype or "", found.config, found.generation_config, folder
-        )
-        try:
+        settings, found, spec, plan, source = described
+        if not isinstance(model, str | os.PathLike):
+            notes.extend(warn_of_hooks(model, found.other_way))
+            watch = Watch(model) if settings.checkpoint is None else None
+        work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
+    origin = _origin(model, described, watch)
+    config, own = found.config, found.generation_config
+    with ExitStack() as stack:
+        with peers.together("Loading"):
+            runner = backends.create_runner(settings, spec, plan, source, peers)
+            stack.callback(runner.close)
+            if spec.can_generate:
+                _check_memory(runner, settings, notes)
+            engine_type = backends.engine_type(settings.backend, FusedEngine)
+            about = About(settings, config, own, source.description, notes)
+            engine = stack.enter_context(engine_type(runner, peers, about, origin))
+        if saving:
+            saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
-        except BaseException:
-            engine.close()
-            raise
+        stack.pop_all()
     return engine
 
 
@@ -239,38 +223,24 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
 
 def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> ModuleEngine:
     notes: list[str] = []
-
-    def describe() -> tuple[InferenceConfig, TensorSource | None]:
+    with peers.together("The models and configs") as work:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
         notes.extend(source.notes if source else ())
-        return _with_dtype(settings, notes, _stored_dtypes(model, source)), source
-
-    settings, source = agree(
-        peers, "The models and configs", describe, lambda d: (_class_name(model), _shared(d[0]))
-    )
-    made: list[Any] = []
-
-    def load() -> ModuleEngine:
+        settings = _with_dtype(settings, notes, _stored_dtypes(model, source))
+        work.meet(lambda: (_class_name(model), _shared(settings)))
+    with ExitStack() as stack, peers.together("Loading") as work:
         runner = backends.create_module_runner(settings, model, source, peers)
-        made.append(runner)
+        stack.callback(runner.close)
         module = runner.module
         config = settings.config if settings.config is not None else getattr(module, "config", None)
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        return engine_type(runner, About(settings, config, own, description, notes))
-
-    return _loaded(peers, load, made)
-
-
-def _loaded(peers: Peers, load: Callable[[], _E], made: list[Any]) -> _E:
-    """The engine of `load`, in every process or in none; `made` holds the runner once it exists."""
-    try:
-        return agree(peers, "Loading", load)
-    except BaseException:
-        for runner in made:
-            runner.close()
-        raise
+        about = About(settings, config, own, description, notes)
+        engine = engine_type(runner, peers, about)
+        work.meet()
+        stack.pop_all()
+    return engine
 
 
 def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:

@@ -283,7 +283,7 @@ def main() -> int:
 ROWS: list[Row] = [
     # --- what both backends share
     Row(
-        "backends/base.py",
+        "backends/slots.py",
         "1 << (max(count, 1) - 1).bit_length()",
         "1 << max(count, 1).bit_length()",
         "Sizes that are powers of two take twice their room: caches, padding, executables.",
@@ -304,21 +304,21 @@ ROWS: list[Row] = [
         "tests/test_runner.py tests/kernels/test_sampling.py -k 'some_request or needs_only'",
     ),
     Row(
-        "backends/base.py",
+        "backends/slots.py",
         "min(self._reach[slot] + steps, request.cache_tokens)",
         "self._reach[slot] + steps",
         "A short answer beside a long one makes the cache grow beyond what it needs.",
         "tests/test_runner.py -k live_slots",
     ),
     Row(
-        "backends/base.py",
+        "backends/slots.py",
         "x.seed & 0xFFFFFFFF for x",
         "x.seed & 0x7FFFFFFF for x",
         "Seeds that differ in one bit give the same text.",
         "tests/test_runner.py -k columns",
     ),
     Row(
-        "backends/base.py",
+        "backends/slots.py",
         "np.array([x.return_index for x in s], np.int64)",
         "np.array([0 for x in s], np.int64)",
         "num_return_sequences=4 gives one text four times.",
@@ -789,8 +789,8 @@ ROWS: list[Row] = [
     # --- processes
     Row(
         "parallel/agreement.py",
-        "    if not asks:\n        return dict(inputs)\n",
-        "",
+        "for n, v in given.items()} if asks else own",
+        "for n, v in given.items()}",
         "A rank's own prompts give way to rank 0's, without a word.",
         "tests/test_limits.py -k who_have_none",
     ),

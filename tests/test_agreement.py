@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from dualinfer.errors import ArgumentError, DistributedError
-from dualinfer.parallel.agreement import agree, fingerprint, settle, share_inputs
+from dualinfer.parallel.agreement import Peers, fingerprint, share_inputs
 
 
-class Thread:
+class Thread(Peers):
     """One of two peers; each waits for the other for a moment."""
 
-    size, copy = 2, 0
+    size = 2
 
     def __init__(self, rank, messages, said, heard):
         self.rank, self._messages = rank, messages
@@ -54,17 +54,19 @@ def both(*works):
         return list(pool.map(outcome, range(2)))
 
 
-def fails(kind):
-    def work():
+def fails(peers, what, kind):
+    with peers.together(what):
         raise kind("no such folder")
 
-    return work
+
+def shares(peers, call, ids):
+    return share_inputs(peers, call, {"input_ids": ids}, lambda x: x is not None, lambda: None)
 
 
 def test_the_others_are_told_what_failed_here():
     here, there = both(
-        lambda peers: agree(peers, "The models", fails(KeyError)),
-        lambda peers: agree(peers, "The models", lambda: 3),
+        lambda peers: fails(peers, "The models", KeyError),
+        lambda peers: peers.tell("The models"),
     )
     assert isinstance(here, KeyError) and isinstance(there, DistributedError)
     assert "The models failed elsewhere. rank 0: KeyError: 'no such folder'" in str(there)
@@ -75,7 +77,7 @@ def gone_after(count):
 
     def work(peers):
         for _ in range(count):
-            peers.exchange(b'{"at": "generate()", "asks": true}')
+            peers.tell("generate()", asks=True)
         peers.go()
 
     return work
@@ -83,10 +85,10 @@ def gone_after(count):
 
 def test_the_own_error_is_raised_where_the_others_are_gone_as_well():
     def agreeing(peers):
-        return agree(peers, "The models", fails(ArgumentError))
+        return fails(peers, "The models", ArgumentError)
 
     def handing(peers):  # asks who has inputs before it hands out its own
-        return share_inputs(peers, "generate()", {"input_ids": object()})
+        return shares(peers, "generate()", object())
 
     for call, others in ((agreeing, gone_after(0)), (handing, gone_after(1))):
         here, _ = both(call, others)
@@ -94,11 +96,23 @@ def test_the_own_error_is_raised_where_the_others_are_gone_as_well():
         assert "could not be told. the other one is gone" in here.__notes__[0]
 
 
+def test_what_fails_after_all_have_met_is_told_to_nobody():
+    def call(peers):
+        with peers.together("The models") as work:
+            work.meet()
+            if peers.rank == 0:
+                raise KeyError("no such layer")
+        return "done"
+
+    here, there = both(call)
+    assert isinstance(here, KeyError) and not hasattr(here, "__notes__") and there == "done"
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_process_is_raised_at_once_and_told(kind):
     here, there = both(
-        lambda peers: agree(peers, "The inputs", fails(kind)),
-        lambda peers: agree(peers, "The inputs", lambda: 3),
+        lambda peers: fails(peers, "The inputs", kind),
+        lambda peers: peers.tell("The inputs"),
     )
     assert type(here) is kind and here.left == [f"{kind.__name__}: no such folder"]
     assert isinstance(there, DistributedError)
@@ -106,24 +120,23 @@ def test_what_ends_a_process_is_raised_at_once_and_told(kind):
 
 def test_calls_of_other_names_are_told_by_their_names():
     found = both(
-        lambda peers: share_inputs(peers, "forward()", {"input_ids": [[1]]}),
-        lambda peers: share_inputs(peers, "generate()", {"input_ids": [[1]]}),
+        lambda peers: shares(peers, "forward()", [[1]]),
+        lambda peers: shares(peers, "generate()", [[1]]),
     )
     for error in found:
         assert isinstance(error, DistributedError)
         assert "not in the same call. rank 0: forward(); rank 1: generate()." in str(error)
     for error in both(
-        lambda peers: settle(peers, "A cache", {"free": 3}),
+        lambda peers: peers.tell("A cache", free=3),
         lambda peers: peers.exchange(b"\x80 no JSON") and None,
     )[:1]:
         assert "rank 0: A cache; rank 1: elsewhere." in str(error)
 
 
 def test_numbers_come_back_in_the_order_of_ranks():
-    def call(peers):
-        return settle(peers, "A cache", {"free": 10 + peers.rank})
-
-    assert both(call) == [{"free": [10, 11]}] * 2
+    assert (
+        both(lambda peers: peers.tell("A cache", free=10 + peers.rank)) == [{"free": [10, 11]}] * 2
+    )
 
 
 def test_arrays_of_the_same_bytes_and_other_shapes_or_dtypes_differ():
@@ -131,5 +144,5 @@ def test_arrays_of_the_same_bytes_and_other_shapes_or_dtypes_differ():
     arrays = [array.reshape(2, 6), array.reshape(3, 4), array, array.view(np.float32)]
     assert len({fingerprint(x) for x in arrays}) == len(arrays)
     assert fingerprint(array.reshape(2, 6)) == fingerprint(array.reshape(2, 6).copy())
-    found = both(lambda peers: agree(peers, "The ids", lambda: arrays[peers.rank], lambda x: x))
+    found = both(lambda peers: peers.together("The ids").meet(lambda: arrays[peers.rank]))
     assert all("The ids differ: rank 1 from rank 0" in str(error) for error in found)

@@ -163,7 +163,7 @@ def _life(rank_seeds):
         "drawn": (torch.manual_seed(rank), engine.generate(ids, **sampling).tolist())[1],
         "tied": part.lm_head.weight is part.model.embed_tokens.weight,
         "config": part.config.to_dict() == config,
-        "ranks": (engine.runner.peers.rank, engine.runner.peers.size) == (rank, 2),
+        "ranks": (engine._turns.peers.rank, engine._turns.peers.size) == (rank, 2),
         "static cache": engine.generate(ids, max_new_tokens=3, cache_implementation="static").shape[
             1
         ],
@@ -376,4 +376,4 @@ def test_one_device_leaves_the_module_as_it_is():
     kinds = [type(part) for part in model.modules()]
     with dualinfer.init_inference(model, dtype="fp32") as engine:
         assert [type(part) for part in model.modules()] == kinds
-        assert engine.runner.peers.size == 1
+        assert engine._turns.peers.size == 1

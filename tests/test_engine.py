@@ -389,7 +389,7 @@ def test_a_forked_process_is_told_that_a_jax_engine_is_its_parents(hf_model):
     held, done = threading.Event(), threading.Event()
 
     def hold():  # as a call that is under way in another thread, whose lock nobody gives back
-        with fused._lock:
+        with fused._turns:
             held.set()
             done.wait()
 

@@ -1048,7 +1048,7 @@ def test_cache_that_grows_on_the_way_changes_nothing(backend, engine_of, monkeyp
     options = {"max_new_tokens": 150, "do_sample": True, "temperature": 3.0, "seed": 4}
     expected = np.asarray(engine.generate(rows(), **options))
     streamed = list(engine.stream(rows()[0], **options))
-    monkeypatch.setattr("dualinfer.backends.base.RESERVED", 8)
+    monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
     other = dualinfer.init_inference(make_model("llama-mqa"), backend=backend, kernel_inject=True)
     stream = other.stream(rows()[0], **options)
     found = [next(stream) for _ in range(60)]

@@ -6,7 +6,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import accelerate
 import numpy as np
@@ -19,7 +18,7 @@ import dualinfer
 from dualinfer.config import InferenceConfig
 from dualinfer.config.refusals import check_config
 from dualinfer.model.hf_module import check_parts
-from dualinfer.parallel.agreement import fingerprint, share_inputs
+from dualinfer.parallel.agreement import Peers, fingerprint, share_inputs
 
 from .models import ALL, BACKENDS, CASES, make_model, random_ids, relative_rms
 from .test_engine import Perceptron, make_module
@@ -673,7 +672,9 @@ class Together:
             self.barrier.wait(10)
             return found
 
-        return SimpleNamespace(rank=rank, size=self.size, copy=0, exchange=exchange)
+        peers = Peers()
+        peers.rank, peers.size, peers.exchange = rank, self.size, exchange
+        return peers
 
 
 def test_inputs_of_rank_0_go_to_those_who_have_none_alone():
@@ -681,7 +682,8 @@ def test_inputs_of_rank_0_go_to_those_who_have_none_alone():
 
     def work(peers):
         inputs = {"ids": own[peers.rank], "mask": None}
-        return share_inputs(peers, "generate()", inputs)["ids"].tolist()
+        how = lambda x: x is not None, lambda: None
+        return share_inputs(peers, "generate()", inputs, *how)["ids"].tolist()
 
     assert Together(4).run(work) == [[[1, 2]], [[1, 2]], [[3]], [[1, 2]]]
 

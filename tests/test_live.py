@@ -347,7 +347,7 @@ def changed_in(ranks):
     """What each rank says when the model has changed in some, and after all have refreshed."""
     model = make_model(NAME)
     with make_engine(model, "torch", tensor_parallel={"tp_size": 2, "timeout": 60}) as engine:
-        rank, said = engine.runner.peers.rank, []
+        rank, said = engine._turns.peers.rank, []
 
         def ask(call, *args):
             try:

@@ -895,7 +895,7 @@ def test_open_stream_outlives_a_call_without_room(hf_model, monkeypatch):
 
 
 def test_cache_that_cannot_grow_on_the_way_leaves_the_engine_usable(hf_model, monkeypatch):
-    monkeypatch.setattr("dualinfer.backends.base.RESERVED", 8)
+    monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
     with dualinfer.init_inference(
         hf_model("llama-gqa"), backend="jax", dtype="fp32", kernel_inject=True
     ) as engine:

@@ -153,7 +153,7 @@ def test_packed_rows_and_token_types_of_the_vocabulary(engines):
 
 
 def test_streams_open_at_once_grow_the_cache(engines, monkeypatch):
-    monkeypatch.setattr("dualinfer.backends.base.RESERVED", 8)
+    monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
     prompts = random_ids(2, 5).tolist()
     texts = []
     for devices in (1, 2):

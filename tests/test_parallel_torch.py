@@ -82,9 +82,9 @@ def test_every_model_computes_the_same_over_any_number_of_ranks(crew, engine_of,
 
 
 def collectives_of(name, tp):
-    counts = {"sum": 0, "join_last": 0}
+    counts = {"sum": 0, "join_last": 0, "exchange": 0}
     with _engine(name, tp) as engine:
-        peers = engine.runner.peers
+        peers = engine._turns.peers
 
         def counting(kind):
             work = getattr(peers, kind)
@@ -106,9 +106,10 @@ def collectives_of(name, tp):
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gptj"])
 def test_a_token_takes_two_sums_a_layer_one_for_its_embedding_and_one_gather(crew, name):
+    """And a call three messages, however many tokens it makes."""
     for layers, first, total in crew.run(collectives_of, name, 2):
-        assert first == {"sum": 2 * layers + 1, "join_last": 1}
-        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5}
+        assert first == {"sum": 2 * layers + 1, "join_last": 1, "exchange": 3}
+        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5, "exchange": 6}
 
 
 def degrees_in_one_job():
@@ -138,7 +139,7 @@ def copies_with_inputs_of_their_own():
     rank = int(os.environ["RANK"])
     ids = torch.from_numpy(random_ids(1, 5, seed=rank // 2))
     with _engine("llama-gqa", 2) as engine:
-        return engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members
+        return engine.generate(ids, **GREEDY).tolist(), engine._turns.peers.members
 
 
 def test_a_job_of_twice_as_many_ranks_runs_two_copies(crew, engine_of):
@@ -169,7 +170,7 @@ def groups_of_the_callers():
     for fields in ({"tp_group": mine}, {"mpu": Unit()}, {"tp_group": mine, "tp_size": 2}):
         given = {"tp_size": 1, **fields}
         with dualinfer.init_inference(_model("gpt2"), tensor_parallel=given, **INJECT) as engine:
-            found.append((engine.generate(ids, **GREEDY).tolist(), engine.runner.peers.members))
+            found.append((engine.generate(ids, **GREEDY).tolist(), engine._turns.peers.members))
     assert dist.get_world_size(mine) == 2  # theirs still
     return found
 
@@ -272,8 +273,8 @@ def inputs_that_differ(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("values", "The inputs of forward() differ: rank 1 from rank 0"),
-        ("shapes", "The inputs of forward() differ: rank 1 from rank 0"),
+        ("values", "The arguments of forward() differ: rank 1 from rank 0"),
+        ("shapes", "The arguments of forward() differ: rank 1 from rank 0"),
         ("arguments", "The arguments of generate() differ: rank 1 from rank 0"),
         ("seeds", "The arguments of generate() differ: rank 1 from rank 0"),
     ],

@@ -228,7 +228,10 @@ def test_each_process_hands_out_on_its_own_device(said):
 def test_different_calls_are_refused_in_both(said):
     for process in said:
         found = process["all_devices"]
-        for call, what in (("forward", "inputs of forward"), ("generate", "arguments of generate")):
+        for call, what in (
+            ("forward", "arguments of forward"),
+            ("generate", "arguments of generate"),
+        ):
             message = found[f"{call} of others"]
             assert message.startswith("DistributedError") and what in message
             assert "rank 1 from rank 0" in message

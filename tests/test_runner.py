@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 
 import dualinfer
-from dualinfer.backends import base
+from dualinfer.backends import slots
 from dualinfer.backends.base import (
     NO_TOKEN,
-    LiveSlots,
     Request,
     Sampling,
     SamplingFeatures,
-    bucket,
     cache_bytes,
     cache_specs,
-    sampling_rows,
 )
+from dualinfer.backends.slots import LiveSlots, bucket, sampling_rows
 from dualinfer.model.families import describe_model
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
@@ -32,7 +30,7 @@ def request(tokens, new):
 def test_live_slots_reserve_little_and_reach_what_was_asked():
     live = LiveSlots()
     live.add([0, 2], [request(10, 100_000), request(3, 5)])
-    assert (live.width, live.reach, live.reserved) == (4, 10, base.RESERVED)
+    assert (live.width, live.reach, live.reserved) == (4, 10, slots.RESERVED)
     live.advance(32)
     assert live.reach == 42
     live.remove([0, 1])
@@ -153,7 +151,7 @@ def test_cache_grows_under_live_sequences_without_changing_text(
         engine_of("llama-gqa", backend).generate(p, max_new_tokens=n, do_sample=False)
         for p, n in ((random_ids(1, 5), 60), (random_ids(2, 20, seed=1), 30))
     ]
-    monkeypatch.setattr(base, "RESERVED", 8)
+    monkeypatch.setattr(slots, "RESERVED", 8)
     for module in ("torch", "jax"):
         monkeypatch.setattr(f"dualinfer.backends.{module}.runner.SMALLEST_CACHE", 16)
     options = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}

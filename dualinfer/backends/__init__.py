@@ -86,7 +86,7 @@ def create_runner(
 ) -> Runner:
     """A runner of the config's backend and dtype, with the weights loaded on its device.
 
-    `peers` is what `join` gave; the runner leaves the group when it is closed.
+    `peers` is what `join` gave, and stays the caller's to close.
     """
     return _import(config.backend).create_runner(config, spec, plan, source, peers)
 

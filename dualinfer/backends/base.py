@@ -9,13 +9,10 @@ import numpy as np
 from ..errors import OutOfMemoryError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
-from ..parallel.agreement import Peers
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
 MAX_STEPS = 32  # of one `decode` call
-SMALLEST_CACHE = 64
-RESERVED = 2048
 
 
 @dataclass(frozen=True)
@@ -90,36 +87,6 @@ class Request:
         return len(self.tokens) + self.max_new_tokens - 1
 
 
-def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:
-    """The requests' sampling parameters as columns for device arrays.
-
-    Keys are those of both backends' slot state; seeds split into 32-bit halves, int64 because
-    torch has no arithmetic on uint32; `eos` [N, eos_width] is filled up with NO_TOKEN.
-    """
-    s = [r.sampling for r in requests]
-    most = np.iinfo(np.int32).max
-    eos = np.full((len(requests), eos_width), NO_TOKEN, np.int32)
-    for i, r in enumerate(requests):
-        eos[i, : len(r.eos_ids)] = r.eos_ids
-    return {
-        "noise": np.array([x.do_sample for x in s], bool),
-        "temperature": np.maximum(
-            np.array([x.temperature if x.do_sample else 1.0 for x in s], np.float32),
-            np.finfo(np.float32).tiny,
-        ),
-        "top_k": np.array([min(x.top_k, most) if x.do_sample else 0 for x in s], np.int32),
-        "top_p": np.array([x.top_p if x.do_sample else 1.0 for x in s], np.float32),
-        "min_p": np.array([x.min_p if x.do_sample else 0.0 for x in s], np.float32),
-        "penalty": np.array([x.repetition_penalty for x in s], np.float32),
-        "seed_low": np.array([x.seed & 0xFFFFFFFF for x in s], np.int64),
-        "seed_high": np.array([x.seed >> 32 & 0xFFFFFFFF for x in s], np.int64),
-        "return_index": np.array([x.return_index for x in s], np.int64),
-        "minimum": np.array([min(r.min_new_tokens, most) for r in requests], np.int32),
-        "remaining": np.array([r.max_new_tokens for r in requests], np.int32),
-        "eos": eos,
-    }
-
-
 @dataclass(frozen=True)
 class CacheSpec:
     """One layer's cache. `full` keeps every token: [slot, kv_heads, tokens, dim] twice."""
@@ -153,66 +120,6 @@ def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) 
     )
 
 
-def bucket(count: int, smallest: int = 1) -> int:
-    """The next power of two, at least `smallest`: a padded size that few executables serve."""
-    return max(smallest, 1 << (max(count, 1) - 1).bit_length())
-
-
-class LiveSlots:
-    """The host's book of a runner's live slots: what each serves, and how far its cache may reach.
-
-    A cache is reserved for RESERVED tokens of a sequence at first, and grows as steps are asked
-    for: a request for many new tokens may end early.
-    """
-
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
-        self._reach: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """Number of live slots."""
-        return len(self._requests)
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests being served."""
-        return list(self._requests.values())
-
-    @property
-    def width(self) -> int:
-        """Slots that a step over every live one covers: a bucket."""
-        return bucket(max(self._requests) + 1)
-
-    @property
-    def reach(self) -> int:
-        """Cached tokens of the longest sequence once the steps asked for have run, at most."""
-        return max(self._reach.values())
-
-    @property
-    def reserved(self) -> int:
-        """Cached tokens to have room for when a sequence starts."""
-        return max(
-            max(self._reach[slot], min(request.cache_tokens, RESERVED))
-            for slot, request in self._requests.items()
-        )
-
-    def add(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Book requests in slots."""
-        self._requests.update(zip(slots, requests, strict=True))
-        self._reach.update((s, len(r.tokens)) for s, r in zip(slots, requests, strict=True))
-
-    def advance(self, steps: int) -> None:
-        """Book steps for every slot."""
-        for slot, request in self._requests.items():
-            self._reach[slot] = min(self._reach[slot] + steps, request.cache_tokens)
-
-    def remove(self, slots: Sequence[int]) -> None:
-        """Free slots; those that are free already stay so."""
-        for slot in slots:
-            self._requests.pop(slot, None)
-            self._reach.pop(slot, None)
-
-
 class PendingTokens(Protocol):
     """Tokens that the device may still be computing."""
 
@@ -225,14 +132,13 @@ class Runner(Protocol):
     """One model on one backend. NumPy integers in; arrays of the backend or token ids out.
 
     `spec` is the model's; on torch, where a rank has a share of it, its heads and its MLP's width
-    are the rank's.
+    are the rank's. Where several processes share the model, all of them make every call.
     """
 
     spec: ModelSpec
     device: Any
     dtype: Any
     is_compiled: bool
-    peers: Peers  # who makes the same calls: every call below is made by all of them
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -301,7 +207,6 @@ class ModuleRunner(Protocol):
     dtype: Any
     notes: tuple[str, ...]
     is_compiled: bool
-    peers: Peers  # as in Runner
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns for these arguments, without gradients."""

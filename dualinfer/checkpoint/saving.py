@@ -9,7 +9,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..config.nested import TensorParallelConfig
 from ..errors import CheckpointError, ConfigError, DualinferError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
-from ..parallel.agreement import Peers, agree
+from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
 from ..system.new_folder import NewFolder, write_synced
 from .files import write_tensors
@@ -79,25 +79,26 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan)
     with ExitStack() as stack:
-        new, folder = _make_new(path, target, peers, stack)
-
-        def write() -> None:
-            with _told(path):
-                for own in cuts[peers.rank :: peers.size]:
-                    _write_shard(folder, own, saved)
-
-        def finish() -> None:
-            if new is None:
-                return
-            with _told(path):
+        with peers.together("The start of saving") as work, _told(path):
+            new = stack.enter_context(closing(NewFolder(target))) if peers.rank == 0 else None
+            content = None if new is None else str(new.content)
+            folder = Path(work.meet(folder=content)["folder"][0])
+        with peers.together("The folder of saving"):
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
+                    "wrote there. Pass a folder of a file system that all processes share."
+                )
+        with peers.together("Saving"), _told(path):
+            for own in cuts[peers.rank :: peers.size]:
+                _write_shard(folder, own, saved)
+        with peers.together("The end of saving"), _told(path):
+            if new is not None:
                 _check_complete(folder, cuts)
                 _write_descriptions(folder, saved)
                 if tp_plan.size > 1:
                     _write_json(folder / INDEX, make_index(cuts, saved.plan, saved.dtype))
                 new.publish()
-
-        agree(peers, "Saving", write)
-        agree(peers, "The end of saving", finish)
     count = sum(map(bool, cuts))
     return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
 
@@ -122,34 +123,6 @@ def _resolved(path: str) -> Path:
             f"save_mp_checkpoint_path={shown!r} cannot be a folder: {error}. Pass another path."
         ) from error
     return target
-
-
-def _make_new(
-    path: str, target: Path, peers: Peers, stack: ExitStack
-) -> tuple[NewFolder | None, Path]:
-    """What rank 0 made beside the target, and the folder in it that all processes fill."""
-
-    def make() -> NewFolder | None:
-        if peers.rank:
-            return None
-        with _told(path):
-            new = NewFolder(target)
-        stack.callback(new.close)
-        return new
-
-    new = agree(peers, "The start of saving", make)
-    message = b"" if new is None else os.fsencode(new.content)
-    folder = Path(os.fsdecode(peers.exchange(message)[0]))
-
-    def see() -> None:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"save_mp_checkpoint_path={path!r}: rank {peers.rank} does not see what rank 0 "
-                "wrote there. Pass a folder of a file system that all processes share."
-            )
-
-    agree(peers, "The folder of saving", see)
-    return new, folder
 
 
 @contextmanager

@@ -1,53 +1,17 @@
 """InferenceEngine: what every engine has, whatever runs in it: model, times, report, life cycle."""
 
-import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
 from ..errors import ArgumentError, ClosedError
+from ..parallel.agreement import Peers
+from ..parallel.spmd import Call, Turns
 from .report import Report
 
 CLOSED = "This engine was closed. Make a new one with init_inference()."
-
-
-class Turns:
-    """The lock by which the calls of several threads take turns.
-
-    It is reentrant: a collected stream may end within any step. Unless `may_fork`, only threads of
-    the process that made it may take it.
-    """
-
-    def __init__(self, may_fork: bool) -> None:
-        self._lock = threading.RLock()
-        self._process = None if may_fork else os.getpid()
-
-    @property
-    def is_foreign(self) -> bool:
-        """True in a forked process, which must leave the engine alone."""
-        return self._process not in (None, os.getpid())
-
-    def check(self) -> None:
-        """Raise ClosedError where it is foreign: what runs the model did not come along."""
-        if self.is_foreign:
-            raise ClosedError(
-                f"This engine belongs to process {self._process}, from which this one, "
-                f"{os.getpid()}, was forked; what runs the model did not come along, and a call "
-                "would hang or fail. Start the process by 'spawn' or 'forkserver' "
-                "(multiprocessing.get_context) and make an engine there."
-            )
-
-    def __enter__(self) -> None:
-        """Wait for the turn."""
-        self.check()
-        self._lock.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        """Give it to the next."""
-        self._lock.release()
 
 
 @dataclass(frozen=True)
@@ -73,10 +37,11 @@ class InferenceEngine:
     take turns.
     """
 
-    def __init__(self, runner: Any, about: About) -> None:
+    def __init__(self, runner: Any, peers: Peers, about: About) -> None:
         self._runner: Any = runner
         on_host = str(runner.device).startswith("cpu")
-        self._lock = Turns(may_fork=about.inference_config.backend == "torch" and on_host)
+        may_fork = about.inference_config.backend == "torch" and on_host
+        self._turns = Turns(peers, may_fork)
         self._about = about
         self.inference_config = about.inference_config
         self.config = about.config
@@ -86,7 +51,7 @@ class InferenceEngine:
     @property
     def runner(self) -> Any:
         """The backend's Runner or ModuleRunner; ClosedError after `close()`, or where forked."""
-        self._lock.check()
+        self._turns.check()
         if self._runner is None:
             raise ClosedError(CLOSED)
         return self._runner
@@ -114,6 +79,16 @@ class InferenceEngine:
         """The same as `forward`."""
         return self.forward(*args, **kwargs)
 
+    def _call(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        is_input: Callable[[Any], bool] = lambda value: value is not None,
+    ) -> Call:
+        """The turn of the call `name`, in every process that shares the model."""
+        _ = self.runner  # a closed engine says that it is
+        return Call(self._turns, name, inputs, is_input, lambda: self.device)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, without gradients."""
         raise NotImplementedError
@@ -133,7 +108,7 @@ class InferenceEngine:
         taken on the device without waiting for it; else, and on JAX and CPUs always, by the clock
         around completed work, which slows generate down.
         """
-        with self._lock:
+        with self._turns:
             self._watch(self.runner, enabled, use_cuda_events)
 
     def _watch(self, runner: Any, enabled: bool, use_cuda_events: bool) -> None:
@@ -150,7 +125,7 @@ class InferenceEngine:
 
         Raises ProfilingError if profiling is off.
         """
-        with self._lock:
+        with self._turns:
             _ = self.runner  # a closed engine says that it is
             return self._profiler.take()
 
@@ -166,7 +141,7 @@ class InferenceEngine:
             raise ArgumentError(
                 f"compile_kwargs is a {kind}; a dict of names to values is expected."
             )
-        with self._lock:
+        with self._turns:
             self.runner.compile(backend, dict(compile_kwargs or {}))
 
     @property
@@ -190,15 +165,16 @@ class InferenceEngine:
 
     def close(self) -> None:
         """Free what the engine holds on the device; it cannot be used afterwards."""
-        if self._lock.is_foreign:  # what it holds is another process's
+        if self._turns.is_foreign:  # what it holds is another process's
             return
-        with self._lock:
+        with self._turns:
             if self._runner is None:
                 return
             self._let_go()
             self._profiler.switch(False)
             runner, self._runner = self._runner, None
             runner.close()
+            self._turns.peers.close()
 
     def _let_go(self) -> None:
         """End what is under way, before the runner is closed."""

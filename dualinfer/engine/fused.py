@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
-from ..backends.base import ForwardInputs, Request, Runner, Sampling
+from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_outputs
-from ..parallel.agreement import agree, settle, share_inputs
+from ..parallel.agreement import Peers
 from .base import CLOSED, About, InferenceEngine
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
 from .loop import Generation, Loop, StopStrings
@@ -25,10 +25,10 @@ _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
 
-    def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
-        super().__init__(runner, about)
+    def __init__(self, runner: Runner, peers: Peers, about: About, origin: Origin) -> None:
+        super().__init__(runner, peers, about)
         self._spec, self._origin = runner.spec, origin
-        self._loop = Loop(runner, self._profiler, self._lock)
+        self._loop = Loop(runner, self._profiler, self._turns)
 
     @property
     def max_tokens(self) -> int:
@@ -53,8 +53,8 @@ class FusedEngine(InferenceEngine):
         fails the engine refuses to run until a refresh succeeds. Every process that shares the
         model must call it.
         """
-        with self._lock:
-            self._origin.refresh(self.runner, self._loop.check_idle)
+        with self._turns:
+            self._origin.refresh(self.runner, self._turns, self._loop.check_idle)
 
     def forward(
         self,
@@ -79,47 +79,34 @@ class FusedEngine(InferenceEngine):
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
-        peers = self.runner.peers
-        with self._lock:
-            given = share_inputs(
-                peers,
-                "forward()",
-                {
-                    "input_ids": input_ids,
-                    "attention_mask": attention_mask,
-                    "position_ids": position_ids,
-                    "token_type_ids": token_type_ids,
-                },
-                self.device,
-            )
-
-            def prepare() -> ForwardInputs:
-                self._check_model(alone=False)
-                refuse_arguments("forward", unsupported)
-                if use_cache:
-                    raise ArgumentError(
-                        "forward does not support use_cache=True: it returns no past_key_values. "
-                        "The cache belongs to generate()."
-                    )
-                cached, keep = use_cache, output_hidden_states
-                if cached is None:
-                    cached = getattr(self.config, "use_cache", True)
-                if keep is None:
-                    keep = bool(getattr(self.config, "output_hidden_states", False))
-                return make_forward_inputs(
-                    self._spec,
-                    given["input_ids"],
-                    given["attention_mask"],
-                    given["position_ids"],
-                    given["token_type_ids"],
-                    keep,
-                    may_pack=not cached,
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "token_type_ids": token_type_ids,
+        }
+        with self._call("forward()", arguments) as call:
+            self._check_model(alone=False)
+            refuse_arguments("forward", unsupported)
+            if use_cache:
+                raise ArgumentError(
+                    "forward does not support use_cache=True: it returns no past_key_values. "
+                    "The cache belongs to generate()."
                 )
-
-            inputs = agree(peers, "The inputs of forward()", prepare, lambda made: made)
+            if use_cache is None:
+                use_cache = getattr(self.config, "use_cache", True)
+            if output_hidden_states is None:
+                output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+            inputs = make_forward_inputs(
+                self._spec,
+                *call.inputs.values(),
+                output_hidden_states=output_hidden_states,
+                may_pack=not use_cache,
+            )
+            call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        kind = kind_of(given["input_ids"]) or "list"
+        kind = kind_of(call.inputs["input_ids"]) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)
@@ -163,21 +150,10 @@ class FusedEngine(InferenceEngine):
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
-        failed: list[Exception] = []
-
-        def put(values: np.ndarray) -> None:
-            if streamer is None or failed:
-                return
-            try:
-                streamer.put(self._streamed(values))
-            except Exception as error:
-                if self.runner.peers.size == 1:
-                    raise
-                failed.append(error)  # the other processes go on, and so must this one
-
+        streamer = self._turns.streamer(streamer)
         if streamer is not None:
             self._check_model(alone=True)  # before it is given anything
-        put(block)
+            streamer.put(self._streamed(block))
         columns = []
         with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
             for tokens in steps:
@@ -185,9 +161,8 @@ class FusedEngine(InferenceEngine):
                     self._check_model(alone=True)
                 column = np.array([pad if t is None else t for t in tokens], np.int64)
                 columns.append(column)
-                put(column)
-        if failed:
-            raise failed[0]
+                if streamer is not None:
+                    streamer.put(self._streamed(column))
         self._origin.check_late()
         if streamer is not None:
             streamer.end()
@@ -221,7 +196,7 @@ class FusedEngine(InferenceEngine):
         Asked twice in a call, and done once. Processes that share a model must all know before they
         run. One that is `alone` looks while the device computes: it takes tens of microseconds.
         """
-        if alone == (self.runner.peers.size == 1):
+        if alone != self._turns.is_shared:
             self._origin.check()
 
     def _stream(
@@ -250,42 +225,27 @@ class FusedEngine(InferenceEngine):
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
         """
-        peers = self.runner.peers
-        with self._lock:
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "inputs": kwargs.pop("inputs", None),
-            }
-            given = share_inputs(peers, "generate()", inputs, self.device)
-
-            def prepare() -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
-                self._check_model(alone=False)
-                if streamer is not None and not (
-                    hasattr(streamer, "put") and hasattr(streamer, "end")
-                ):
-                    raise ArgumentError(
-                        f"streamer is a {type(streamer).__name__}; expected put() and end(), as "
-                        "HF's have."
-                    )
-                return self._make_requests(given, config, tokenizer, seed, kwargs)
-
-            def alike(made: tuple[Any, list[Request], GenerationOptions, Any]) -> Any:
-                _, requests, options, stop = made
-                seeds = [] if seed is None else [r.sampling.seed for r in requests]
-                same = [replace(r, sampling=replace(r.sampling, seed=0)) for r in requests]
-                return same, seeds, options, stop is None, self._profiler.enabled
-
-            prompts, requests, options, stop = agree(
-                peers, "The arguments of generate()", prepare, alike
+        inputs = {"input_ids": ids, "attention_mask": mask, "inputs": kwargs.pop("inputs", None)}
+        with self._call("generate()", inputs) as call:
+            self._check_model(alone=False)
+            if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+                raise ArgumentError(
+                    f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's "
+                    "have."
+                )
+            prompts, requests, options, stop = self._make_requests(
+                call.inputs, config, tokenizer, seed, kwargs
             )
-            wanted = min(chunk, _STOP_CHUNK) if stop else chunk
-            drawn = [r.sampling.seed for r in requests]
-            said = settle(peers, "The start of generate()", {"chunk": wanted, "seeds": drawn})
-            requests = [
-                replace(r, sampling=replace(r.sampling, seed=own))
-                for r, own in zip(requests, said["seeds"][0], strict=True)
-            ]
+            draws = seed is None and options.do_sample
+            same = requests, options, seed is None, stop is None, self._profiler.enabled
+            said = call.meet(
+                lambda: same,
+                chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
+                seeds=self.runner.draw_seeds(len(prompts.rows)) if draws else [],
+            )
+            for i, request in enumerate(requests if draws else ()):
+                own = said["seeds"][0][i // options.num_return_sequences]
+                requests[i] = replace(request, sampling=replace(request.sampling, seed=own))
         return prompts, requests, options, stop, min(said["chunk"])
 
     def _make_requests(
@@ -336,7 +296,7 @@ class FusedEngine(InferenceEngine):
             )
         self._check_length(prompts, new_tokens)
         options.check_sequences(len(prompts.rows))
-        seeds = self._seeds(seed, len(prompts.rows), options.do_sample)
+        seeds = self._seeds(seed, len(prompts.rows))
         requests = [
             Request(
                 tokens=row,
@@ -376,9 +336,10 @@ class FusedEngine(InferenceEngine):
             f"for fewer new tokens, a shorter prompt{way}."
         )
 
-    def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
+    def _seeds(self, seed: Any, prompts: int) -> list[int]:
+        """The caller's seed of each prompt; 0 where they are yet to be drawn, or of no use."""
         if seed is None:
-            return self.runner.draw_seeds(prompts) if do_sample else [0] * prompts
+            return [0] * prompts
         if kind_of(seed) == "jax" and not str(seed.dtype).startswith("int"):
             raise ArgumentError(
                 f"seed is a JAX array of {seed.dtype}, as keys are; expected an int, or one for "

@@ -1,17 +1,16 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
 import os
-import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
 from ..backends.profiling import Profiler
 from ..errors import ClosedError, StepError, UnsupportedError
-from ..parallel.agreement import agree
+from ..parallel.spmd import Turns
 
 
 class StopStrings:
@@ -69,29 +68,21 @@ class Loop:
     from process to process.
     """
 
-    def __init__(self, runner: Runner, profiler: Profiler, lock: AbstractContextManager[Any]):
+    def __init__(self, runner: Runner, profiler: Profiler, turns: Turns):
         self._runner = runner
         self._profiler = profiler
-        self._lock = lock
+        self._turns = turns
         self._closed: Exception | None = None
         self._live: dict[int, Live] = {}
-        self._thread = 0  # that drives what is live, where several processes share the model
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
-        with self._lock:
+        with self._turns:
             if self._closed is not None:
                 raise self._closed
-            self._check_thread()
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
-            agree(
-                self._runner.peers,
-                "What is begun and what is open",
-                lambda: None,
-                lambda _: (requests, sorted(self._live)),
-            )
-            self._thread = threading.get_ident()
+            self._turns.begin(requests, self._live)
             lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
             slots = slots[: len(lives)]
             try:
@@ -102,16 +93,6 @@ class Loop:
             self._live.update(zip(slots, lives, strict=True))
             self._chunks.append((pending, dict(enumerate(lives))))
             return lives
-
-    def _check_thread(self) -> None:
-        """Raise where another thread drives what is open, and other processes could not follow."""
-        other = self._live and self._thread != threading.get_ident()
-        if other and self._runner.peers.size > 1:
-            raise UnsupportedError(
-                "Several processes share this model, and another thread has a generation open: "
-                "how threads take turns differs from process to process. Finish or close it "
-                "first, or run both from one thread."
-            )
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
@@ -124,10 +105,10 @@ class Loop:
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
         while True:
-            with self._lock:
+            with self._turns:
                 if all(live.ended or len(live.tokens) >= count for live in lives):
                     return
-                self._check_thread()
+                self._turns.go_on(self._live)
                 self._pump(steps)
 
     def _pump(self, steps: int) -> None:
@@ -168,7 +149,7 @@ class Loop:
 
     def lose(self, error: Exception) -> None:
         """End every sequence; whoever waits for more of its tokens gets `error`."""
-        with self._lock:
+        with self._turns:
             lives = list(self._live.values())
             for live in lives:
                 live.error = None if live.ended else error
@@ -176,13 +157,13 @@ class Loop:
 
     def close(self, error: Exception) -> None:
         """End every sequence, and refuse new ones, with `error`."""
-        with self._lock:
+        with self._turns:
             self._closed = error
             self.lose(error)
 
     def finish(self, lives: Sequence[Live]) -> None:
         """Free the slots of these sequences, ended or not."""
-        with self._lock:
+        with self._turns:
             slots = [live.slot for live in lives if self._live.get(live.slot) is live]
             for live in lives:
                 live.ended = True

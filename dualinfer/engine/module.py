@@ -1,13 +1,13 @@
 """ModuleEngine: the user's own module, with the contract's guard around its own generate."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import kind_of
 from ..backends.base import ModuleRunner
 from ..errors import LengthError
-from ..parallel.agreement import agree, share_inputs
+from ..parallel.agreement import Peers
 from .base import About, InferenceEngine
 from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
 from .report import Report
@@ -16,8 +16,8 @@ from .report import Report
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
 
-    def __init__(self, runner: ModuleRunner, about: About) -> None:
-        super().__init__(runner, about)
+    def __init__(self, runner: ModuleRunner, peers: Peers, about: About) -> None:
+        super().__init__(runner, peers, about)
         self._architecture = type(runner.module).__name__
 
     @property
@@ -32,8 +32,7 @@ class ModuleEngine(InferenceEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments."""
-        with self._lock:
-            return self.runner.forward(*self._alike("forward()", args, kwargs))
+        return self._run("forward", args, kwargs)
 
     def refresh(self) -> None:
         """Take the weights that the caller's module has now.
@@ -43,8 +42,10 @@ class ModuleEngine(InferenceEngine):
         module's variables are values: UnsupportedError. Raises ModelError where the module is gone
         or has other parts or shapes.
         """
-        with self._lock:
-            agree(self.runner.peers, "Reading the weights again", self.runner.refresh)
+        with self._turns:
+            runner = self.runner
+            with self._turns.together("Reading the weights again"):
+                runner.refresh()
 
     def can_generate(self) -> bool:
         """What the module says, if it says; else whether it has a generate."""
@@ -64,40 +65,17 @@ class ModuleEngine(InferenceEngine):
         return self._generate
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            args, kwargs = self._alike("generate()", args, kwargs, self._check)
-            return self.runner.generate(args, {**kwargs, **self._check(args, kwargs)})
+        return self._run("generate", args, kwargs)
 
-    def _alike(
-        self,
-        call: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        check: Callable[[Sequence[Any], Mapping[str, Any]], Any] | None = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, once every process that shares the module has the same ones.
-
-        One that has no arrays among them takes rank 0's.
-        """
-        peers = self.runner.peers
-        if peers.size == 1:
-            return args, kwargs
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the runner's method gives; a process that has no arrays for it takes rank 0's."""
         named = {str(i): value for i, value in enumerate(args)} | kwargs
-        arrays = {n: v for n, v in named.items() if kind_of(v) in ("torch", "jax", "numpy")}
-        named |= share_inputs(peers, call, arrays, self.device)
-        count = sum(name.isdecimal() for name in named)
-        args = tuple(named.pop(str(i)) for i in range(count))
-
-        def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if check is not None:
-                check(args, named)
-            return args, named
-
-        def alike(made: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            args, kwargs = made
-            return args, sorted((n, v) for n, v in kwargs.items() if n != "streamer")
-
-        return agree(peers, f"The inputs of {call}", prepare, alike)
+        with self._call(f"{method}()", named, _is_array) as call:
+            count = sum(name.isdecimal() for name in call.inputs)
+            args = tuple(call.inputs.pop(str(i)) for i in range(count))
+            kwargs = call.inputs | (self._check(args, call.inputs) if method == "generate" else {})
+            call.meet(lambda: (args, sorted(i for i in kwargs.items() if i[0] != "streamer")))
+            return getattr(self.runner, method)(args, kwargs)
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Raise for what the contract's guard refuses, before anything runs.
@@ -162,6 +140,10 @@ class ModuleEngine(InferenceEngine):
 
     def _name(self) -> str:
         return self._architecture
+
+
+def _is_array(value: Any) -> bool:
+    return kind_of(value) in ("torch", "jax", "numpy")
 
 
 def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

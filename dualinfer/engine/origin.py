@@ -7,7 +7,7 @@ from ..errors import ModelError, StaleWeightsError
 from ..model.live import Watch
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource, marks_of
-from ..parallel.agreement import agree
+from ..parallel.spmd import Turns
 
 Read = Callable[[], tuple[ModelSpec, LoadPlan, TensorSource]]
 
@@ -38,10 +38,9 @@ class Origin:
         if self._watch is not None and (change := self._watch.late_change()):
             raise _stale(change)
 
-    def refresh(self, runner: Runner, check: Callable[[], None]) -> None:
+    def refresh(self, runner: Runner, turns: Turns, check: Callable[[], None]) -> None:
         """Read the weights again into `runner`, in place; `check` raises where this is no time."""
-
-        def prepare() -> tuple[LoadPlan, TensorSource]:
+        with turns.together("The weights to read again") as work:
             check()
             spec, plan, source = self._read()
             if (spec, _rows(plan)) != (self._spec, self._rows):
@@ -50,19 +49,12 @@ class Origin:
                     "of, and refresh() takes new values of the same weights alone. Make a new "
                     "engine with init_inference()."
                 )
-            return plan, source
-
-        plan, source = agree(
-            runner.peers, "The weights to read again", prepare, lambda m: marks_of(m[1], m[0])
-        )
-
-        def read() -> None:
-            if self._watch is not None:
-                self._watch.look()  # before the weights are read: what is written meanwhile is seen
-            runner.refresh(plan, source)
-
+            work.meet(lambda: marks_of(source, plan))
         try:
-            agree(runner.peers, "Reading the weights again", read)
+            with turns.together("Reading the weights again"):
+                if self._watch is not None:
+                    self._watch.look()  # before they are read: what is written meanwhile is seen
+                runner.refresh(plan, source)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}".rstrip(".") + "."
             raise

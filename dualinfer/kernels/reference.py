@@ -333,7 +333,7 @@ def gumbel(
 def sample(logits: Array, state: Any, position: Array) -> Array:
     """The next token [N] of each row of logits [N, V].
 
-    `state` has the columns of `backends.base.sampling_rows` as attributes, and `new` [N] and `seen`
+    `state` has the columns of `backends.slots.sampling_rows` as attributes, `new` [N] and `seen`
     [N, V] (or None where no row has a penalty). A row without `noise` takes its best token. Else
     temperature and filters leave a distribution, and the token with the greatest sum of logit and
     Gumbel noise is a draw from it (Maddison et al., 2014). The backends' fourth argument, features,

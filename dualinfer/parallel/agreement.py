@@ -9,29 +9,32 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
 from ..arrays import from_numpy, kind_of, numpy_dtype, to_numpy
 from ..errors import ArgumentError, DistributedError
 
-T = TypeVar("T")
 
+class Peers:
+    """This process among those that share a model; here it is the only one.
 
-class Peers(Protocol):
-    """This process among those that share a model, of which a job may run several copies."""
+    A backend's class of processes says how messages get to the others. A job may run several copies
+    of a model: `copy` is the number of this one, from 0; what is done once a job, the processes of
+    copy 0 do.
+    """
 
-    rank: int
-    size: int
-    copy: int  # its number, from 0; what is done once a job, the processes of copy 0 do
+    rank: int = 0
+    size: int = 1
+    copy: int = 0
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every process's message, in the order of ranks; all must call it.
 
         Raises DistributedError where one is gone or does not come within the group's timeout.
         """
-        ...
+        return [message]
 
     def leave(self, message: bytes, reason: str) -> None:
         """Go without the next exchange, of which `message` is this process's part.
@@ -39,113 +42,107 @@ class Peers(Protocol):
         The others get it where messages wait for them, else a DistributedError with the `reason`.
         Nothing is waited for.
         """
-        ...
 
     def close(self) -> None:
         """Leave the group."""
-        ...
+
+    def together(self, what: str) -> "Work":
+        """The context of work that every process does; `what` names it, for people."""
+        return Work(self, what)
+
+    def tell(self, what: str, **said: Any) -> dict[str, list[Any]]:
+        """What every process says in the exchange `what`, as `Work.meet` gives it."""
+        with self.together(what) as work:
+            return work.meet(**said)
 
 
-class Alone:
-    """The only process that runs a model."""
+class Work:
+    """Work that every process does, a context that none leaves before all have done it.
 
-    rank, size, copy = 0, 1, 0
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """See `Peers`."""
-        return [message]
-
-    def leave(self, message: bytes, reason: str) -> None:
-        """Nobody to tell."""
-
-    def close(self) -> None:
-        """Nothing to leave."""
-
-
-def agree(
-    peers: Peers, what: str, work: Callable[[], T], alike: Callable[[T], Any] | None = None
-) -> T:
-    """The result of this process's `work`, once all have done theirs.
-
-    Where it failed here, that error; where it failed elsewhere, a DistributedError that says where
-    and how; where `alike` of the results (arrays, numbers, strings, and what holds them) differ, a
-    DistributedError in every process. `what` names the work, for people; processes that are at
-    works of other names are told so. What ends this process (KeyboardInterrupt, SystemExit) is
-    raised at once, and the others are told.
+    Where it fails here, that error is raised; where it failed elsewhere, a DistributedError that
+    says where and how. Processes that are at works of other names are told so. What ends this
+    process (KeyboardInterrupt, SystemExit) is raised at once, and the others are told.
     """
-    if peers.size == 1:
-        return work()
-    try:
-        result = work()
-        mark = None if alike is None else fingerprint(alike(result))
-    except BaseException as error:
-        _tell(peers, what, error)
-        raise
-    found = _heard(peers, what, {"mark": mark, "error": None})
-    failed = [f"rank {r}: {said['error']}" for r, said in enumerate(found) if said["error"]]
-    if failed:
-        raise DistributedError(f"{what} failed elsewhere. {'; '.join(failed)}")
-    marks = [said["mark"] for said in found]
-    if len(set(marks)) > 1:
-        others = [r for r, m in enumerate(marks) if m != marks[0]]
-        raise DistributedError(
-            f"{what} differ: rank {', '.join(map(str, others))} from rank 0. Processes that share "
-            "a model must make the same calls with the same values; those that pass None for the "
-            "inputs take rank 0's."
-        )
-    return result
 
+    def __init__(self, peers: Peers, what: str) -> None:
+        self._peers, self._what, self._met = peers, what, False
 
-def _tell(peers: Peers, what: str, error: BaseException) -> None:
-    """Tell the others what failed here; it is this process's user who must see it first."""
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    message = _said({"at": what, "mark": None, "error": reason})
-    if not isinstance(error, Exception):  # nobody who presses Ctrl-C waits for the others
-        peers.leave(message, reason)
-        return
-    try:
-        peers.exchange(message)
-    except DistributedError as lost:
-        error.add_note(f"The other processes could not be told. {lost}")
+    def meet(self, alike: Callable[[], Any] | None = None, **said: Any) -> dict[str, list[Any]]:
+        """What every process has `said`, by name and in the order of ranks, once all are here.
+
+        It ends the work: what fails in the context after it is this process's own affair. Where
+        what `alike` gives (arrays, numbers, strings, and what holds them) differs, it raises a
+        DistributedError in every process. What is said is sent as JSON.
+        """
+        if self._peers.size == 1:
+            return {name: [value] for name, value in said.items()}
+        message = _message(self._what, None if alike is None else fingerprint(alike()), None, said)
+        self._met = True
+        found = _read(self._what, self._peers.exchange(message))
+        failed = [f"rank {r}: {other['error']}" for r, other in enumerate(found) if other["error"]]
+        if failed:
+            raise DistributedError(f"{self._what} failed elsewhere. {'; '.join(failed)}")
+        marks = [other["mark"] for other in found]
+        if len(set(marks)) > 1:
+            others = [r for r, m in enumerate(marks) if m != marks[0]]
+            raise DistributedError(
+                f"{self._what} differ: rank {', '.join(map(str, others))} from rank 0. Processes "
+                "that share a model must make the same calls with the same values; those that pass "
+                "None for the inputs take rank 0's."
+            )
+        return {name: [other["said"][name] for other in found] for name in said}
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Meet the others, or tell them what failed."""
+        if self._met or self._peers.size == 1:
+            return
+        if error is None:
+            self.meet()
+        else:
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the others what failed here; it is this process's user who must see it first."""
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        message = _message(self._what, None, reason, {})
+        if not isinstance(error, Exception):  # nobody who presses Ctrl-C waits for the others
+            self._peers.leave(message, reason)
+            return
+        try:
+            self._peers.exchange(message)
+        except DistributedError as lost:
+            error.add_note(f"The other processes could not be told. {lost}")
 
 
 def share_inputs(
-    peers: Peers, call: str, inputs: Mapping[str, Any], device: Any = None
+    peers: Peers,
+    call: str,
+    inputs: Mapping[str, Any],
+    is_input: Callable[[Any], bool],
+    device: Callable[[], Any],
 ) -> dict[str, Any]:
-    """`inputs` of a `call`, by name, or rank 0's where this process has none but None.
+    """The arguments of a `call`, by name, with rank 0's inputs where this process has none.
 
-    They come as what they are there: lists, or arrays of the same framework and dtype. Torch's that
-    lie on an accelerator go to `device`. Those of a process that has its own are its own. Raises
-    DistributedError where other processes are in another call.
+    `is_input` tells which are inputs. They come as what they are there: lists, or arrays of the
+    same framework and dtype; torch's that lie on an accelerator go to the `device`. Those of a
+    process that has its own are its own. Raises DistributedError where others are in another call.
     """
+    own = dict(inputs)
     if peers.size == 1:
-        return dict(inputs)
-    asks = all(value is None for value in inputs.values())
-    asking = [said["asks"] for said in _heard(peers, call, {"asks": asks})]
+        return own
+    place = device()  # a closed engine says here that it is
+    asks = not any(map(is_input, own.values()))
+    asking = peers.tell(call, asks=asks)["asks"]
     if asking[0] or not any(asking):
-        return dict(inputs)
-    message = b""
-    try:
-        if peers.rank == 0:
-            message = _packed(inputs)
-    except Exception as error:
-        try:
-            peers.exchange(b"")
-        except DistributedError as lost:
-            error.add_note(f"The other processes could not be told. {lost}")
-        raise
-    found = peers.exchange(message)[0]
-    if not found:
-        raise DistributedError("Rank 0 could not hand over its inputs; its own error says why.")
-    if not asks:
-        return dict(inputs)
-    return {**inputs, **{n: _unpacked(v, device) for n, v in json.loads(found).items()}}
-
-
-def settle(peers: Peers, what: str, values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Every process's numbers, by name, in the order of ranks; `what` as in `agree`."""
-    found = _heard(peers, what, values) if peers.size > 1 else [values]
-    return {name: [said[name] for said in found] for name in values}
+        return own
+    with peers.together(f"Sharing the inputs of {call}") as work:
+        given = {} if peers.rank else {n: _plain(v) for n, v in own.items() if is_input(v)}
+        given = work.meet(inputs=given)["inputs"][0]
+    return own | {n: _unpacked(v, place) for n, v in given.items()} if asks else own
 
 
 def fingerprint(value: Any) -> str:
@@ -176,32 +173,27 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(f"{type(value).__name__};".encode())
 
 
-def _said(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content).encode()
+def _message(what: str, mark: str | None, error: str | None, said: Mapping[str, Any]) -> bytes:
+    """One process's part of an exchange, as JSON: nothing is pickled."""
+    return json.dumps({"at": what, "mark": mark, "error": error, "said": said}).encode()
 
 
-def _heard(peers: Peers, what: str, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read(what: str, messages: list[bytes]) -> list[dict[str, Any]]:
     """What every process said at the work `what`; DistributedError where one is at another."""
-    found: list[Any] = []
-    for message in peers.exchange(_said({"at": what, **content})):
+    found: list[dict[str, Any]] = []
+    for message in messages:
         try:
-            said = json.loads(message)
-        except ValueError:
-            said = None
-        found.append(said if isinstance(said, dict) else {})
-    if any(said.get("at") != what or set(said) != {"at", *content} for said in found):
-        where = [f"rank {r}: {said.get('at', 'elsewhere')}" for r, said in enumerate(found)]
+            found.append(dict(json.loads(message)))
+        except (TypeError, ValueError):
+            found.append({})
+    if any(other.get("at") != what for other in found):
+        where = [f"rank {r}: {other.get('at', 'elsewhere')}" for r, other in enumerate(found)]
         raise DistributedError(
             f"The processes that share a model are not in the same call. {'; '.join(where)}. Each "
             "must make the same calls in the same order; where an error has left one of them "
             "behind, make the engines anew."
         )
     return found
-
-
-def _packed(inputs: Mapping[str, Any]) -> bytes:
-    """As JSON: nothing is pickled."""
-    return _said({name: _plain(value) for name, value in inputs.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:
@@ -239,4 +231,4 @@ def _unpacked(value: Any, device: Any) -> Any:
     buffer = bytearray(base64.b64decode(value["bytes"]))
     array = np.frombuffer(buffer, numpy_dtype(value["dtype"]))
     found = from_numpy(array.reshape(value["shape"]), value["kind"])
-    return found.to(device) if value["placed"] and device is not None else found
+    return found.to(device) if value["placed"] else found

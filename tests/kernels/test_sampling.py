@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualinfer.backends.base import Request, Sampling, SamplingFeatures, sampling_rows
+from dualinfer.backends.base import Request, Sampling, SamplingFeatures
+from dualinfer.backends.slots import sampling_rows
 from dualinfer.kernels import reference
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

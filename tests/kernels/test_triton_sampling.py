@@ -6,14 +6,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from dualinfer.backends.base import (
-    MAX_STEPS,
-    NO_TOKEN,
-    Request,
-    Sampling,
-    SamplingFeatures,
-    sampling_rows,
-)
+from dualinfer.backends.base import MAX_STEPS, NO_TOKEN, Request, Sampling, SamplingFeatures
+from dualinfer.backends.slots import sampling_rows
 from dualinfer.kernels import reference
 
 torch = pytest.importorskip("torch")

@@ -116,12 +116,12 @@ def _make_ops(
 
 
 def create_module_runner(
-    config: InferenceConfig, module: Any, source: TensorSource | None, peers: Peers
+    config: InferenceConfig, module: Any, source: TensorSource | None, _: Peers
 ) -> JaxModuleRunner:
     """A runner of the caller's Flax module on the config's devices, or the host's if so configured.
 
-    `source` is None: limits.py refuses checkpoint= here, since there are no agreed names to fill a
-    Flax module by.
+    `source` is None: `config.refusals` refuses checkpoint= here, since there are no agreed names to
+    fill a Flax module by. Its steps ask no other process for anything.
     """
     assert source is None
     place = _place(config)
@@ -131,7 +131,7 @@ def create_module_runner(
     target = Target(jnp.dtype(config.dtype or default_dtype()), place, config.injection_policy)
     options = compiler_options(config.enable_cuda_graph, place.device)
     with place.context():
-        return JaxModuleRunner(module, target, peers, options)
+        return JaxModuleRunner(module, target, options)
 
 
 def host_device() -> jax.Device:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from ...errors import ArgumentError, LengthError, UnsupportedError
-from ..base import RESERVED, SMALLEST_CACHE, Request, Sampling, SamplingFeatures, bucket
+from ..base import Request, Sampling, SamplingFeatures
+from ..slots import RESERVED, SMALLEST_CACHE, bucket
 from .cache import Cache
 from .executables import Job
 from .sampler import SlotState

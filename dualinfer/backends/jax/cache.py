@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...parallel.agreement import Peers, settle
+from ...parallel.agreement import Peers
 from ...system.memory import host_free_bytes
 from ..base import CacheSpec, no_room
 from .executables import jit_few
@@ -73,7 +73,7 @@ def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers)
 
     All of `peers` must call it: where one has no room, it is raised in all.
     """
-    said = settle(peers, "Making a cache", {"free": least_free_bytes(place)})["free"]
+    said = peers.tell("Making a cache", free=least_free_bytes(place))["free"]
     free = min((n for n in said if n is not None), default=None)
     if free is not None and needed > free:
         raise no_room(slots, tokens, needed, free, place.name)

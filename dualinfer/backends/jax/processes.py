@@ -7,17 +7,15 @@ import jax
 from jax._src import distributed  # nothing public waits for a message for a limited time
 
 from ...errors import ConfigError, DistributedError
-from ...parallel.agreement import Alone, Peers, settle
+from ...parallel.agreement import Peers
 from .mesh import OneDevice, Place
 
 
-class Processes:
+class Processes(Peers):
     """This process among `members`, numbers of jax.distributed, whose devices share a model.
 
     Messages go through the coordinator's store, under `name`, which is the same in all of them.
     """
-
-    copy = 0  # a mesh holds all of a job's
 
     def __init__(self, members: Sequence[int], name: str, timeout: float) -> None:
         self.members, self.size = tuple(members), len(members)
@@ -68,9 +66,6 @@ class Processes:
     def _key(self, count: int, rank: int) -> str:
         return f"{self._name}/{count}/{rank}"
 
-    def close(self) -> None:
-        """Nothing to leave: the last message stays in the store, where others may yet read it."""
-
 
 def join(place: Place, timeout: float) -> Peers:
     """This process among those that have devices of `place`; each of them must call it.
@@ -78,10 +73,10 @@ def join(place: Place, timeout: float) -> Peers:
     Raises DistributedError where one does not come, ConfigError where they ask for other devices.
     """
     if isinstance(place, OneDevice):
-        return Alone()
+        return Peers()
     members = sorted({device.process_index for device in place.mesh.devices.flat})
     if len(members) == 1:
-        return Alone()
+        return Peers()
     client = distributed.global_state.client
     if client is None:
         raise ConfigError(
@@ -92,7 +87,7 @@ def join(place: Place, timeout: float) -> Peers:
     count = client.key_value_increment(f"dualinfer/engines/{among}/{jax.process_index()}", 1)
     peers = Processes(members, f"dualinfer/engine/{among}/{count}", timeout)
     asked = {"axis": place.axis, "mesh": dict(place.mesh.shape), "devices": place.name}
-    said = settle(peers, "Making an engine", {"asked": asked})["asked"]
+    said = peers.tell("Making an engine", asked=asked)["asked"]
     if any(other != asked for other in said):
         listed = "; ".join(f"process {m}: {s}" for m, s in zip(members, said, strict=True))
         raise ConfigError(

@@ -16,17 +16,8 @@ from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Plan
-from ..base import (
-    MAX_STEPS,
-    SMALLEST_CACHE,
-    ForwardInputs,
-    LiveSlots,
-    Request,
-    SamplingFeatures,
-    bucket,
-    cache_bytes,
-    cache_specs,
-)
+from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures, cache_bytes, cache_specs
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
 from .cache import Cache, check_room, grow, least_free_bytes, make_cache
 from .executables import Clock, Executables, Job
@@ -65,7 +56,7 @@ class JaxRunner:
     ) -> None:
         own = tp_plan.shards[0].spec
         on_gpu = place.size == 1 and place.device.platform == "gpu"
-        self.spec, self.steps, self.peers = spec, Steps(own, ops, on_gpu), peers
+        self.spec, self.steps, self._peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
         self._most_tokens, self._tp_plan = most_tokens, tp_plan
         self._exchange = ops.exchange
@@ -308,7 +299,7 @@ class JaxRunner:
 
     def _check_room(self, slots: int, tokens: int) -> None:
         needed = self.cache_bytes_for(slots, tokens)
-        check_room(needed, slots, tokens, self._place, self.peers)
+        check_room(needed, slots, tokens, self._place, self._peers)
 
     def _grow(self, slots: int, tokens: int) -> None:
         """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.
@@ -387,4 +378,3 @@ class JaxRunner:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = self.steps.ops.exchange = None
-        self.peers.close()

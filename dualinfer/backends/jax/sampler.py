@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..base import NO_TOKEN, Request, SamplingFeatures, bucket, sampling_rows
+from ..base import NO_TOKEN, Request, SamplingFeatures
+from ..slots import bucket, sampling_rows
 
 SMALLEST_PROMPT = 16
 WORDS = ("seed_low", "seed_high", "return_index")
@@ -21,7 +22,7 @@ class SlotState(NamedTuple):
     """Decode state, a row a slot. `last` is sampled but not yet in the cache.
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
-    others are the columns of `base.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
+    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
     """
 
     active: jax.Array

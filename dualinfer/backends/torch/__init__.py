@@ -79,7 +79,7 @@ def create_runner(
 
         autotune(shard.spec, params, ops)
     graphs = config.enable_cuda_graph
-    runner = TorchRunner(shard, params, dtype, ops, peers, graphs is not False, graphs is True)
+    runner = TorchRunner(shard, params, dtype, ops, device, graphs is not False, graphs is True)
     if shard.size > 1:
         forget_graphs_at_exit(runner)
         held = shard.describe()

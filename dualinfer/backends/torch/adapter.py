@@ -183,7 +183,7 @@ class _ModuleEngine(_Engine):
             moved = fn(tensor)  # a cast to the engine's dtype leaves what is in another one
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        with self._lock:
+        with self._turns:
             self.runner.forget_graphs()  # they hold the addresses of what moves now
             return super()._apply(move, recurse)
 

@@ -99,7 +99,7 @@ def _check_history(ranks: Ranks) -> None:
     end (pytorch#196082).
     """
     global _rendezvous
-    said = [int(message) for message in ranks.exchange(str(_rendezvous).encode())]
+    said = ranks.tell("Counting what ranks have shared", count=_rendezvous)["count"]
     if len(set(said)) > 1:
         raise RuntimeError(f"the ranks have shared {said} models before, which torch cannot tell")
     _rendezvous += 1
@@ -120,7 +120,7 @@ def _open(split: Split, symmetric_memory: Any) -> Exchange:
     except Exception as raised:  # of the driver: no peer-to-peer, no handles to share
         error = raised
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    said = [message.decode() for message in ranks.exchange(text.encode())]
+    said = ranks.tell("Sharing memory of the GPUs", error=text)["error"]
     if any(said):
         raise RuntimeError(next(text for text in said if text))
     assert words is not None

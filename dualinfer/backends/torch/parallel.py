@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistributedError
+from ...parallel.agreement import Peers
 from ...parallel.sharding import Plan
 
 _LENGTH, _SHORT = 8, 248  # bytes
@@ -19,7 +20,7 @@ T = TypeVar("T")
 _joined: "weakref.WeakSet[Ranks]" = weakref.WeakSet()  # those that hold groups
 
 
-class Ranks:
+class Ranks(Peers):
     """This process among those that share a model: `rank` of `size`, and their groups.
 
     `members` are their global ranks. `host` is the group that carries messages, `group` the one
@@ -38,7 +39,6 @@ class Ranks:
     ) -> None:
         self.members, self.rank, self.size = tuple(members), rank, len(members)
         self.host, self.group, self.device, self.timeout = host, group, device, timeout
-        self.copy = 0  # see `agreement.Peers`
         self._owned = list(owned)
         self._name = "" if host is None else host.group_name
         self._lost = False  # a rank that missed a call would take the next one's values for its
@@ -47,8 +47,6 @@ class Ranks:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, in order; see `agreement.Peers`."""
-        if self.size == 1:
-            return [message]
         # Most are short: their length and they themselves go together.
         head = len(message).to_bytes(_LENGTH, "little") + message[:_SHORT]
         heads = self._gather(head, _LENGTH + _SHORT)

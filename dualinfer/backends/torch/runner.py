@@ -10,26 +10,15 @@ import torch
 from ... import decoder
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.sharding import Shard
-from ..base import (
-    MAX_STEPS,
-    NO_TOKEN,
-    SMALLEST_CACHE,
-    ForwardInputs,
-    LiveSlots,
-    Request,
-    SamplingFeatures,
-    bucket,
-    cache_specs,
-    sampling_rows,
-)
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures, cache_specs
 from ..profiling import Stopwatch
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from . import sampler
 from .cache import KVCache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
 from .ops.plain import PlainOps
-from .parallel import Ranks
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
@@ -78,13 +67,13 @@ class TorchRunner:
         params: Params,
         dtype: torch.dtype,
         ops: PlainOps,
-        peers: Ranks,
+        device: torch.device,
         decode_graphs: bool,
         forward_graphs: bool = False,
     ) -> None:
-        spec, device = shard.spec, peers.device
+        spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
-        self.dtype, self.device, self.peers = dtype, device, peers
+        self.dtype, self.device = dtype, device
         self.notes = params.notes
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
@@ -353,4 +342,3 @@ class TorchRunner:
         self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})
-        self.peers.close()

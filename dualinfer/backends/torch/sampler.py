@@ -21,7 +21,7 @@ class SlotState:
     """Static buffers of decoding, a row a slot. `last` is sampled but not yet in the cache.
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
-    others are the columns of `base.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
+    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
     """
 
     active: torch.Tensor

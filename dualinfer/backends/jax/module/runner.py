@@ -13,7 +13,6 @@ from flax import nnx
 
 from ....arrays import kind_of, to_numpy
 from ....errors import ArgumentError, ModelError, UnsupportedError
-from ....parallel.agreement import Peers
 from ...profiling import Profiler
 from ..executables import Clock, Executables, check_compile, check_untraced
 from ..mesh import ManyDevices, in_place
@@ -52,10 +51,9 @@ class JaxModuleRunner:
         self,
         module: Any,
         target: Target,
-        peers: Peers,
         options: Mapping[str, str | bool] | None = None,
     ) -> None:
-        self.dtype, self._place, self.peers = target.dtype, target.place, peers
+        self.dtype, self._place = target.dtype, target.place
         self.device = self._place.device
         self._target = target
         is_nnx = isinstance(module, nnx.Module)
@@ -219,7 +217,6 @@ class JaxModuleRunner:
         self.module = self._profiler = None
         self._parts = Parts([], [], _closed, 0, 0)
         self._executables.clear()
-        self.peers.close()
 
 
 def _seal(leaf: Any) -> Any:

@@ -1,6 +1,6 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 from ....config import InferenceConfig
 from ....errors import ConfigError, ModelError, UnsupportedError, counted
 from ....model.weights import TensorSource
-from ....parallel.agreement import agree
 from ...profiling import Profiler, Stopwatch
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name
@@ -48,8 +47,7 @@ def create_module_runner(
     """
     dtype = getattr(torch, config.dtype or default_dtype())
     policy, grain = config.injection_policy or {}, config.tensor_parallel.tp_grain_size
-
-    def prepare() -> tuple[torch.device, list[str]]:
+    with peers.together("The modules") as work:
         _check_module(module)
         check_whole(module)
         notes = check_policy(module, policy, peers.size)
@@ -66,24 +64,23 @@ def create_module_runner(
         if source is not None:
             notes += fill(module, source, dtype)
             check_values(module)
-        return device, notes
-
+        work.meet(lambda: _marks(module))
     inner = module._orig_mod if is_optimized(module) else module
-    device, notes = agree(peers, "The modules", prepare, lambda made: _marks(module))
     seam = plan = None
     if peers.size > 1:
-        plan, said = _shared_plan(peers, lambda: make_plan(inner, peers.size, grain, policy))
+        with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
+            made = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
+            text = None if made is None else _SHARED_PLAN.dump_json(made).decode()
+            plan, said = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
         notes += said
         kept = kept_sizes(inner, plan, peers.rank)
-        agree(peers, "Room for the parts", lambda: check_room(module, device, dtype, kept))
+        with peers.together("Room for the parts"):
+            check_room(module, device, dtype, kept)
         seam = RanksSeam(peers)
-
-    def convert() -> None:
+    with peers.together("Splitting the module"):
         if seam is not None and plan is not None:
             split_module(inner, plan.changes, peers.rank, seam)
         convert_module(module, device, dtype)
-
-    agree(peers, "Splitting the module", convert)
     _share_random_state(peers, device)
     graphs = config.enable_cuda_graph is True
     runner = TorchModuleRunner(module.eval(), peers, device, dtype, graphs, notes, seam)
@@ -107,24 +104,19 @@ def _marks(module: torch.nn.Module) -> list[Any]:
     return [parts, shapes, torch.cat(marks) if marks else None]
 
 
-def _shared_plan(
-    peers: Ranks, make: Callable[[], tuple[Plan, list[str]]]
-) -> tuple[Plan, list[str]]:
-    """Rank 0's plan, which it alone tries out: that takes time and memory of the host."""
-    made = agree(peers, "The plan of the split", make if peers.rank == 0 else lambda: None)
-    message = b"" if made is None else _SHARED_PLAN.dump_json(made)
-    return _SHARED_PLAN.validate_json(peers.exchange(message)[0])
-
-
 def _share_random_state(peers: Ranks, device: torch.device) -> None:
     """Set torch's random state, of the host and of `device`, to rank 0's."""
     if peers.size == 1:
         return
-    found = peers.exchange(torch.get_rng_state().numpy().tobytes())[0]
-    torch.set_rng_state(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+    states = [torch.get_rng_state()]
     if device.type == "cuda":
-        found = peers.exchange(torch.cuda.get_rng_state(device).numpy().tobytes())[0]
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(found), dtype=torch.uint8), device)
+        states.append(torch.cuda.get_rng_state(device))
+    own = [state.numpy().tobytes().hex() for state in states]
+    first = peers.tell("The random state", states=own)["states"][0]
+    host, *placed = (torch.frombuffer(bytearray.fromhex(x), dtype=torch.uint8) for x in first)
+    torch.set_rng_state(host)
+    for state in placed:
+        torch.cuda.set_rng_state(state, device)
 
 
 class TorchModuleRunner:
@@ -145,7 +137,7 @@ class TorchModuleRunner:
         seam: RanksSeam | None = None,
     ) -> None:
         self.module: Any = module
-        self.peers = peers
+        self._peers = peers
         self._seam = seam
         self.dtype = dtype
         self.notes = tuple(notes)
@@ -267,7 +259,7 @@ class TorchModuleRunner:
         graphs. Ranks draw from rank 0's random state: other tokens in one would be other lengths.
         """
         self._look()
-        _share_random_state(self.peers, self.device)
+        _share_random_state(self._peers, self.device)
         reset = getattr(self.module, "reset_cache", None)
         if callable(reset):
             reset()
@@ -341,7 +333,7 @@ class TorchModuleRunner:
         }
 
     def close(self) -> None:
-        """Let go of the module, which stays the caller's, of hooks, graphs and groups.
+        """Let go of the module, which stays the caller's, of hooks and graphs.
 
         A module that was split stays so, and runs no more: its ranks are not joined any longer.
         """
@@ -349,7 +341,6 @@ class TorchModuleRunner:
         self.forget_graphs()
         if self._seam is not None:
             self._seam.close()
-        self.peers.close()
         device = self.device
         self.module = None
         self._parts, self._children, self._tensors = [], [], []

@@ -28,8 +28,9 @@ from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.tuning import Configurations, Key
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ...base import SamplingFeatures, bucket
+from ...base import SamplingFeatures
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...slots import bucket
 from ..cache import LayerCache
 from ..parallel import Split
 from ..params import Params

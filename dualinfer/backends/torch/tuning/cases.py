@@ -13,8 +13,8 @@ from ....kernels.triton import attention, attention_choice, decode_attention, tu
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ...base import bucket
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...slots import bucket
 from ..cache import LayerCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, linear_key

@@ -1,0 +1,135 @@
+"""The one wrapper around an engine's calls: threads take turns, and processes call alike."""
+
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Self
+
+from ..errors import ClosedError, UnsupportedError
+from .agreement import Peers, Work, share_inputs
+
+
+class Call(Work):
+    """The turn of an engine's call `name`, whose arguments all processes prepare until they `meet`.
+
+    `inputs` are the arguments by name: see `share_inputs`. It is a class and no generator, since
+    it is on the way of every forward pass.
+    """
+
+    def __init__(
+        self,
+        turns: "Turns",
+        name: str,
+        inputs: Mapping[str, Any],
+        is_input: Callable[[Any], bool],
+        device: Callable[[], Any],
+    ) -> None:
+        super().__init__(turns.peers, f"The arguments of {name}")
+        self._turns, self._how = turns, (name, inputs, is_input, device)
+        self.inputs: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Wait for the turn, then for the inputs."""
+        self._turns.__enter__()
+        try:
+            self.inputs = share_inputs(self._peers, *self._how)
+        except BaseException:
+            self._turns.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Meet the others if that is to be done yet, and give the turn to the next."""
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._turns.__exit__()
+
+
+class Turns:
+    """The lock by which the calls of several threads, and of several processes, take turns.
+
+    It is reentrant: a collected stream may end within any step. Unless `may_fork`, only threads of
+    the process that made it may take it.
+    """
+
+    def __init__(self, peers: Peers, may_fork: bool) -> None:
+        self.peers = peers
+        self._lock = threading.RLock()
+        self._process = None if may_fork else os.getpid()
+        self._thread = 0  # that drives what is open, where several processes share the model
+
+    @property
+    def is_foreign(self) -> bool:
+        """True in a forked process, which must leave the engine alone."""
+        return self._process not in (None, os.getpid())
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several processes share the model."""
+        return self.peers.size > 1
+
+    def check(self) -> None:
+        """Raise ClosedError where it is foreign: what runs the model did not come along."""
+        if self.is_foreign:
+            raise ClosedError(
+                f"This engine belongs to process {self._process}, from which this one, "
+                f"{os.getpid()}, was forked; what runs the model did not come along, and a call "
+                "would hang or fail. Start the process by 'spawn' or 'forkserver' "
+                "(multiprocessing.get_context) and make an engine there."
+            )
+
+    def __enter__(self) -> None:
+        """Wait for the turn."""
+        self.check()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        """Give it to the next."""
+        self._lock.release()
+
+    def together(self, what: str) -> Work:
+        """See `Peers.together`."""
+        return self.peers.together(what)
+
+    def begin(self, begun: Any, opened: Collection[int]) -> None:
+        """Let a generation begin that is the same in all processes, and so are those `opened`."""
+        self.go_on(opened)
+        with self.together("What is begun and what is open") as work:
+            work.meet(lambda: (begun, sorted(opened)))
+        self._thread = threading.get_ident()
+
+    def go_on(self, opened: Collection[int]) -> None:
+        """Raise where another thread drives what is open, and other processes could not follow."""
+        if self.is_shared and opened and self._thread != threading.get_ident():
+            raise UnsupportedError(
+                "Several processes share this model, and another thread has a generation open: "
+                "how threads take turns differs from process to process. Finish or close it "
+                "first, or run both from one thread."
+            )
+
+    def streamer(self, streamer: Any) -> Any:
+        """The caller's streamer, or where several processes share the model a `LateStreamer`."""
+        return LateStreamer(streamer) if self.is_shared and streamer is not None else streamer
+
+
+class LateStreamer:
+    """A streamer that fails at its end: the other processes go on, and so must this one."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._error: Exception | None = None
+
+    def put(self, value: Any) -> None:
+        """Hand on a value, unless one before it has failed."""
+        if self._error is None:
+            try:
+                self._streamer.put(value)
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        """Raise what has failed, else end the streamer."""
+        if self._error is not None:
+            raise self._error
+        self._streamer.end()
