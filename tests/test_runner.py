@@ -16,10 +16,9 @@ from dualinfer.backends.base import (
     Sampling,
     SamplingFeatures,
     bucket,
-    cache_bytes,
-    cache_specs,
     sampling_rows,
 )
+from dualinfer.backends.caches import cache_bytes, cache_specs
 from dualinfer.model.families import describe_model
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
