@@ -48,7 +48,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     def theirs(
         backend: SDPBackend, layer: Any, qkv: Any, q: Any, cache: Any, lengths: Any
     ) -> torch.Tensor:
-        return _sdpa(backend, a, q, *cache, causal=False)
+        return _sdpa(backend, a, q, *cache.read(), causal=False)
 
     heads = f"{a.heads} heads over {a.kv_heads} x {a.head_dim}"
     description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads}"
@@ -133,12 +133,12 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
             slots=slots,
             pdl=bench.ops.pdl,
         )
-        return *_heads(a, qkv)[:2], *cache
+        return *_heads(a, qkv)[:2], *cache.read()
 
     def theirs(layer: Any, qkv: Any, positions: Any, cache: Any, slots: Any) -> Any:
         q, k, v = _turned(layer, qkv, positions)
         primitives.write(cache, slots, k, v)
-        return q, k, *cache
+        return q, k, *cache.read()
 
     # Queries and keys are read and written, values read; the cache takes keys and values.
     elements = row + sum(a.qkv_sizes[:2]) + sum(a.qkv_sizes[1:])
