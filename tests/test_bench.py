@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 import dualinfer
+from dualinfer.backends.caches import CacheSpec
 from dualinfer.bench import cli as bench_cli
 from dualinfer.bench import limits, peers, runs, worker
 from dualinfer.bench import measure as measuring
@@ -102,7 +103,8 @@ def test_every_shape_comes_in_any_depth(name):
 @pytest.mark.parametrize("window", [None, 1, 5, 20, 63, 1000])
 def test_cached_bytes_are_those_that_the_steps_read(window):
     batch, prompt, new_tokens = 3, 17, 30
-    counts = Counts(0, 0, 0, 0, (attention(window), attention()))
+    caches = (CacheSpec("full", 3, 8, 8),) * 2
+    counts = Counts(0, 0, 0, 0, (attention(window), attention()), caches)
     total = 0
     for step in range(1, new_tokens):  # the token that a step feeds is at this position
         position = prompt + step - 1

@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax")
 from dualinfer.backends.base import SamplingFeatures  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax import executables as graphs  # noqa: E402
-from dualinfer.backends.jax.cache import LayerCache  # noqa: E402
+from dualinfer.backends.jax.cache import Cache, FullCache  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.sampler import SlotState  # noqa: E402
 from dualinfer.errors import ArgumentError, LengthError, UnsupportedError  # noqa: E402
@@ -293,16 +293,21 @@ class Counting:
     def make_buffers(self, slots, tokens, eos_width, penalty):
         buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
         state = SlotState.make(slots, eos_width, 11, penalty)
-        return [LayerCache(buffer, buffer)], state
+        return Cache([FullCache(buffer, buffer)], slots, tokens), state
 
     def prefill_job(self, requests, slots, cache, state):
         ids = np.stack([r.tokens for r in requests])
         assert list(slots) == list(range(len(requests)))
-        key = "prefill", ids.shape[1], SamplingFeatures.of(requests).noise, cache[0].k.shape[::2]
+        key = (
+            "prefill",
+            ids.shape[1],
+            SamplingFeatures.of(requests).noise,
+            (cache.slots, cache.tokens),
+        )
         return Job(key, double, (cache, state, ids))
 
     def decode_job(self, steps, features, cache, state):
-        key = "decode", features.noise, cache[0].k.shape[::2]
+        key = "decode", features.noise, (cache.slots, cache.tokens)
         return Job(key, double, (cache, state, np.int32(steps)))
 
 

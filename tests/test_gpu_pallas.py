@@ -86,7 +86,7 @@ def executables(engine: Any, what: str) -> list[Any]:
 
 def bits(engine: Any) -> list[bytes]:
     """Every layer's keys and values."""
-    return [np.asarray(part).tobytes() for layer in engine.runner._cache for part in layer]
+    return [np.asarray(part).tobytes() for layer in engine.runner._cache.layers for part in layer]
 
 
 # Against HF
@@ -270,12 +270,12 @@ def made_by(text: str, shape: str) -> list[str]:
 def test_a_step_copies_no_cache(family, rows):
     with engine_of(strong(family, positions=4096), "bf16") as engine:
         text_of(engine, random_ids(rows, 2100), max_new_tokens=40)
-        keys = engine.runner._cache[0].k
+        keys = engine.runner._cache.layers[0].k
         assert keys.shape[::2] == (rows, 4096)
         shape = f"bf16[{','.join(map(str, keys.shape))}]"
         (step,) = executables(engine, "decode")
         assert engine.runner.steps.block > 1  # one loop for blocks of steps, one for the rest
-        text, layers = step.as_text(), 2 * len(engine.runner._cache)
+        text, layers = step.as_text(), 2 * len(engine.runner._cache.layers)
         assert text.count(_KERNEL) > 5 * layers  # of a layer five and more, and the head
         writing = made_by(text, shape)
         assert len(writing) == layers

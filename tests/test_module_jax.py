@@ -784,7 +784,7 @@ def test_stream_whose_cache_is_lost_is_told(hf_model, monkeypatch):
         runner = engine.runner
         request = Request(random_ids(1, 5)[0].astype(np.int32), 12)
         runner.prefill([request], [0]).fetch()
-        runner._cache, runner._state = [], None
+        runner._cache = runner._state = None
         for start in (lambda: runner.prefill([request], [1]), lambda: runner.decode(3)):
             with pytest.raises(StepError, match="took the cache with it"):
                 start()

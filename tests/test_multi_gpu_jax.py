@@ -93,11 +93,11 @@ def test_no_cache_is_copied_by_a_step(tp):
         tensor_parallel={"tp_size": tp},
     ) as engine:
         engine.generate(ids, **GREEDY)
-        local = engine.runner._cache[0].k.addressable_shards[0].data.shape
+        local = engine.runner._cache.layers[0].k.addressable_shards[0].data.shape
         shape = f"bf16[{','.join(map(str, local))}]"
         (step,) = executables(engine, "decode")
         writing = made_by(step.as_text(), shape)
-        assert len(writing) == len(engine.runner._cache)
+        assert len(writing) == len(engine.runner._cache.layers)
         assert all("output_to_operand_aliasing" in line for line in writing)
 
 

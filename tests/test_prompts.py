@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
+from dualinfer.backends.caches import cache_specs  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
-from dualinfer.backends.torch.cache import KVCache  # noqa: E402
+from dualinfer.backends.torch.cache import Cache  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402
@@ -69,8 +70,8 @@ def prefill(engine: Any, rows: list[np.ndarray]) -> tuple[np.ndarray, list[np.nd
     Prompt i goes to the slot i places before the last one; a free slot stays as it was.
     """
     runner = engine.runner
-    specs = backend.runner.cache_specs(runner.spec)
-    cache = KVCache(specs, torch.float32, runner.device)
+    specs = cache_specs(runner.spec)
+    cache = Cache(specs, torch.float32, runner.device)
     cache.grow(len(rows) + 1, PLACES)
     slots = torch.arange(len(rows), 0, -1, device=runner.device)
     last = runner._prompts.run(runner.params, cache, rows, slots)

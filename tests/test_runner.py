@@ -14,9 +14,8 @@ from dualinfer.backends.base import (
     Request,
     Sampling,
     SamplingFeatures,
-    cache_bytes,
-    cache_specs,
 )
+from dualinfer.backends.caches import cache_bytes, cache_specs
 from dualinfer.backends.slots import LiveSlots, bucket, sampling_rows
 from dualinfer.model.families import describe_model
 

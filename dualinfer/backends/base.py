@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import OutOfMemoryError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
 from .profiling import Profiler, Stopwatch
@@ -87,37 +86,6 @@ class Request:
         return len(self.tokens) + self.max_new_tokens - 1
 
 
-@dataclass(frozen=True)
-class CacheSpec:
-    """One layer's cache. `full` keeps every token: [slot, kv_heads, tokens, dim] twice."""
-
-    kind: str
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
-    """The cache of each layer of a causal model. Windowed layers mask a full cache."""
-    return tuple(
-        CacheSpec("full", a.kv_heads, a.head_dim, a.head_dim)
-        for a in (layer.attention for layer in spec.layers)
-    )
-
-
-def cache_bytes(specs: Sequence[CacheSpec], slots: int, tokens: int, itemsize: int) -> int:
-    """Bytes of the keys and values of `slots` sequences of `tokens` tokens, over all layers."""
-    return slots * tokens * itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in specs)
-
-
-def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) -> OutOfMemoryError:
-    """The error of a cache that `where`, a device, has no room for; sizes in bytes."""
-    there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
-    return OutOfMemoryError(
-        f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
-        f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
-        "a time or fewer new tokens, or set a smaller max_out_tokens."
-    )
 
 
 class PendingTokens(Protocol):

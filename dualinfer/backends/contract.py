@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from ..model.spec import Activation, Attention, ModelSpec, Norm
 from ..model.weights import Weight
 from .base import SamplingFeatures
+from .caches import CacheView
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Weight]
@@ -156,7 +157,7 @@ class BlockOps(Protocol):
 class Ops(BlockOps, Protocol):
     """All that a model's steps compute with: the blocks', attention and sampling.
 
-    A cache is the backend's view of one layer's keys and values, and a state its sampling state.
+    A state is the backend's own of sampling, a cache a view of one layer's keys and values.
     Where these are memory, ops write them in place and give the same objects back; where they are
     values, the result has taken their place.
     """
@@ -183,9 +184,9 @@ class Ops(BlockOps, Protocol):
         mask: Array | None = None,
         segments: Array | None = None,
         positions: Array | None = None,
-        cache: Any = None,
+        cache: CacheView | None = None,
         slots: Array | None = None,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, CacheView | None]:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
@@ -196,8 +197,8 @@ class Ops(BlockOps, Protocol):
         ...
 
     def attend_token(
-        self, layer: LayerAttention, qkv: Array, angles: Any, cache: Any, lengths: Array
-    ) -> tuple[Array, Any]:
+        self, layer: LayerAttention, qkv: Array, angles: Any, cache: CacheView, lengths: Array
+    ) -> tuple[Array, CacheView]:
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from ..backends.caches import CacheSpec, cache_specs, token_bytes
 from ..model.spec import Attention, ModelSpec
 from ..model.weights import Row, WeightTable
 
@@ -13,7 +14,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Counts:
-    """Elements and attention layers of one model.
+    """Elements, attention and caches of one model.
 
     `read` are all weights that a step reads: those looked up row by row (the embeddings) left out,
     a tied head counted. `body` are the elements of matrices that every token is multiplied with,
@@ -25,6 +26,7 @@ class Counts:
     head: int
     pooler: int
     attention: tuple[Attention, ...]
+    caches: tuple[CacheSpec, ...] = ()  # of the same layers, where they are causal
 
     @classmethod
     def of(cls, spec: ModelSpec, table: WeightTable) -> "Counts":
@@ -46,6 +48,7 @@ class Counts:
             head=total(head),
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
+            caches=cache_specs(spec) if spec.causal else (),
         )
 
     def weight_bytes(self, dtype: str) -> int:
@@ -60,11 +63,11 @@ class Counts:
         """
         steps = new_tokens - 1
         total = 0
-        for attention in self.attention:
-            wide = 2 * attention.kv_heads * attention.head_dim
+        for attention, cache in zip(self.attention, self.caches, strict=True):
+            wide = token_bytes([cache], _ITEM_BYTES[dtype])
             most = prompt + steps if attention.window is None else attention.window - 1
             total += wide * sum(min(prompt + k, most) for k in range(steps))
-        return batch * total * _ITEM_BYTES[dtype] / steps
+        return batch * total / steps
 
     def flops(self, batch: int, tokens: int, head_tokens: int) -> int:
         """Multiplications and additions over `batch` sequences of `tokens` tokens.

@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 
 from ..arrays import numpy_dtype
-from ..backends.base import cache_bytes, cache_specs
+from ..backends.caches import cache_specs, token_bytes
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Plan, Shard, make_plan
 
@@ -125,7 +125,7 @@ def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> Dev
         alike = {id(layer): layer for layer in shard.spec.layers}
         for key, count in Counter(map(id, shard.spec.layers)).items():
             one = replace(shard.spec, layers=(alike[key],))
-            cache += count * cache_bytes(cache_specs(one), 1, 1, itemsize)
+            cache += count * token_bytes(cache_specs(one), itemsize)
     return DevicePart(weights, cache, tuple(shard.held()))
 
 

@@ -48,7 +48,7 @@ class Implementation:
         return partial(self._call, function)
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call with arrays in the places of Weight and LayerCache; parameters' names tell where."""
+        """Call with arrays in the places of Weight and FullCache; parameters' names tell where."""
         bound = inspect.signature(function).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if name in WEIGHTS and value is not None:
@@ -75,7 +75,7 @@ class Torch(Implementation):
         from dualinfer.backends.torch.ops import primitives as ops
 
         self.ops, self.sampler = ops, sampler
-        self.layer_cache = cache.LayerCache
+        self.layer_cache = cache.FullCache
         self._device, self._to_numpy = default_device(), to_numpy
 
     def put(self, array: np.ndarray) -> Any:
@@ -101,8 +101,6 @@ class Torch(Implementation):
             for a in args
         )
         result = function(*args, **over_arrays(self.put, kwargs))
-        if result is None:  # `append` writes in place
-            result = next(a for a in args if isinstance(a, self.layer_cache))
         if isinstance(result, tuple):
             return tuple(self._to_numpy(r) for r in result)
         return self._to_numpy(result)
@@ -120,7 +118,7 @@ class Jax(Implementation):
         from dualinfer.backends.jax.ops import primitives as ops
 
         self.ops, self.sampler = ops, sampler
-        self.layer_cache = cache.LayerCache
+        self.layer_cache = cache.FullCache
         self._compiled: dict[tuple[Callable, str], Callable] = {}
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:

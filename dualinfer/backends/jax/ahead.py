@@ -138,6 +138,6 @@ def _abstract(job: Job, device: jax.Device) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return tuple(
-        jax.tree.map(partial(shape, sharding=sharding), arg)
+        jax.tree.map(shape, arg, jax.tree.broadcast(sharding, arg))
         for arg, sharding in zip(job.args, shardings, strict=True)
     )

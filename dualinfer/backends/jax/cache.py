@@ -1,7 +1,8 @@
-"""The JAX KV cache: one pair of arrays a layer, a row a slot, donated to every step; its room."""
+"""The JAX cache: each layer's arrays, a row a slot, donated to every step; its room."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,43 +10,140 @@ import numpy as np
 
 from ...parallel.agreement import Peers
 from ...system.memory import host_free_bytes
-from ..base import CacheSpec, no_room
+from ..caches import CacheSpec, CacheView, buffers, no_room
 from .executables import jit_few
 from .mesh import WHOLE, Place
 
 
-class LayerCache(NamedTuple):
-    """One layer's keys and values, [N, K, S, D] each."""
+class LayerCache(CacheView, Protocol):
+    """One layer's arrays; its class is the kind. A named tuple, as its layout has them.
+
+    Everything is traced, of one device's share: arrays have the KV heads of this device.
+    """
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """Finite arrays: a masked value still takes part in the product as 0 * value.
+
+        `zero` is a scalar of the model's dtype.
+        """
+        ...
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """The same contents in arrays of this size, no smaller in either."""
+        ...
+
+
+class FullCache(NamedTuple):
+    """Keys and values of every token, [N, K, S, D] each."""
 
     k: jax.Array
     v: jax.Array
+    kind = "full"
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.k.shape[2]
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, zero))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = (0, slots - len(self.k)), (0, 0), (0, tokens - self.capacity), (0, 0)
+        return type(self)(jnp.pad(self.k, more), jnp.pad(self.v, more))
+
+    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
+
+        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+            rows = jnp.pad(
+                new.swapaxes(1, 2), ((0, 0), (0, 0), (0, buffer.shape[2] - new.shape[1]), (0, 0))
+            )
+            return buffer.at[slots].set(rows, mode="drop")
+
+        return type(self)(put(self.k, k), put(self.v, v))
+
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
+        """See `CacheView.append`."""
+        slots = jnp.arange(k.shape[0])
+        at = jnp.minimum(lengths, self.capacity - 1)
+        return type(self)(self.k.at[slots, :, at].set(k), self.v.at[slots, :, at].set(v))
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.read`."""
+        return self.k, self.v
 
 
-Cache = list[LayerCache]
+KINDS: dict[str, type[Any]] = {"full": FullCache}  # each a LayerCache
+
+
+def zeros(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> list[jax.Array]:
+    """The arrays of a layer's layout, all zero."""
+    return [
+        jnp.broadcast_to(zero.astype(b.dtype) if b.dtype else zero, b.shape)
+        for b in buffers(spec, slots, tokens)
+    ]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Every layer's arrays, for `slots` sequences of `tokens` tokens: exactly a bucket's."""
+
+    layers: Sequence[LayerCache]
+    slots: int = field(metadata={"static": True})
+    tokens: int = field(metadata={"static": True})
+
+
+def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
+    """How every layer's arrays are split over devices: over KV heads, where they have them."""
+    return [
+        KINDS[spec.kind](*(place.split(b.heads) for b in buffers(spec, 1, 1))) for spec in specs
+    ]
 
 
 def make_cache(
     specs: Sequence[CacheSpec], slots: int, tokens: int, dtype: Any, place: Place
 ) -> Cache:
-    """Zeroed buffers: a masked value still takes part in the product as 0 * value.
-
-    `specs` are those of one device.
-    """
-    shapes = tuple(
-        (slots, s.kv_heads, tokens, dim) for s in specs for dim in (s.key_dim, s.value_dim)
-    )
-    buffers = _zeros(shapes, place)(place.put(np.zeros((), np.dtype(dtype))))
-    return [LayerCache(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+    """A new cache. `specs` are those of one device."""
+    make = _make(tuple(specs), slots, tokens, place)
+    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), slots, tokens)
 
 
 @jit_few
-def _zeros(shapes: tuple[tuple[int, ...], ...], place: Place) -> Callable[..., list[jax.Array]]:
-    """Zeros beside a zero, all by one call: one after another they take the host milliseconds."""
+def _make(
+    specs: tuple[CacheSpec, ...], slots: int, tokens: int, place: Place
+) -> Callable[..., list[LayerCache]]:
+    """All layers' arrays by one call: one after another they take the host milliseconds."""
 
-    def make(zero: jax.Array) -> list[jax.Array]:
-        return [jnp.broadcast_to(zero, shape) for shape in shapes]
+    def make(zero: jax.Array) -> list[LayerCache]:
+        return [KINDS[spec.kind].make(spec, slots, tokens, zero) for spec in specs]
 
-    return place.spread(make, WHOLE, place.over_heads)
+    return place.spread(make, WHOLE, split(specs, place))
+
+
+def grow(cache: Cache, specs: Sequence[CacheSpec], slots: int, tokens: int, place: Place) -> Cache:
+    """The same contents in a cache of `slots` by `tokens`, no smaller in either."""
+    pairs = zip(specs, cache.layers, strict=True)
+    layers = [_grow(spec, slots, tokens, place)(layer) for spec, layer in pairs]
+    return Cache(layers, slots, tokens)
+
+
+@jit_few
+def _grow(
+    spec: CacheSpec, slots: int, tokens: int, place: Place
+) -> Callable[[LayerCache], LayerCache]:
+    """One layer's arrays, grown."""
+
+    def grown(layer: LayerCache) -> LayerCache:
+        return layer.grown(slots, tokens)
+
+    (lies,) = split([spec], place)
+    return place.spread(grown, (lies,), lies)
 
 
 def free_bytes(device: jax.Device) -> int | None:
@@ -77,38 +175,3 @@ def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers)
     free = min((n for n in said if n is not None), default=None)
     if free is not None and needed > free:
         raise no_room(slots, tokens, needed, free, place.name)
-
-
-def grow(cache: Cache, slots: int, tokens: int, place: Place) -> Cache:
-    """The same contents in buffers of at least `slots` by `tokens`."""
-
-    def pad(x: jax.Array) -> jax.Array:
-        return _pad((max(slots - x.shape[0], 0), 0, max(tokens - x.shape[2], 0), 0), place)(x)
-
-    return [LayerCache(pad(c.k), pad(c.v)) for c in cache]
-
-
-@jit_few
-def _pad(more: tuple[int, ...], place: Place) -> Callable[[jax.Array], jax.Array]:
-    """A buffer with so many zeros behind each axis."""
-
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, n) for n in more])
-
-    return place.spread(pad, place.over_heads, place.over_heads)
-
-
-def write(cache: LayerCache, slots: jax.Array, k: jax.Array, v: jax.Array) -> LayerCache:
-    """The cache with k and v [B, T, K, D] of whole prompts at the start of `slots` [B], then zeros.
-
-    The sequence that had the slot before may have left values that are not finite. Slots beyond the
-    cache are dropped.
-    """
-
-    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        rows = jnp.pad(
-            new.swapaxes(1, 2), ((0, 0), (0, 0), (0, buffer.shape[2] - new.shape[1]), (0, 0))
-        )
-        return buffer.at[slots].set(rows, mode="drop")
-
-    return LayerCache(put(cache.k, k), put(cache.v, v))

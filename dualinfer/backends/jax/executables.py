@@ -71,15 +71,16 @@ def compiler_options(
 class Job(NamedTuple):
     """A function to compile ahead of time; arguments may be ShapeDtypeStructs with a sharding.
 
-    `shardings` are those of the arguments, for where these are abstract and have none; `results` is
-    that of all results, None for the compiler's own choice.
+    `shardings` are those of the arguments, one for all arrays of each or a tree of them, for where
+    these are abstract and have none; `results` is that of all results, None for the compiler's own
+    choice.
     """
 
     key: Hashable
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
-    shardings: tuple[jax.sharding.Sharding, ...] | None = None
+    shardings: tuple[Any, ...] | None = None
     results: jax.sharding.Sharding | None = None
 
 

@@ -32,7 +32,6 @@ class OneDevice:
     device: jax.Device
     size = 1
     ranks = (0,)
-    over_heads = WHOLE
     over_devices = WHOLE
 
     @property
@@ -44,6 +43,10 @@ class OneDevice:
     def name(self) -> str:
         """The device for people, as gpu:0."""
         return f"{self.device.platform}:{self.device.id}"
+
+    def split(self, dim: int | None) -> PartitionSpec:
+        """How arrays are split that devices share along axis number `dim`: not at all."""
+        return WHOLE
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding:
         """How an array lies: here."""
@@ -127,17 +130,12 @@ class ManyDevices:
         return f"{self.device.platform}:{ids}"
 
     @property
-    def over_heads(self) -> PartitionSpec:
-        """How arrays [N, K, ...] are split: over KV heads."""
-        return self._split(1)
-
-    @property
     def over_devices(self) -> PartitionSpec:
         """How arrays [devices, ...] are split: a row each."""
-        return self._split(0)
+        return self.split(0)
 
-    def _split(self, dim: int | None) -> PartitionSpec:
-        """Split along axis number `dim`."""
+    def split(self, dim: int | None) -> PartitionSpec:
+        """How arrays are split that devices share along axis number `dim`."""
         if dim is None or self.size == 1:
             return WHOLE
         return PartitionSpec(*(None,) * dim, self.axis)
@@ -188,7 +186,7 @@ class ManyDevices:
         shape = list(parts[0].shape)
         if dim is not None:
             shape[dim] *= self.size
-        sharding = self.sharding(self._split(dim))
+        sharding = self.sharding(self.split(dim))
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
     def spread(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:

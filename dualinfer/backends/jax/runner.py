@@ -4,6 +4,7 @@ import contextlib
 import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Plan
-from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures, cache_bytes, cache_specs
+from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
+from ..caches import cache_bytes, cache_specs, served
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
-from .cache import Cache, check_room, grow, least_free_bytes, make_cache
+from .cache import Cache, check_room, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
@@ -64,10 +66,11 @@ class JaxRunner:
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
-        self._shardings = place.sharding(), place.sharding(place.over_heads)
         self._executables = Executables(options)
         self._cache_specs = cache_specs(own) if spec.causal else ()
-        self._cache: Cache = []
+        self._split = split(self._cache_specs, place)
+        self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)
+        self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()
 
@@ -151,7 +154,7 @@ class JaxRunner:
                 return step(jax.tree.unflatten(tree, leaves), *args)
 
         def run(leaves: list[jax.Array], *args: Any) -> Any:
-            cache = self._place.over_heads if cached else WHOLE
+            cache = replace(args[0], layers=self._split) if cached else WHOLE
             arguments = self._specs, cache, *(WHOLE,) * (len(args) - 1)
             results = (cache, WHOLE, WHOLE) if cached else (WHOLE,)
             results = *results, self._place.over_devices
@@ -205,13 +208,14 @@ class JaxRunner:
         step = partial(self.steps.decode, features=features)
         return self._job(("decode", features), step, cache, state, np.int32(steps))
 
-    def _job(self, key: tuple, step: Callable[..., Any], cache: Any, state: Any, *args: Any) -> Job:
+    def _job(
+        self, key: tuple, step: Callable[..., Any], cache: Cache, state: Any, *args: Any
+    ) -> Job:
         """A step that takes over cache and state; `key` is what fixes it beside their shapes."""
-        slots, _, tokens, _ = cache[0].k.shape
-        key = (*key, slots, tokens, *state.eos.shape, state.seen is not None)
+        key = (*key, cache.slots, cache.tokens, *state.eos.shape, state.seen is not None)
         args = (self._leaves, cache, state, *args)
-        whole, over_heads = self._shardings
-        shardings = whole, over_heads, *(whole,) * (len(args) - 2)
+        whole, layers = self._shardings
+        shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
         function = self._of_leaves(step, cached=True)
         return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
@@ -227,7 +231,7 @@ class JaxRunner:
             )
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
-                self._cache, self._state = [], None
+                self._cache = self._state = None
             raise
         self._note(flags)
         return self._place.local(tokens), flags
@@ -245,11 +249,11 @@ class JaxRunner:
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
         assert self._live and steps <= MAX_STEPS
-        if self._state is None:
+        if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(steps)
-        if self._live.reach > self._cache[0].k.shape[2]:
-            self._grow(self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
+        if self._live.reach > self._cache.tokens:
+            self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
         features = SamplingFeatures.of(self._live.requests)
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
@@ -275,14 +279,15 @@ class JaxRunner:
         penalty = any(r.sampling.repetition_penalty != 1 for r in requests)
         old = self._state
         if idle:
-            if self._cache and self._cache[0].k.shape[::2] != (count, tokens):
+            held = self._cache
+            if held is not None and (held.slots, held.tokens) != (count, tokens):
                 with contextlib.suppress(Exception):  # of an abandoned step
-                    jax.block_until_ready(self._cache)  # else its bytes still count as in use
-                self._cache = []
+                    jax.block_until_ready(held)  # else its bytes still count as in use
+                self._cache = held = None
             if old is not None and not old.fits(count, eos_width, penalty):
                 old = None
-        if self._cache:
-            self._grow(count, tokens)
+        if self._cache is not None:
+            self._grow(self._cache, count, tokens)
         else:
             self._check_room(count, tokens)
             self._cache = make_cache(self._cache_specs, count, tokens, self.dtype, self._place)
@@ -301,16 +306,15 @@ class JaxRunner:
         needed = self.cache_bytes_for(slots, tokens)
         check_room(needed, slots, tokens, self._place, self._peers)
 
-    def _grow(self, slots: int, tokens: int) -> None:
+    def _grow(self, held: Cache, slots: int, tokens: int) -> None:
         """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.
 
         The old ones are there until all is copied.
         """
-        held = self._cache[0].k.shape
-        slots, tokens = max(slots, held[0]), max(tokens, held[2])
-        if (slots, tokens) != (held[0], held[2]):
+        slots, tokens = max(slots, held.slots), max(tokens, held.tokens)
+        if (slots, tokens) != (held.slots, held.tokens):
             self._check_room(slots, tokens)
-            self._cache = grow(self._cache, slots, tokens, self._place)
+            self._cache = grow(held, self._cache_specs, slots, tokens, self._place)
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:
@@ -358,20 +362,21 @@ class JaxRunner:
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`; counts and bytes are those of one device."""
         data = self._place.parts([w.data for w in self.params.weights()])
-        cache = self._place.parts(self._cache)
+        ways = self.steps.ops.implementations, PlainOps.implementations
+        known, kinds = self.steps.ops.cache_kinds, [spec.kind for spec in self._cache_specs]
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
-            "ops": dict(self.steps.ops.implementations),
+            "ops": served(*ways, known, kinds),
             "parameters": sum(x.size for x in data),
             "parameter_bytes": sum(x.nbytes for x in data),
             **self._executables.facts,
-            "cache_bytes": sum(x.nbytes for layer in cache for x in layer),
+            "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),
         }
 
     def close(self) -> None:
         """Let go of parameters, cache, state, executables and mailboxes."""
-        self._cache, self._state, self.module = [], None, None
+        self._cache = self._state = self.module = None
         self._live = LiveSlots()
         self.params, self._leaves = Params({}, ()), []
         self._executables.clear()

@@ -1,6 +1,7 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from ... import decoder
 from ...model.spec import ModelSpec
 from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
-from .cache import Cache, LayerCache
+from .cache import Cache
 from .executables import jit_few
 from .ops.plain import PlainOps
 from .params import Params
@@ -90,14 +91,14 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         features: SamplingFeatures,
-    ) -> tuple[Any, SlotState, jax.Array, jax.Array | None]:
+    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
-        filled: list[LayerCache | None] = list(cache)
+        filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         angles = ops.angles(self.spec, params, positions)
 
@@ -116,7 +117,8 @@ class Steps:
             for name, column in state._asdict().items()
             if column is not None and getattr(rows, name) is not None
         }
-        return filled, state._replace(**merged), token[None], ops.given_up()
+        cache = replace(cache, layers=filled)
+        return cache, state._replace(**merged), token[None], ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -164,7 +166,7 @@ class Steps:
         """One token for each active slot, in row `i` of `tokens`."""
         ops = self.ops.using(scratch)
         model = self.spec, params, ops
-        filled = list(cache)
+        filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
         angles = ops.angles(self.spec, params, positions)
 
@@ -176,7 +178,7 @@ class Steps:
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
         state, tokens = ops.advance(scores, state, features, tokens, i)
-        return filled, state, ops.scratch, tokens
+        return replace(cache, layers=filled), state, ops.scratch, tokens
 
 
 @jit_few

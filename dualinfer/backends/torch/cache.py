@@ -1,28 +1,108 @@
-"""The torch KV cache: one pair of buffers a layer, a row a slot; grows, keeping what is live."""
+"""The torch cache: each layer's static buffers, a row a slot; it grows, keeping what is live."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from torch.nn import functional as F
 
-from ..base import CacheSpec, cache_bytes, no_room
+from ..caches import CacheSpec, CacheView, buffers, cache_bytes, no_room
 from .device import free_bytes
 
 
-class LayerCache(NamedTuple):
-    """A view of one layer's keys and values, [N, K, S, D] each."""
+class LayerCache(CacheView, Protocol):
+    """One layer's buffers, or a view of some of their slots and tokens; its class is the kind.
+
+    A named tuple of the kind's tensors. Nothing here waits for the device, so that steps that write
+    and read can be captured.
+    """
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Finite buffers: a masked value still takes part in the product as 0 * value."""
+        ...
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """New buffers of at least this size in both, with the same contents."""
+        ...
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """The first `slots` slots with room for `tokens` tokens each, in the same memory."""
+        ...
+
+
+class FullCache(NamedTuple):
+    """Keys and values of every token, [N, K, S, D] each."""
 
     k: torch.Tensor
     v: torch.Tensor
+    kind = "full"
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.k.shape[2]
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, dtype, device))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = 0, 0, 0, tokens - self.capacity, 0, 0, 0, slots - len(self.k)
+        return type(self)(F.pad(self.k, more), F.pad(self.v, more))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return type(self)(self.k[:slots, :, :tokens], self.v[:slots, :, :tokens])
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
+        """See `CacheView.write`; in place."""
+        tokens = k.shape[1]
+        for buffer, new in zip(self, (k, v), strict=True):
+            buffer[slots, :, :tokens] = new.transpose(1, 2)
+            buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
+        return self
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
+        """See `CacheView.append`; in place."""
+        at = lengths.clamp(max=self.capacity - 1)
+        slots = torch.arange(len(k), device=k.device)
+        self.k[slots, :, at] = k
+        self.v[slots, :, at] = v
+        return self
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.read`; no copy."""
+        return self.k, self.v
 
 
-class KVCache:
-    """Static buffers for `slots` sequences of `tokens` tokens; smaller buckets are views."""
+KINDS: dict[str, type[Any]] = {"full": FullCache}  # each a LayerCache
+
+
+def zeros(
+    spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """The buffers of a layer's layout, all zero."""
+    return [
+        torch.zeros(b.shape, dtype=getattr(torch, b.dtype) if b.dtype else dtype, device=device)
+        for b in buffers(spec, slots, tokens)
+    ]
+
+
+class Cache:
+    """Every layer's buffers for `slots` sequences of `tokens` tokens; smaller buckets are views."""
 
     def __init__(self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device):
         self._specs = specs
         self._dtype, self._device = dtype, device
         self._layers: list[LayerCache] = []
+        self.kinds = [spec.kind for spec in specs]
         self.slots = self.tokens = 0
 
     def smaller_than(self, slots: int, tokens: int) -> bool:
@@ -50,22 +130,10 @@ class KVCache:
 
     def _grown(self, slots: int, tokens: int) -> list[LayerCache]:
         """New buffers with the old contents."""
-        kept, layers = self._layers, []
-
-        def zeros(heads: int, dim: int) -> torch.Tensor:
-            # Zeros, since a masked value still takes part in the product as 0 * value.
-            shape = slots, heads, tokens, dim
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
-
-        for i, spec in enumerate(self._specs):
-            layer = LayerCache(
-                zeros(spec.kv_heads, spec.key_dim), zeros(spec.kv_heads, spec.value_dim)
-            )
-            if kept:
-                layer.k[: self.slots, :, : self.tokens] = kept[i].k
-                layer.v[: self.slots, :, : self.tokens] = kept[i].v
-            layers.append(layer)
-        return layers
+        if self._layers:
+            return [layer.grown(slots, tokens) for layer in self._layers]
+        where = self._dtype, self._device
+        return [KINDS[spec.kind].make(spec, slots, tokens, *where) for spec in self._specs]
 
     def bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache of this size."""
@@ -73,7 +141,7 @@ class KVCache:
 
     def view(self, slots: int, tokens: int) -> list[LayerCache]:
         """The first `slots` rows and `tokens` positions of every layer."""
-        return [LayerCache(c.k[:slots, :, :tokens], c.v[:slots, :, :tokens]) for c in self._layers]
+        return [layer.view(slots, tokens) for layer in self._layers]
 
     def layer(self, index: int) -> LayerCache:
         """All of one layer's buffers."""
@@ -82,7 +150,8 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.nbytes for layer in self._layers for t in layer)
+        layers: list[Any] = self._layers
+        return sum(buffer.nbytes for layer in layers for buffer in layer)
 
     def clear(self) -> None:
         """Let go of the buffers."""

@@ -13,7 +13,7 @@ import torch
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from .cache import KVCache
+from .cache import Cache
 from .graphs import StepGraphs
 from .ops.plain import Chunk, PlainOps
 from .params import Params
@@ -40,19 +40,20 @@ class Prompts:
         self._buffers: dict[Hashable, _Buffers] = {}
 
     def run(
-        self, params: Params, cache: KVCache, tokens: list[np.ndarray], slots: torch.Tensor
+        self, params: Params, cache: Cache, tokens: list[np.ndarray], slots: torch.Tensor
     ) -> torch.Tensor:
         """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B]."""
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         if slots.is_cuda and len(tokens) * width <= _MOST_REPLAYED:
             return self._replayed(params, cache, tokens, slots, width)
-        at_once = max(1, _MOST_AT_ONCE // longest) if self._ops.takes_chunks else len(tokens)
+        takes_chunks = self._ops.cache_kinds.issuperset(cache.kinds)
+        at_once = max(1, _MOST_AT_ONCE // longest) if takes_chunks else len(tokens)
         parts = []
         for first in range(0, len(tokens), at_once):
             group = tokens[first : first + at_once]
             rows = slots[first : first + at_once]
-            if len(group) == 1 and len(group[0]) > _MOST_AT_ONCE and self._ops.takes_chunks:
+            if len(group) == 1 and len(group[0]) > _MOST_AT_ONCE and takes_chunks:
                 parts.append(self._in_pieces(params, cache, group[0], rows))
                 continue
             ids, last = _padded(group, max(map(len, group)))
@@ -69,7 +70,7 @@ class Prompts:
     def _replayed(
         self,
         params: Params,
-        cache: KVCache,
+        cache: Cache,
         tokens: list[np.ndarray],
         slots: torch.Tensor,
         width: int,
@@ -106,7 +107,7 @@ class Prompts:
         return b.out
 
     def _in_pieces(
-        self, params: Params, cache: KVCache, tokens: np.ndarray, slots: torch.Tensor
+        self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
     ) -> torch.Tensor:
         slot, size = int(slots), _MOST_AT_ONCE // 2
         x = None
@@ -120,7 +121,7 @@ class Prompts:
     def _pass(
         self,
         params: Params,
-        cache: KVCache,
+        cache: Cache,
         ids: torch.Tensor,
         slots: torch.Tensor,
         last: torch.Tensor,

@@ -10,11 +10,12 @@ import torch
 from ... import decoder
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.sharding import Shard
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures, cache_specs
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..caches import cache_specs, served
 from ..profiling import Stopwatch
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from . import sampler
-from .cache import KVCache, LayerCache
+from .cache import Cache, LayerCache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
@@ -75,7 +76,7 @@ class TorchRunner:
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
         self.dtype, self.device = dtype, device
         self.notes = params.notes
-        self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
+        self._cache = Cache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
@@ -313,10 +314,11 @@ class TorchRunner:
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
         weights = self.params.weights()
+        ways = self.ops.implementations, PlainOps.implementations
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": dict(self.ops.implementations),
+            "ops": served(*ways, self.ops.cache_kinds, self._cache.kinds),
             "parameters": sum(w.data.numel() for w in weights),
             "parameter_bytes": sum(w.data.nbytes for w in weights),
             "cache_bytes": self._cache.bytes,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...backends.contract import LayerAttention
-from ...backends.jax.cache import LayerCache
+from ...backends.jax.cache import FullCache
 from ...backends.jax.ops import primitives
 from ...backends.jax.ops.plain import PlainOps
 from ...kernels.pallas.attention import attention
@@ -37,10 +37,10 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     cached = 2 * past * a.kv_heads * a.head_dim
     moved = slots * ((2 * row + cached) * bench.dtype.itemsize + 4)
 
-    def inputs() -> tuple[LayerCache, tuple[Any, ...]]:
+    def inputs() -> tuple[FullCache, tuple[Any, ...]]:
         draw = bench.draws()
         qkv, shape = draw(slots, 1, row), (slots, a.kv_heads, tokens, a.head_dim)
-        cache = LayerCache(draw(*shape), draw(*shape))
+        cache = FullCache(draw(*shape), draw(*shape))
         return cache, (qkv, jnp.full(slots, past, jnp.int32, device=bench.device))
 
     def angles(lengths: jax.Array) -> dict[Rope, tuple[jax.Array, jax.Array]]:
@@ -55,9 +55,9 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         if rope is not None:
             q, k = (primitives.rotary(x, *angles(lengths)[rope]) for x in (q, k))
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
-        return None, (q, *(jnp.asarray(x.swapaxes(1, 2)) for x in cache))
+        return None, (q, *(jnp.asarray(x.swapaxes(1, 2)) for x in cache.read()))
 
-    def run(ops: PlainOps, cache: LayerCache, qkv: Any, lengths: Any) -> tuple[Any, LayerCache]:
+    def run(ops: PlainOps, cache: FullCache, qkv: Any, lengths: Any) -> tuple[Any, Any]:
         return ops.attend_token(layer, qkv, angles(lengths), cache, lengths)
 
     def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[Any, None]:

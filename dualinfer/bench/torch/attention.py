@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...backends.contract import LayerAttention
-from ...backends.torch.cache import LayerCache
+from ...backends.torch.cache import FullCache
 from ...backends.torch.ops import primitives
 from ...model.spec import Attention
 from ..case import OpCase, Shape, heads_of, prompts_work, rows_of
@@ -35,7 +35,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         draw = bench.draws()
         qkv = draw(slots, 1, row)
         shape = slots, a.kv_heads, tokens, a.head_dim
-        cache = LayerCache(draw(*shape), draw(*shape))
+        cache = FullCache(draw(*shape), draw(*shape))
         lengths = torch.full((slots,), past, device=bench.device)
         layer = _layer(bench, a)
         q, k, v = _turned(layer, qkv, lengths[:, None])
@@ -48,7 +48,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     def theirs(
         backend: SDPBackend, layer: Any, qkv: Any, q: Any, cache: Any, lengths: Any
     ) -> torch.Tensor:
-        return _sdpa(backend, a, q, *cache, causal=False)
+        return _sdpa(backend, a, q, *cache.read(), causal=False)
 
     description = f"{shape.name}, {slots} x {tokens:,} tokens, {heads_of(a)}"
     flops = 4 * slots * tokens * a.heads * a.head_dim
@@ -106,7 +106,7 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
         qkv = bench.draws()(1, rows, row)
         buffers = (qkv.new_zeros(1, a.kv_heads, rows, a.head_dim) for _ in range(2))
         positions = torch.arange(rows, device=bench.device)[None]
-        return _layer(bench, a), qkv, positions, LayerCache(*buffers), positions[0, :1]
+        return _layer(bench, a), qkv, positions, FullCache(*buffers), positions[0, :1]
 
     def ours(layer: Any, qkv: Any, positions: Any, cache: Any, slots: Any) -> Any:
         from ...kernels.triton.rotary import rotary_append
@@ -122,12 +122,12 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
             slots=slots,
             pdl=bench.ops.pdl,
         )
-        return *_heads(a, qkv)[:2], *cache
+        return *_heads(a, qkv)[:2], *cache.read()
 
     def theirs(layer: Any, qkv: Any, positions: Any, cache: Any, slots: Any) -> Any:
         q, k, v = _turned(layer, qkv, positions)
-        primitives.write(cache, k, v, slots)
-        return q, k, *cache
+        primitives.write(cache, slots, k, v)
+        return q, k, *cache.read()
 
     # Queries and keys are read and written, values read; the cache takes keys and values.
     elements = row + sum(a.qkv_sizes[:2]) + sum(a.qkv_sizes[1:])

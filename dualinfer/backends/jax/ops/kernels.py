@@ -25,9 +25,11 @@ from ....kernels.pallas import norm as norms
 from ....kernels.pallas.linear import NormArguments
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf
-from ..cache import LayerCache
+from ..cache import FullCache
 from ..parallel import Split
+from . import primitives
 from .plain import PlainOps, scoring
 
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
@@ -55,6 +57,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; `interpret` runs the kernels on any device, for tests."""
 
+    cache_kinds = frozenset({FullCache.kind})
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",
@@ -144,9 +147,9 @@ class KernelOps(PlainOps):
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
-        cache: LayerCache | None = None,
+        cache: CacheView | None = None,
         slots: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
@@ -165,6 +168,7 @@ class KernelOps(PlainOps):
                     qkv, a.heads, a.kv_heads, scale=scale, positions=positions, **how, **run
                 )
             return y.reshape(*y.shape[:2], -1), None
+        full = cache if isinstance(cache, FullCache) else None
         cos, sin = angles[a.rope] if a.rope else (None, None)
         with jax.named_scope("rotary"):
             q, k, v, filled = rotary.rotary_append(
@@ -173,8 +177,8 @@ class KernelOps(PlainOps):
                 sin,
                 heads=a.heads,
                 kv_heads=a.kv_heads,
-                cache=cache,
-                slots=slots,
+                cache=full,
+                slots=None if full is None else slots,
                 interpret=self.interpret,
                 **_norms_of(layer),
             )
@@ -185,17 +189,24 @@ class KernelOps(PlainOps):
                 )
             else:
                 y = attention.attention(q, k, v, scale=scale, positions=positions, **how, **run)
-        return y.reshape(*y.shape[:2], -1), None if filled is None else LayerCache(*filled)
+        if full is not None and filled is not None:
+            return y.reshape(*y.shape[:2], -1), FullCache(*filled)
+        if cache is not None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, k, v)
+        return y.reshape(*y.shape[:2], -1), cache
 
     def attend_token(
         self,
         layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
-        cache: LayerCache,
+        cache: CacheView,
         lengths: jax.Array,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
+        if not isinstance(cache, FullCache):
+            return super().attend_token(layer, qkv, angles, cache, lengths)
         a, rope = layer.spec, layer.spec.rope
         assert self._counters is not None
         with jax.named_scope("decode_attention"):
@@ -212,7 +223,7 @@ class KernelOps(PlainOps):
                 **_norms_of(layer),
                 **scoring(layer),
             )
-        return y[:, None], LayerCache(keys, values)
+        return y[:, None], FullCache(keys, values)
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...base import SamplingFeatures
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
-from ..cache import LayerCache, write
 from ..exchange import Exchange
 from ..parallel import Split
 from ..params import Params
@@ -26,6 +26,7 @@ from . import primitives
 class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
+    cache_kinds: frozenset[str] = frozenset()  # that kernels know
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
 
     def __init__(self, split: Split | None = None) -> None:
@@ -175,14 +176,14 @@ class PlainOps:
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
-        cache: LayerCache | None = None,
+        cache: CacheView | None = None,
         slots: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, CacheView | None]:
         """See `contract.Ops.attend`; slots that the cache does not have are left out."""
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
-            cache = write(cache, slots, k, v)
+            cache = primitives.write(cache, slots, k, v)
         y = primitives.attention(
             q,
             k,
@@ -200,9 +201,9 @@ class PlainOps:
         layer: LayerAttention,
         qkv: jax.Array,
         angles: Any,
-        cache: LayerCache,
+        cache: CacheView,
         lengths: jax.Array,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, CacheView]:
         """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)

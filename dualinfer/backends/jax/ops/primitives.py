@@ -13,7 +13,7 @@ from jax import lax
 
 from ....model.spec import Activation
 from ....model.weights import Weight
-from ..cache import LayerCache
+from ...caches import CacheView
 
 _MANY = 64  # rows of a product
 _WHOLE = 1024  # queries whose scores are held at once
@@ -216,17 +216,21 @@ def visible_keys(
 
 
 @jax.named_scope("append")
-def append(cache: LayerCache, k: jax.Array, v: jax.Array, lengths: jax.Array) -> LayerCache:
-    """The cache with k and v [N, K, D] of one new token a slot at position `lengths` [N]."""
-    slots = jnp.arange(k.shape[0])
-    at = jnp.minimum(lengths, cache.k.shape[2] - 1)
-    return LayerCache(cache.k.at[slots, :, at].set(k), cache.v.at[slots, :, at].set(v))
+def write(cache: CacheView, slots: jax.Array, k: jax.Array, v: jax.Array) -> CacheView:
+    """See `CacheView.write`."""
+    return cache.write(slots, k, v)
+
+
+@jax.named_scope("append")
+def append(cache: CacheView, k: jax.Array, v: jax.Array, lengths: jax.Array) -> CacheView:
+    """See `CacheView.append`."""
+    return cache.append(k, v, lengths)
 
 
 @jax.named_scope("decode_attention")
 def decode_attention(
     q: jax.Array,
-    cache: LayerCache,
+    cache: CacheView,
     lengths: jax.Array,
     *,
     scale: float,
@@ -240,16 +244,17 @@ def decode_attention(
     The query is the last of them. `alibi` and `sinks` are float32 [H].
     """
     slots, heads, dim = q.shape
-    kv_heads = cache.k.shape[1]
-    at = jnp.arange(cache.k.shape[2])[None]
+    keys, values = cache.read()
+    kv_heads = keys.shape[1]
+    at = jnp.arange(keys.shape[2])[None]
     visible = at < lengths[:, None]
     if window is not None:
         visible &= at >= lengths[:, None] - window
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, dim)
-    scores = einsum("nkgd,nksd->nkgs", grouped, cache.k, preferred_element_type=jnp.float32)
+    scores = einsum("nkgd,nksd->nkgs", grouped, keys, preferred_element_type=jnp.float32)
     scores = _capped(scores * scale, softcap)
     if alibi is not None:
         ahead = (at - (lengths[:, None] - 1)).astype(jnp.float32)
         scores += alibi.reshape(kv_heads, -1, 1) * ahead[:, None, None]
     weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
-    return einsum("nkgs,nksd->nkgd", weights.astype(cache.v.dtype), cache.v).reshape(q.shape)
+    return einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values).reshape(q.shape)

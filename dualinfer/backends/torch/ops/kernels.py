@@ -29,13 +29,15 @@ from ....kernels.triton.tuning import Configurations, Key
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ...slots import bucket
-from ..cache import LayerCache
+from ..cache import FullCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
 from ..sampler import SlotState
+from . import primitives
 from .plain import Chunk, PlainOps
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -56,7 +58,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    takes_chunks = True
+    cache_kinds = frozenset({FullCache.kind})
     _IMPLEMENTATIONS: Mapping[str, str] = {
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
         "embed": "Triton",
@@ -193,23 +195,18 @@ class KernelOps(PlainOps):
         """The positions: kernels turn by them as they read queries and keys."""
         return positions
 
-    @named("attention")
-    def attend(
+    def _heads(
         self,
         layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
-        *,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: FullCache | None = None,
         slots: torch.Tensor | None = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[torch.Tensor, LayerCache | None]:
-        """See `PlainOps.attend`; `qkv` is changed in place."""
+        start: int = 0,
+    ) -> list[torch.Tensor]:
+        """See `PlainOps._heads`; by one launch, in place, which fills `slots` from `start` on."""
         a = layer.spec
-        start = chunk.start if chunk else 0
+        slots = None if cache is None else slots
         rotary.rotary_append(
             qkv,
             angles,
@@ -220,11 +217,34 @@ class KernelOps(PlainOps):
             slots=slots,
             starts=torch.full_like(slots, start) if start and slots is not None else None,
             pdl=self.pdl,
-            **_heads(layer),
+            **_norms_of(layer),
         )
-        q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
-        if start and cache is not None and chunk is not None:
-            k, v = (part[chunk.slot, None].transpose(1, 2) for part in cache)
+        return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
+
+    @named("attention")
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: CacheView | None = None,
+        slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> tuple[torch.Tensor, CacheView | None]:
+        """See `PlainOps.attend`; `qkv` is changed in place."""
+        a = layer.spec
+        start = chunk.start if chunk else 0
+        full = cache if isinstance(cache, FullCache) else None
+        q, k, v = self._heads(layer, qkv, angles, full, slots, start)
+        if full is not None and chunk is not None and start:
+            k, v = (part[chunk.slot, None].transpose(1, 2) for part in full)
+        elif cache is not None and full is None:
+            assert slots is not None and not start, "of kinds that kernels know"
+            primitives.write(cache, slots, k, v)
         how: dict[str, Any] = {
             "start": start,
             "causal": a.causal,
@@ -260,11 +280,13 @@ class KernelOps(PlainOps):
         layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
-        cache: LayerCache,
+        cache: CacheView,
         lengths: torch.Tensor,
         config: decode_attention.DecodeConfig | None = None,
-    ) -> tuple[torch.Tensor, LayerCache]:
+    ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        if not isinstance(cache, FullCache):
+            return super().attend_token(layer, qkv, angles, cache, lengths)
         a = layer.spec
         if config is None:
             slots, kv_heads, reach, dim = cache.k.shape
@@ -285,7 +307,7 @@ class KernelOps(PlainOps):
             config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
-            **_heads(layer),
+            **_norms_of(layer),
         )
         return y[:, None], cache
 
@@ -351,7 +373,7 @@ def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
 
 
-def _heads(layer: LayerAttention) -> dict[str, Any]:
+def _norms_of(layer: LayerAttention) -> dict[str, Any]:
     """How a layer's queries and keys are normed and turned, as the kernels take it."""
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {

@@ -9,9 +9,9 @@ import torch
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...base import SamplingFeatures
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
-from ..cache import LayerCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import span
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 class PlainOps:
     """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
 
-    takes_chunks = False  # whether `attend` can go on behind what the cache holds already
+    cache_kinds: frozenset[str] = frozenset()  # that kernels know; with them `attend` takes chunks
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
 
     def __init__(self, split: Split | None = None):
@@ -156,10 +156,10 @@ class PlainOps:
         mask: torch.Tensor | None = None,
         segments: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: CacheView | None = None,
         slots: torch.Tensor | None = None,
         chunk: Chunk | None = None,
-    ) -> tuple[torch.Tensor, LayerCache | None]:
+    ) -> tuple[torch.Tensor, CacheView | None]:
         """See `contract.Ops.attend`; the cache is written in place.
 
         With `chunk` keys and values go behind what the cache holds, which is attended to as well.
@@ -169,7 +169,7 @@ class PlainOps:
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
-            primitives.write(cache, k, v, slots)
+            primitives.write(cache, slots, k, v)
         y = primitives.attention(
             q,
             k,
@@ -190,9 +190,9 @@ class PlainOps:
         layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
-        cache: LayerCache,
+        cache: CacheView,
         lengths: torch.Tensor,
-    ) -> tuple[torch.Tensor, LayerCache]:
+    ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_token`; the cache is written in place."""
         a = layer.spec
         q, k, v = self._heads(layer, qkv, angles)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ....model.spec import Activation
 from ....model.weights import Weight
-from ..cache import LayerCache
+from ...caches import CacheView
 from ..profiling import named
 
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -200,31 +200,21 @@ def visible_keys(
 
 
 @named("append")
-def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write k and v [B, T, K, D] of whole prompts to the start of `slots` [B], zeros behind.
-
-    The sequence that had the slot before may have left values that are not finite, and a masked
-    value still takes part in the product as 0 * value.
-    """
-    tokens = k.shape[1]
-    for buffer, new in zip(cache, (k, v), strict=True):
-        buffer[slots, :, :tokens] = new.transpose(1, 2)
-        buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
+def write(cache: CacheView, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> CacheView:
+    """See `CacheView.write`; in place."""
+    return cache.write(slots, k, v)
 
 
 @named("append")
-def append(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Write k and v [N, K, D] of one new token a slot at position `lengths` [N], in place."""
-    at = lengths.clamp(max=cache.k.shape[2] - 1)
-    slots = torch.arange(k.shape[0], device=k.device)
-    cache.k[slots, :, at] = k
-    cache.v[slots, :, at] = v
+def append(cache: CacheView, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> CacheView:
+    """See `CacheView.append`; in place."""
+    return cache.append(k, v, lengths)
 
 
 @named("decode_attention")
 def decode_attention(
     q: torch.Tensor,
-    cache: LayerCache,
+    cache: CacheView,
     lengths: torch.Tensor,
     *,
     scale: float,
@@ -238,8 +228,9 @@ def decode_attention(
     The query is the last of them. `alibi` and `sinks` are float32 [H].
     """
     slots, heads, dim = q.shape
-    kv_heads = cache.k.shape[1]
-    at = torch.arange(cache.k.shape[2], device=q.device)
+    keys, values = cache.read()
+    kv_heads = keys.shape[1]
+    at = torch.arange(keys.shape[2], device=q.device)
     visible = at[None] < lengths[:, None]
     if window is not None:
         visible = visible & (at[None] >= lengths[:, None] - window)
@@ -247,13 +238,13 @@ def decode_attention(
         ahead = (at[None] - (lengths[:, None] - 1))[:, None]
         seen = visible[:, None, None]
         query = q[:, :, None]
-        out = _dense_attention(query, *cache, seen, scale, alibi, ahead, softcap, sinks)
+        out = _dense_attention(query, keys, values, seen, scale, alibi, ahead, softcap, sinks)
         return out[:, :, 0]
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(
         q.view(slots, kv_heads, heads // kv_heads, dim),
-        cache.k,
-        cache.v,
+        keys,
+        values,
         attn_mask=visible[:, None, None, :],
         scale=scale,
     )

@@ -15,7 +15,7 @@ from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ...slots import bucket
-from ..cache import LayerCache
+from ..cache import FullCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, linear_key
 from ..params import Params
@@ -204,7 +204,7 @@ def _decode_maker(
         size = 2 * keys.nbytes
         count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
         count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
-        caches = [LayerCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
+        caches = [FullCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
         lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
 
         def run(config: Any) -> torch.Tensor:

@@ -1,0 +1,156 @@
+"""What a layer's cache is: its kind, the arrays that it takes, and what ops know of it.
+
+A cache has N slots, one for each sequence under way. How a kind lays out its arrays stands here,
+once for both backends, so that bytes are counted without a framework; how it makes, grows, writes
+and reads them stands in each backend's table of kinds (`cache.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, Protocol, Self
+
+from ..arrays import numpy_dtype
+from ..errors import OutOfMemoryError
+from ..model.spec import Layer, ModelSpec
+
+_MANY = 2048  # tokens
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One layer's cache: its kind, and the sizes of the keys and values that it keeps."""
+
+    kind: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Buffer(NamedTuple):
+    """One array of a layer's cache.
+
+    Devices share its axis number `heads`, that of the KV heads; with None each has all of it.
+    `dtype` None is the model's.
+    """
+
+    shape: tuple[int, ...]
+    heads: int | None = 1
+    dtype: str | None = None
+
+
+Layout = Callable[[CacheSpec, int, int], tuple[Buffer, ...]]
+
+
+def full_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """Keys and values of every token, [N, K, S, D] each."""
+    return tuple(Buffer((slots, spec.kv_heads, tokens, d)) for d in (spec.key_dim, spec.value_dim))
+
+
+# The arrays of each kind, for so many slots with room for so many tokens each.
+LAYOUTS: dict[str, Layout] = {"full": full_layout}
+
+
+def kind_of(layer: Layer) -> str:
+    """The kind of a causal layer's cache. Layers with a window mask a full one."""
+    return "full"
+
+
+def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
+    """The cache of each layer of a causal model."""
+    return tuple(map(_cache_spec, spec.layers))
+
+
+def _cache_spec(layer: Layer) -> CacheSpec:
+    a = layer.attention
+    return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim)
+
+
+def buffers(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """The arrays of one layer's cache."""
+    return LAYOUTS[spec.kind](spec, slots, tokens)
+
+
+def cache_bytes(specs: Sequence[CacheSpec], slots: int, tokens: int, itemsize: int) -> int:
+    """Bytes of the caches of all layers for `slots` sequences of `tokens` tokens.
+
+    `itemsize` is that of the model's dtype.
+    """
+    return sum(
+        prod(b.shape) * (itemsize if b.dtype is None else numpy_dtype(b.dtype).itemsize)
+        for spec in specs
+        for b in buffers(spec, slots, tokens)
+    )
+
+
+def token_bytes(specs: Sequence[CacheSpec], itemsize: int) -> int:
+    """Bytes that one token of a long sequence takes in the caches of all layers."""
+    return cache_bytes(specs, 1, _MANY, itemsize) // _MANY
+
+
+def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) -> OutOfMemoryError:
+    """The error of a cache that `where`, a device, has no room for; sizes in bytes."""
+    there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
+    return OutOfMemoryError(
+        f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
+        f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
+        "a time or fewer new tokens, or set a smaller max_out_tokens."
+    )
+
+
+class CacheView(Protocol):
+    """One layer's cache as ops take it: N slots, with keys and values by position.
+
+    Where arrays are memory, `write` and `append` change them and give the same view back; where
+    they are values, the result has taken its place. Kernels reach into the arrays of the kinds
+    that they know by name; everything else asks the view.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name in the tables of kinds."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """S, the tokens that a slot has room for."""
+        ...
+
+    def write(self, slots: Any, k: Any, v: Any) -> Self:
+        """The cache with k and v [B, T, K, D] of whole prompts from the start of int `slots` [B].
+
+        What lies behind them is finite: a masked value still takes part in a product as 0 * value,
+        and the sequence that had the slot before may have left others.
+        """
+        ...
+
+    def append(self, k: Any, v: Any, lengths: Any) -> Self:
+        """The cache with k and v [N, K, D] of one token a slot, at position lengths[n] of slot n.
+
+        A full slot, of a sequence that has ended, overwrites its own last token.
+        """
+        ...
+
+    def read(self) -> tuple[Any, Any]:
+        """Keys and values [N, K, S, D] of every slot, by position."""
+        ...
+
+
+def served(
+    by_kernels: Mapping[str, str],
+    by_plain: Mapping[str, str],
+    known: frozenset[str],
+    kinds: Sequence[str],
+) -> dict[str, str]:
+    """What serves each op, for people, where the layers' caches are of `kinds`.
+
+    Kernels serve the `known` ones, plain ops all others; without kernels none is known.
+    """
+    others = ", ".join(sorted({*kinds} - known))
+    if not known or not others:
+        return dict(by_kernels)
+    rotary = f"{by_kernels['rotary']}; the append to a cache of kind {others} is plain"
+    attention = f"{by_plain['decode_attention']} for a cache of kind {others}"
+    if known & {*kinds}:
+        attention = f"{by_kernels['decode_attention']}; {attention}"
+    return {**by_kernels, "rotary": rotary, "decode_attention": attention}

@@ -1,0 +1,390 @@
+"""A cache kind that dualinfer does not have: blocks of tokens in one pool, found through a table.
+
+It is added by an entry in each table of kinds, and chosen for a model's layers; nothing else knows.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import base, caches  # noqa: E402
+from dualinfer.backends.caches import Buffer, CacheSpec  # noqa: E402
+from dualinfer.backends.jax import cache as jax_cache  # noqa: E402
+from dualinfer.backends.torch import cache as torch_cache  # noqa: E402
+from dualinfer.bench.counts import Counts  # noqa: E402
+from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
+from dualinfer.errors import OutOfMemoryError  # noqa: E402
+from dualinfer.model.families import describe_model  # noqa: E402
+
+from .models import BACKENDS, CASES, make_model, random_ids, relative_rms  # noqa: E402
+
+SIZE = 4  # tokens of a block
+OPTIONS = {"dtype": "fp32", "replace_with_kernel_inject": True}
+FAMILIES = {case.family: case.name for case in reversed(CASES.values()) if case.generates}
+PROMPTS = [random_ids(1, tokens, seed=tokens)[0].tolist() for tokens in (5, 9, 2)]
+
+
+def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """Two pools of blocks [P, K, SIZE, D], and the table [N, blocks] of their numbers."""
+    blocks = -(-tokens // SIZE)
+    pools = [
+        Buffer((slots * blocks, spec.kv_heads, SIZE, dim)) for dim in (spec.key_dim, spec.value_dim)
+    ]
+    return *pools, Buffer((slots, blocks), None, "int32")
+
+
+def scattered(slots: int, blocks: int, held: tuple[int, ...] = (0, 0)) -> np.ndarray:
+    """A table whose new blocks, all but the first `held` ones, are in no order."""
+    table = np.zeros((slots, blocks), np.int32)
+    is_new = np.ones_like(table, bool)
+    is_new[: held[0], : held[1]] = False
+    first = table.size - is_new.sum()
+    table[is_new] = first + np.random.default_rng(table.size).permutation(is_new.sum())
+    return table
+
+
+class TorchBlocks(NamedTuple):
+    """A `backends.torch.cache.LayerCache`."""
+
+    k: Any
+    v: Any
+    table: Any
+    kind = "blocks"
+
+    @property
+    def capacity(self):
+        return self.table.shape[1] * SIZE
+
+    @classmethod
+    def make(cls, spec, slots, tokens, dtype, device):
+        k, v, table = torch_cache.zeros(spec, slots, tokens, dtype, device)
+        return cls(k, v, table.copy_(torch.from_numpy(scattered(*table.shape))))
+
+    def grown(self, slots, tokens):
+        shape = slots, -(-tokens // SIZE)
+        table = torch.from_numpy(scattered(*shape, self.table.shape)).to(self.table.device)
+        table[: self.table.shape[0], : self.table.shape[1]] = self.table
+        more = 0, 0, 0, 0, 0, 0, 0, table.numel() - self.table.numel()
+        k, v = (torch.nn.functional.pad(pool, more) for pool in (self.k, self.v))
+        return TorchBlocks(k, v, table)
+
+    def view(self, slots, tokens):
+        return self._replace(table=self.table[:slots, : -(-tokens // SIZE)])
+
+    def write(self, slots, k, v):
+        for pool, new in ((self.k, k), (self.v, v)):
+            behind = 0, 0, 0, 0, 0, self.capacity - new.shape[1]
+            rows = torch.nn.functional.pad(new, behind).unflatten(1, (-1, SIZE))
+            pool[self.table[slots]] = rows.transpose(2, 3)
+        return self
+
+    def append(self, k, v, lengths):
+        at = lengths.clamp(max=self.capacity - 1)
+        blocks = self.table[torch.arange(len(k), device=k.device), at // SIZE]
+        self.k[blocks, :, at % SIZE] = k
+        self.v[blocks, :, at % SIZE] = v
+        return self
+
+    def read(self):
+        k, v = (pool[self.table].transpose(1, 2).flatten(2, 3) for pool in (self.k, self.v))
+        return k, v
+
+
+class JaxBlocks(NamedTuple):
+    """A `backends.jax.cache.LayerCache`."""
+
+    k: Any
+    v: Any
+    table: Any
+    kind = "blocks"
+
+    @property
+    def capacity(self):
+        return self.table.shape[1] * SIZE
+
+    @classmethod
+    def make(cls, spec, slots, tokens, zero):
+        k, v, table = jax_cache.zeros(spec, slots, tokens, zero)
+        return cls(k, v, table + scattered(*table.shape))
+
+    def grown(self, slots, tokens):
+        table = scattered(slots, -(-tokens // SIZE), self.table.shape)
+        more = (0, table.size - self.table.size), (0, 0), (0, 0), (0, 0)
+        k, v = (jax.numpy.pad(pool, more) for pool in (self.k, self.v))
+        old = slice(self.table.shape[0]), slice(self.table.shape[1])
+        return JaxBlocks(k, v, jax.numpy.asarray(table).at[old].set(self.table))
+
+    def write(self, slots, k, v):
+        blocks = self.table.at[slots].get(mode="fill", fill_value=len(self.k))
+
+        def put(pool, new):
+            behind = (0, 0), (0, self.capacity - new.shape[1]), (0, 0), (0, 0)
+            rows = jax.numpy.pad(new, behind)
+            rows = rows.reshape(len(new), -1, SIZE, *new.shape[2:]).swapaxes(2, 3)
+            return pool.at[blocks].set(rows, mode="drop")
+
+        return JaxBlocks(put(self.k, k), put(self.v, v), self.table)
+
+    def append(self, k, v, lengths):
+        at = jax.numpy.minimum(lengths, self.capacity - 1)
+        blocks = self.table[jax.numpy.arange(len(k)), at // SIZE]
+        put = [pool.at[blocks, :, at % SIZE].set(new) for pool, new in ((self.k, k), (self.v, v))]
+        return JaxBlocks(*put, self.table)
+
+    def read(self):
+        k, v = (pool[self.table].swapaxes(1, 2) for pool in (self.k, self.v))
+        return k.reshape(*k.shape[:2], -1, k.shape[-1]), v.reshape(*v.shape[:2], -1, v.shape[-1])
+
+
+@pytest.fixture
+def add_blocks(monkeypatch):
+    """A function that adds the kind, and gives it to layers; all of them, unless told which.
+
+    Then there is no other kind. Buckets begin at 16 tokens, so that a cache grows soon.
+    """
+    monkeypatch.setattr(base, "RESERVED", 8)
+    for module in (dualinfer.backends.torch.runner, dualinfer.backends.jax.runner):
+        monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
+
+    def add(has_blocks=None):
+        tables = (caches.LAYOUTS, blocks_layout), (torch_cache.KINDS, TorchBlocks)
+        for table, entry in (*tables, (jax_cache.KINDS, JaxBlocks)):
+            monkeypatch.setitem(table, "blocks", entry)
+            if has_blocks is None:
+                monkeypatch.delitem(table, "full")
+
+        def kind_of(layer):
+            return "blocks" if has_blocks is None or has_blocks(layer) else "full"
+
+        monkeypatch.setattr(caches, "kind_of", kind_of)
+
+    return add
+
+
+def texts(engine, is_new: bool = True) -> list[list[int]]:
+    """A sampled stream that stays open while greedy ones come; then sampled ones in their slots.
+
+    Prompts are of different lengths, and the cache of a new engine grows in slots and in tokens.
+    """
+    stream = engine.stream([PROMPTS[0]], max_new_tokens=14, do_sample=True, seed=3)
+    found = [next(stream) for _ in range(3)]
+    before = engine.report().cache_bytes
+    how = {"pad_token_id": 0, "max_new_tokens": 20, "do_sample": False}
+    greedy = np.asarray(engine.generate(PROMPTS, **how)).tolist()
+    assert engine.report().cache_bytes > before or not is_new
+    how |= {"max_new_tokens": 7, "do_sample": True}
+    sampled = np.asarray(engine.generate(PROMPTS[::-1], seed=7, **how)).tolist()
+    return [[*found, *stream], *greedy, *sampled]
+
+
+def layers_of(engine) -> list[Any]:
+    """Every layer's buffers."""
+    cache = engine.runner._cache
+    return cache.layers if isinstance(cache, jax_cache.Cache) else cache._layers
+
+
+def check_scattered(table) -> None:
+    """Each block has one owner, and those of a slot lie apart."""
+    table = np.asarray(table)
+    assert sorted(table.flat) == list(range(table.size))
+    assert all((np.diff(row) != 1).any() for row in table)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES.values())
+def test_blocks_give_the_text_of_the_full_cache(name, backend, hf_model, engine_of, add_blocks):
+    expected = texts(engine_of(name, "torch"), is_new=False)
+    add_blocks()
+    with dualinfer.init_inference(hf_model(name), backend=backend, **OPTIONS) as engine:
+        assert texts(engine) == expected
+        layers = layers_of(engine)
+        assert len(layers) == engine.report().layers
+        assert {type(layer) for layer in layers} == {
+            TorchBlocks if backend == "torch" else JaxBlocks
+        }
+        for layer in layers:
+            check_scattered(layer.table)
+            assert np.asarray(layer.k).any() and np.asarray(layer.v).any()
+        slots, tokens = layers[0].table.shape[0], layers[0].capacity
+        held = engine.report().cache_bytes
+        assert held == engine.runner.cache_bytes_for(slots, tokens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_from_blocks_are_those_from_a_full_cache(backend, hf_model, add_blocks, monkeypatch):
+    def logits() -> dict[int, np.ndarray]:
+        by_position = {}
+
+        def note(position, scores):
+            by_position[int(position[0])] = np.asarray(scores)[:3].copy()
+
+        sampler = getattr(dualinfer.backends, backend).sampler
+        original = sampler.sample
+
+        def sample(scores, state, position, features):
+            if backend == "jax":
+                jax.debug.callback(note, position, scores)
+            else:
+                note(position, scores)
+            return original(scores, state, position, features)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler, "sample", sample)
+            with dualinfer.init_inference(hf_model("qwen3"), backend=backend, **OPTIONS) as engine:
+                engine.generate(PROMPTS, max_new_tokens=20, do_sample=False, eos_token_id=None)
+            jax.effects_barrier()
+        return by_position
+
+    expected = logits()
+    add_blocks()
+    found = logits()
+    assert list(found) == list(expected) and len(found) == 20
+    for position, scores in expected.items():
+        assert relative_rms(found[position], scores) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_have_caches_of_different_kinds(backend, hf_model, engine_of, add_blocks):
+    expected = texts(engine_of("gemma2", "torch"), is_new=False)
+    add_blocks(lambda layer: layer.attention.window is not None)
+    with dualinfer.init_inference(hf_model("gemma2"), backend=backend, **OPTIONS) as engine:
+        assert texts(engine) == expected
+        assert [layer.kind for layer in layers_of(engine)] == ["blocks", "full"]
+
+
+def test_two_devices_share_the_pools_and_have_the_table_each(hf_model, engine_of, add_blocks):
+    expected = texts(engine_of("llama-gqa", "torch"), is_new=False)
+    add_blocks()
+    how = {"backend": "jax", "tensor_parallel": {"tp_size": 2}, **OPTIONS}
+    with dualinfer.init_inference(hf_model("llama-gqa"), **how) as engine:
+        assert texts(engine) == expected
+        k, v, table = layers_of(engine)[0]
+        check_scattered(table)
+        for pool in (k, v):
+            assert pool.addressable_data(0).shape[1] == pool.shape[1] // 2
+        assert table.addressable_data(0).shape == table.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_leave_what_they_do_not_know_to_plain_ops(backend, add_blocks, monkeypatch):
+    from .test_kernel_ops import CASES as TINY
+    from .test_kernel_ops import VOCAB
+
+    model = make_model("gemma2", vocab_size=VOCAB, **TINY["gemma2"])
+    options = OPTIONS | {"backend": backend}
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
+    with dualinfer.init_inference(model, **options) as engine:
+        expected = np.asarray(engine.generate(prompts, **how))
+    if backend == "torch":
+        pytest.importorskip("triton")
+        from dualinfer.backends.torch.ops.kernels import KernelOps
+
+        monkeypatch.setattr(
+            dualinfer.backends.torch, "_make_ops", lambda config, spec, device, _: KernelOps(device)
+        )
+        # A prompt goes in pieces only where kernels can go on behind what the cache holds.
+        monkeypatch.setattr(dualinfer.backends.torch.prompts, "_MOST_AT_ONCE", 4)
+    else:
+        from dualinfer.backends.jax.ops.kernels import KernelOps
+
+        monkeypatch.setattr(
+            dualinfer.backends.jax, "_make_ops", lambda *args: KernelOps(2, interpret=True)
+        )
+    add_blocks(lambda layer: layer.attention.window is not None)
+    with dualinfer.init_inference(model, **options) as engine:
+        np.testing.assert_array_equal(np.asarray(engine.generate(prompts, **how)), expected)
+        ops = engine.report().ops
+    kernels, _, plain = ops["decode_attention"].partition("; ")
+    assert "split KV" in kernels and plain.endswith(" for a cache of kind blocks")
+    assert ops["rotary"].endswith("the append to a cache of kind blocks is plain")
+    add_blocks()
+    with dualinfer.init_inference(model, **options) as engine:
+        assert engine.report().ops["decode_attention"] == plain
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_without_room_are_refused_before_they_are_made(
+    backend, hf_model, add_blocks, monkeypatch
+):
+    add_blocks()
+    name = "free_bytes" if backend == "torch" else "host_free_bytes"
+    with dualinfer.init_inference(hf_model("llama-mqa"), backend=backend, **OPTIONS) as engine:
+        needed = engine.runner.cache_bytes_for(1, 64)
+        ids = [PROMPTS[0]]
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dualinfer.backends.{backend}.cache.{name}", lambda *_: needed - 1)
+            with pytest.raises(OutOfMemoryError, match=rf"64 tokens needs {needed:,} bytes"):
+                engine.generate([PROMPTS[0] * 10], max_new_tokens=5)
+        assert engine.report().cache_bytes == 0
+        assert np.asarray(engine.generate(ids, max_new_tokens=1, do_sample=False)).shape == (1, 6)
+
+
+def test_the_plan_and_the_bench_count_what_the_kind_takes(hf_model, add_blocks):
+    config = hf_model("llama-mha").config.to_dict()
+    spec, table = describe_model(config, ["LlamaForCausalLM"])
+    full = make_plan_table(table, 2, "float32").devices[1].cache
+    read = Counts.of(spec, table).kv_bytes("float32", 3, 5, 9)
+    add_blocks()
+    # The number of a block is 4 bytes, for the 4 tokens in it.
+    assert make_plan_table(table, 2, "float32").devices[1].cache == full + len(spec.layers)
+    per_token = len(spec.layers) * 3 * np.mean([5 + k for k in range(8)])
+    assert Counts.of(spec, table).kv_bytes("float32", 3, 5, 9) == pytest.approx(read + per_token)
+
+
+# Who knows what a cache is made of.
+
+ROOT = Path(dualinfer.__file__).parent
+INSIDE = {
+    f"backends/{backend}/{file}.py" for backend in BACKENDS for file in ("cache", "ops/kernels")
+}
+ELSEWHERE = (
+    "kernels",
+    "module",
+)  # folders: kernels are given arrays, modules have caches of their own
+
+
+def reaches_in(node: ast.AST) -> bool:
+    """Whether a node reads `.k` or `.v`, or takes apart what is called a cache."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("k", "v") or (node.attr == "shape" and is_cache(node.value))
+    if isinstance(node, ast.Starred):
+        return is_cache(node.value)
+    if isinstance(node, ast.For | ast.comprehension):
+        return is_cache(node.iter)
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Tuple) and is_cache(node.value)
+    return False
+
+
+def is_cache(node: ast.AST) -> bool:
+    """True for `cache`, `self._cache`, `cache[i]` and `filled[i]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name in ("cache", "_cache", "filled")
+
+
+def test_only_cache_files_and_kernels_reach_into_a_cache():
+    reaching = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if not set(path.relative_to(ROOT).parts) & {*ELSEWHERE}
+        and any(map(reaches_in, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert reaching <= INSIDE
+    for source in (
+        "cache.k",
+        "cache[0].shape",
+        "f(*cache)",
+        "a, b = cache",
+        "[0 for x in cache]",
+    ):
+        assert any(map(reaches_in, ast.walk(ast.parse(source)))), source
