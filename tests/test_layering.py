@@ -19,20 +19,23 @@ FLOORS: dict[str, str] = {
     "system": "",
     "kernels": "",
     "config": "",
-    "model": "",
+    "quantization": "",
+    "model": "quantization",
     "parallel": "model config",
-    "checkpoint": "system config model parallel",
+    "checkpoint": "system config quantization model parallel",
     "backends": "config model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
-    "backends.jax": "system kernels.pallas config model parallel checkpoint backends decoder",
+    "backends.torch": "system kernels.triton config quantization model parallel checkpoint "
+    "backends decoder",
+    "backends.jax": "system kernels.pallas config quantization model parallel checkpoint "
+    "backends decoder",
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
     "": "config embedded engine api",
     "bench": "embedded config model backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
     "bench.jax": "kernels.pallas model backends backends.jax bench",
-    "cli": "embedded config model parallel checkpoint backends engine api bench",
+    "cli": "embedded config quantization model parallel checkpoint backends engine api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}

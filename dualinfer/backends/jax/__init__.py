@@ -24,7 +24,7 @@ from .ops.kernels import KernelOps, runs_kernels, unserved
 from .ops.plain import PlainOps
 from .ops.split import SplitKernelOps
 from .parallel import Split
-from .params import load_model
+from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
 
@@ -75,11 +75,11 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, place.size, grain, equal=True)
     with without_mesh():
-        model, notes = load_model(place, tp_plan, plan, source, dtype)
+        params, model, notes = load_params(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
         most = spec.most_tokens(config.max_out_tokens)
-        runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, most, options)
+        runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes
     return runner
 
