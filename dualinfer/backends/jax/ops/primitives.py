@@ -15,7 +15,7 @@ from jax import lax
 
 from ....errors import UnsupportedError
 from ....model.spec import Activation
-from ....model.weights import Leaf, Weight
+from ....model.weights import Leaf, LoadPlan, Weight
 from ....quantization import Scheme
 from ..cache import LayerCache
 
@@ -66,6 +66,13 @@ def arithmetic_of(scheme: Scheme) -> Arithmetic:
             "with. Pass the model that they were made from."
         )
     return SCHEMES[scheme.name]
+
+
+def check_schemes(plan: LoadPlan) -> None:
+    """Raise UnsupportedError for weights of a scheme that has no arithmetic here."""
+    for row, _ in plan.rows:
+        if row.scheme is not None:
+            arithmetic_of(row.scheme)
 
 
 def scheme_implementations(leaves: Iterable[Leaf]) -> dict[str, str]:
