@@ -260,7 +260,7 @@ def test_what_people_see_of_an_engine_has_every_part(backend, folder):
         qkv = params["layers"][0]["qkv"]
         assert (qkv["weight"].dtype, qkv["weight_scale"].shape) == ("int8", (960,))
         logits = made.apply(params, ids).logits
-        np.testing.assert_array_equal(logits, np.asarray(made(ids).logits))
+        assert relative_rms(logits, made(ids).logits) < LIMIT
         qkv["weight_scale"] = 2 * qkv["weight_scale"]
         assert relative_rms(made.apply(params, ids).logits, logits) > 0.01
         assert "qkv.weight: int8[q+k+v=960, embed=96] (int8 rows)" in repr(made.model)
@@ -318,18 +318,15 @@ def test_plain_weights_beside_quantized_ones_stay_plain(hf_model, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_kernels_leave_quantized_weights_to_plain_ops(name, backend, tmp_path, monkeypatch):
+def test_kernels_leave_quantized_weights_to_plain_ops(backend, tmp_path, monkeypatch):
     """And run around them: norms, attention, sampling."""
     pytest.importorskip("triton")
     from dualinfer.backends.jax.ops.kernels import KernelOps as JaxOps
     from dualinfer.backends.torch.ops.kernels import KernelOps as TorchOps
     from dualinfer.backends.torch.tuning.cases import find_problems
 
-    small = {"gpt2": {"n_embd": 24, "n_head": 2, "n_layer": 1}}
-    small["llama-gqa"] = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
-    small["llama-gqa"] |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
-    write(tmp_path, make_model(name, vocab_size=97, **small[name]))
+    small = {"n_embd": 24, "n_head": 2, "n_layer": 1, "vocab_size": 97}
+    write(tmp_path, make_model("gpt2", **small))
     ids = random_ids(2, 9, vocab=97)
     with engine(tmp_path / "dense", backend) as dense:
         expected = np.asarray(dense(ids).logits), dense.generate(ids, **GREEDY)
@@ -381,9 +378,9 @@ def test_checkpoints_that_do_not_fit_their_scheme_are_refused(folder, tmp_path):
 def test_the_plan_counts_the_bytes_of_quantized_weights(folder):
     path = folder("llama-gqa") / "int8"
     size = sum(array.nbytes for array in stored(path).values())
-    said = CliRunner().invoke(app, ["plan", str(path), "--tp", "1"])
+    said = CliRunner().invoke(app, ["plan", str(path), "--tp", "1", "--dtype", "float32"])
     assert said.exit_code == 0, said.output
-    assert f"{size / 2**10:,.1f} KiB" in said.output or f"{size:,}" in said.output, said.output
+    assert f" {size / 2**10:.1f} KiB " in said.output, said.output
 
 
 def test_every_part_of_a_leaf_is_found_by_its_name():
