@@ -34,7 +34,7 @@ from dualinfer.kernels.triton import tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
 from dualinfer.kernels.triton.tuning import Key, Measured, Table
 from dualinfer.model.spec import ModelSpec
-from dualinfer.model.weights import Weight
+from dualinfer.model.weights import make_leaf
 from dualinfer.parallel.sharding import make_plan
 
 NAMES = [
@@ -72,7 +72,7 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     for row in shard.table.rows:
         data = torch.empty(shard.shape(row), dtype=getattr(torch, dtype), device=device)
         group = params.outer if row.layer is None else params.layers[row.layer]
-        group[row.local_name] = Weight(data.normal_(0, 0.02), row.axes)
+        group[row.local_name] = make_leaf(row, {"data": data.normal_(0, 0.02)}, data.dtype)
     return spec, params
 
 

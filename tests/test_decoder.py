@@ -11,6 +11,7 @@ from dualinfer import decoder
 from dualinfer.backends import contract
 from dualinfer.backends.contract import ALONE, LayerAttention
 from dualinfer.kernels import reference
+from dualinfer.model.weights import parts_of
 
 from .models import relative_rms
 
@@ -86,7 +87,7 @@ class NumpyOps:
 
 
 def _array(weight):
-    return None if weight is None else weight.data.numpy()
+    return None if weight is None else parts_of(weight)["data"].numpy()
 
 
 @pytest.mark.parametrize(

@@ -1042,13 +1042,13 @@ def test_module_in_training_mode_gives_the_answers_of_evaluation(backend):
 def test_weights_are_shared_on_torch_where_layouts_agree(hf_model):
     model = hf_model("llama-gqa")
     engine = dualinfer.init_inference(model, kernel_inject=True)
-    own = {w.data.data_ptr() for w in engine.runner.params.weights()}
+    own = {p.data_ptr() for p in engine.module.parameters()}
     shared = {n for n, p in model.named_parameters() if p.data_ptr() in own}
     assert "model.embed_tokens.weight" in shared and "lm_head.weight" in shared
     fused = re.compile(r"(q|k|v|gate|up)_proj")
     assert shared == {n for n, _ in model.named_parameters() if not fused.search(n)}
     other = dualinfer.init_inference(model, kernel_inject=True, dtype="bf16")
-    assert not own & {w.data.data_ptr() for w in other.runner.params.weights()}
+    assert not own & {p.data_ptr() for p in other.module.parameters()}
 
 
 def test_gradients_are_neither_needed_nor_made(hf_model):

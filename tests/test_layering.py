@@ -19,20 +19,23 @@ FLOORS: dict[str, str] = {
     "system": "",
     "kernels": "",
     "config": "",
-    "model": "",
+    "quantization": "",
+    "model": "quantization",
     "parallel": "model config",
-    "checkpoint": "system config model parallel",
+    "checkpoint": "system config quantization model parallel",
     "backends": "config model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
-    "backends.jax": "system kernels.pallas config model parallel checkpoint backends decoder",
+    "backends.torch": "system kernels.triton config quantization model parallel checkpoint "
+    "backends decoder",
+    "backends.jax": "system kernels.pallas config quantization model parallel checkpoint "
+    "backends decoder",
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
     "": "config embedded engine api",
     "bench": "embedded config model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
     "bench.jax": "kernels.pallas model backends backends.jax bench",
-    "cli": "embedded config model parallel checkpoint backends engine api bench",
+    "cli": "embedded config quantization model parallel checkpoint backends engine api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}
@@ -178,3 +181,27 @@ def test_imports_finds_relative_absolute_and_nested_ones():
         ("flax", False),
         ("triton", True),
     ]
+
+
+# Who may read what a Weight holds: its ops, and what loads it.
+READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "model.weights")
+# Attributes of that name of other things.
+OTHER_DATA = {
+    "backends.jax.exchange": "a shard of a jax.Array",
+    "backends.torch.adapter": "a torch Parameter",
+    "bench.random_weights": "a NumPy array's memory",
+    "checkpoint.files": "a NumPy array's memory",
+}
+
+
+def test_only_ops_and_loading_read_what_a_weight_holds():
+    """Everyone else asks a Weight for its shape and dtype, or hands its parts on by their names."""
+    readers = {
+        module_name(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "data"
+    }
+    weights = {m for m in readers if any(is_within(m, folder) for folder in READS_WEIGHTS)}
+    assert readers - weights == set(OTHER_DATA)
+    assert any(is_within(m, "backends.torch.ops") for m in weights)

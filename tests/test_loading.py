@@ -88,21 +88,21 @@ def test_a_part_is_written_to_the_array_that_is_given(tmp_path):
 def test_blocks_of_a_large_tensor_join_without_a_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("dualinfer.checkpoint.files._BLOCK", 40_000)
     values = np.random.default_rng(0).integers(0, 2**15, (1000, 333), np.int16)
-    write_tensors(tmp_path / "x", "int16", {"x": values.shape}, [values])
+    write_tensors(tmp_path / "x", {"x": ("int16", values.shape)}, [values])
     for index in (np.s_[3:999, :], np.s_[:, 5:331]):
         np.testing.assert_array_equal(TensorFile(tmp_path / "x").read("x", index), values[index])
 
 
 def test_written_files_are_safetensors(tmp_path):
-    arrays = {"a": np.ones((3, 5), ml_dtypes.bfloat16), "ä[0:1]": np.zeros(7, ml_dtypes.bfloat16)}
-    shapes = {name: array.shape for name, array in arrays.items()}
-    write_tensors(tmp_path / "x", "bfloat16", shapes, iter(arrays.values()))
+    arrays = {"a": np.ones((3, 5), ml_dtypes.bfloat16), "ä[0:1]": np.arange(7, dtype=np.int8)}
+    tensors = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+    write_tensors(tmp_path / "x", tensors, iter(arrays.values()))
     read = safetensors.numpy.load_file(tmp_path / "x")
     assert read.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(read[name], array)
     with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "x", "bfloat16", shapes, iter(arrays.values()))
+        write_tensors(tmp_path / "x", tensors, iter(arrays.values()))
 
 
 def test_a_file_that_was_cut_short_is_told(tmp_path):
@@ -258,6 +258,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[3])
 from tests.test_loading import described
 from dualinfer.backends.torch.params import load_params
+from dualinfer.model.weights import count_leaves
 from dualinfer.parallel.sharding import make_plan
 from pathlib import Path
 
@@ -271,7 +272,7 @@ shards = make_plan(plan.table, int(sys.argv[2])).shards
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = kib("VmRSS")
 params = load_params(shards[-1], plan, source, torch.float32, torch.device("cpu"))
-stays = sum(w.data.nbytes for w in params.weights())
+stays = count_leaves(params.leaves())["parameter_bytes"]
 print(json.dumps({"stays": stays, "peak": (kib("VmHWM") - before) * 1024}))
 """
 
@@ -289,11 +290,13 @@ def write_zeros(folder, vocab, embed, ffn, layers):
     )
     config.to_json_file(folder / "config.json")
     _, table = describe_model(config.to_dict(), config.architectures)
-    shapes = {
-        source.name: table.shape(row, source.axes) for row in table.rows for source in row.sources
+    tensors = {
+        source.name: ("float32", table.shape(row, source.axes))
+        for row in table.rows
+        for source in row.sources
     }
-    arrays = (np.zeros(shape, np.float32) for shape in shapes.values())
-    write_tensors(folder / "model.safetensors", "float32", shapes, arrays)
+    arrays = (np.zeros(shape, np.float32) for _, shape in tensors.values())
+    write_tensors(folder / "model.safetensors", tensors, arrays)
 
 
 @pytest.mark.parametrize("tall", [False, True])

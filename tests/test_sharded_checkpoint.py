@@ -198,8 +198,8 @@ def full_disk(path, failing, tp):
 
     real = dualinfer.checkpoint.saving.write_tensors
 
-    def fail(file, dtype, shapes, arrays):
-        real(file, dtype, dict(list(shapes.items())[:1]), [next(iter(arrays))])
+    def fail(file, tensors, arrays):
+        real(file, dict(list(tensors.items())[:1]), [next(iter(arrays))])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if int(os.environ["RANK"]) == failing:

@@ -25,6 +25,7 @@ from dualinfer.config import InferenceConfig
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
+from dualinfer.model.weights import parts_of, with_parts
 
 MACHINE = store.Machine("NVIDIA H100 80GB HBM3", 132, "2.11.0+cu130", "3.6.0", "abc")
 KEY = ("linear", 1, 4096, 11008, 2, False)
@@ -306,7 +307,10 @@ def half(params):
     """Weights in bfloat16, so that several rows have a kernel."""
 
     def cast(weights):
-        return {name: replace(w, data=w.data.bfloat16()) for name, w in weights.items()}
+        return {
+            name: with_parts(leaf, {"data": parts_of(leaf)["data"].bfloat16()})
+            for name, leaf in weights.items()
+        }
 
     outer, layers = cast(params.outer), [cast(layer) for layer in params.layers]
     return params._replace(outer=outer, layers=layers)

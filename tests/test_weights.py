@@ -7,9 +7,11 @@ import pytest
 
 from dualinfer import CheckpointError
 from dualinfer.model.families import describe_model
-from dualinfer.model.weights import WeightTable, make_load_plan, marks_of, row
+from dualinfer.model.weights import WeightTable, join_axis, make_load_plan, marks_of, row
+from dualinfer.parallel.sharding import Found, Shard, Share, make_plan
+from dualinfer.quantization import Stored
 
-from .models import ALL, CASES
+from .models import ALL, BACKENDS, CASES
 
 
 class Tensors:
@@ -63,8 +65,8 @@ def test_permutation_follows_the_axes_names():
     joined = row("w", "q+k+v embed", ("x", "embed q+k+v"), ("y", "k embed"))
     assert joined.permutation(joined.sources[0]) == (1, 0)
     assert joined.permutation(joined.sources[1]) == (0, 1)
-    assert joined.join_axis == 0
-    assert row("w", "embed gate+up", ("x", "gate embed")).join_axis == 1
+    assert join_axis(joined.axes) == 0
+    assert join_axis(("embed", "gate+up")) == 1
 
 
 def test_extents_are_of_each_layer_and_of_a_joined_axis_the_sum():
@@ -201,3 +203,118 @@ def test_names_and_buffers_of_older_checkpoints_are_known(name, base, hf_model):
     assert {n for n in unused if "lm_head" in n or "embed_out" in n} == {
         n for n in tensors if "lm_head" in n or "embed_out" in n
     }
+
+
+class Experts(Sizes):
+    """A spec of three experts, and no layers of its own."""
+
+    layers = ()
+
+    def extent(self, axis, layer=None):
+        sizes = {"experts": 3, "gate": 4, "up": 4, "in": 2}
+        return sum(sizes[part] for part in axis.split("+"))
+
+
+STACKED = row("up.weight", "experts gate+up in", ("{x}.gate", "gate in"), ("{x}.up", "in up"))
+
+
+def experts(stacked=STACKED, **fields):
+    """A table of one row of stacked experts, and its tensors."""
+    table = WeightTable(Experts(), (stacked,), (), **fields)
+    random = np.random.default_rng(0)
+    parts = [part for own in table.rows for part in own.sources]
+    tensors = {p.name: random.normal(size=table.shape(table.rows[0], p.axes)) for p in parts}
+    source = Tensors(**{name: array.astype(np.float32) for name, array in tensors.items()})
+    return table, source
+
+
+def gathered(shard, source, part="data"):
+    """What a shard holds of its table's only row, by NumPy."""
+    ((own, names),) = make_load_plan(shard.table, source).rows
+    found = [
+        Found(read, source.read(name, read.index))
+        for origin, name in zip(own.sources, names, strict=True)
+        for read in shard.reads(own, origin)
+        if origin.part == part
+    ]
+
+    def pad(block, shape):
+        return np.pad(block, [(0, n - m) for n, m in zip(shape, block.shape, strict=True)])
+
+    return shard.assemble(own, found, np.transpose, pad, np.concatenate)
+
+
+def expected_experts(source):
+    tensors = source.tensors
+    return np.stack(
+        [np.concatenate([tensors[f"{x}.gate"], tensors[f"{x}.up"].T]) for x in range(3)]
+    )
+
+
+def test_stored_tensors_are_stacked_along_a_new_first_axis():
+    table, source = experts()
+    names = [part.name for part in table.rows[0].sources]
+    assert names == ["0.gate", "0.up", "1.gate", "1.up", "2.gate", "2.up"]
+    whole = gathered(Shard(0, 1, table.spec, table, {}), source)
+    np.testing.assert_array_equal(whole, expected_experts(source))
+    one = row("up.weight", "experts gate+up in", ("all", "experts gate+up in"))
+    table, _ = experts(one)
+    whole = gathered(Shard(0, 1, table.spec, table, {}), Tensors(all=whole))
+    np.testing.assert_array_equal(whole, expected_experts(source))
+
+
+def test_a_share_of_stacked_tensors_is_of_the_stack_or_of_each():
+    """Other devices' experts are not read; what is padded are experts of zeros."""
+    table, source = experts()
+    whole = expected_experts(source)
+    last = Shard(1, 2, table.spec, table, {"experts": Share(2, 3, 2)})
+    assert {
+        r.source.index for p in table.rows[0].sources for r in last.reads(table.rows[0], p)
+    } == {2}
+    assert last.split_axis(table.rows[0]) == 0
+    np.testing.assert_array_equal(gathered(last, source), np.stack([whole[2], zeros(8, 2)]))
+    wide = {name: Share(1, 4, 4) for name in ("gate", "up")}
+    part = Shard(0, 2, table.spec, table, wide)
+    assert part.split_axis(table.rows[0]) == 1
+    padded = zeros(3, 8, 2)
+    padded[:, :3], padded[:, 4:7] = whole[:, 1:4], whole[:, 5:8]
+    np.testing.assert_array_equal(gathered(part, source), padded)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stacked_tensors_with_scales_load_as_one_weight(backend):
+    """Each part is stacked by itself, and cut where it has the axis."""
+
+    class Scaled:
+        name = "scaled"
+
+        def stored(self, name, axes):
+            scales = Stored("scale", f"{name}_scale", axes[:1], ("float32",))
+            return Stored("data", name, axes, ("float32",)), scales
+
+    scheme = Scaled()
+    table, source = experts(choose=lambda name: scheme)
+    plan = make_load_plan(table, source)
+    if backend == "torch":
+        import torch
+
+        from dualinfer.backends.torch.params import load_params
+
+        shard = Shard(0, 1, table.spec, table, {})
+        given = shard, plan, source, torch.bfloat16, torch.device("cpu")
+        leaf = load_params(*given).outer["up.weight"]
+    else:
+        import jax
+
+        from dualinfer.backends.jax.mesh import OneDevice
+        from dualinfer.backends.jax.params import load_params
+
+        place, tp_plan = OneDevice(jax.devices("cpu")[0]), make_plan(table, 1)
+        params, model, _ = load_params(place, tp_plan, plan, source, jax.numpy.dtype("bfloat16"))
+        leaf = params.outer["up.weight"]
+        assert model.up.weight_scale.shape == (3, 8)
+    assert str(leaf.dtype).endswith("bfloat16") and leaf.axes == ("experts", "gate+up", "in")
+    for array, end in ((leaf.data, ""), (leaf.scale, "_scale")):
+        each = [[source.tensors[f"{x}.{n}{end}"] for n in ("gate", "up")] for x in range(3)]
+        whole = np.stack([np.concatenate(pair) for pair in each])
+        np.testing.assert_array_equal(np.asarray(array), whole)

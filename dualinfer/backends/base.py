@@ -86,8 +86,6 @@ class Request:
         return len(self.tokens) + self.max_new_tokens - 1
 
 
-
-
 class PendingTokens(Protocol):
     """Tokens that the device may still be computing."""
 

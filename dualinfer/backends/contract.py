@@ -5,7 +5,8 @@ product; bias, activation and residual after it) are its arguments. A backend ha
 its framework's primitives compose, and ops by kernels. Over several devices the ops of each see its
 share of the model, as `ModelSpec` describes it, and join the others where the contract says so.
 
-Arrays are the backend's own. The decoder hands them on, and slices leading axes, no more. Unless an
+Arrays are the backend's own. The decoder hands them on, and slices leading axes, no more. Matrices
+of the model are `Weight`s, which may be quantized: ops alone know how they are held. Unless an
 op says otherwise, arrays have the model's dtype, results have x's dtype, sums are made in float32,
 and no argument is written. What an op may overwrite its caller reads no more; on a backend whose
 arrays are values nothing happens to it. Shapes by letter: see `spec.py`.
@@ -16,12 +17,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..model.spec import Activation, Attention, ModelSpec, Norm
-from ..model.weights import Weight
+from ..model.weights import Leaf, Weight
 from .base import SamplingFeatures
 from .caches import CacheView
 
 Array: TypeAlias = Any
-Weights: TypeAlias = Mapping[str, Weight]
+Weights: TypeAlias = Mapping[str, Leaf]
 
 
 class Params(Protocol):
@@ -42,8 +43,8 @@ class NormOf(NamedTuple):
     """A norm with its weights."""
 
     spec: Norm
-    weight: Weight
-    bias: Weight | None
+    weight: Array
+    bias: Array | None
 
     @classmethod
     def named(cls, spec: Norm, w: Weights, name: str) -> "NormOf":
@@ -59,7 +60,7 @@ class Neighbours(NamedTuple):
     `wide` asks for float32 results.
     """
 
-    bias: Weight | None = None
+    bias: Array | None = None
     norm: NormOf | None = None
     activation: Activation | None = None
     gated: bool = False

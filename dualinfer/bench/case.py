@@ -66,15 +66,15 @@ class Shape(NamedTuple):
 
 
 def make_weight(data: Any) -> Weight:
-    """A vector or a matrix as the ops take it."""
-    return Weight(data, ("rows", "columns")[-data.ndim :])
+    """A matrix as the ops take it."""
+    return Weight(data, ("rows", "columns"))
 
 
 def make_norm(weight: Any, bias: Any = None) -> NormOf:
     """RMSNorm; LayerNorm if there is a bias."""
     if bias is None:
-        return NormOf(Norm("rms", EPS), make_weight(weight), None)
-    return NormOf(Norm("layer", EPS), make_weight(weight), make_weight(bias))
+        return NormOf(Norm("rms", EPS), weight, None)
+    return NormOf(Norm("layer", EPS), weight, bias)
 
 
 def rows_of(count: int) -> str:

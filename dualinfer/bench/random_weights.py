@@ -66,17 +66,19 @@ def _write_weights(model: Model, dtype: str, path: Path) -> None:
     """A safetensors file of ones for norms and normal values for the rest."""
     _, table = model.describe()
     kind = numpy_dtype(dtype)
-    shapes = {
-        source.name: table.shape(row, source.axes) for row in table.rows for source in row.sources
+    tensors = {
+        source.name: (dtype, table.shape(row, source.axes))
+        for row in table.rows
+        for source in row.sources
     }
     random = np.random.default_rng(0)
     block = (_DEVIATION * random.standard_normal(_BLOCK, np.float32)).astype(kind)
 
     def arrays() -> Iterator[np.ndarray]:
-        for name, shape in shapes.items():
+        for name, (_, shape) in tensors.items():
             if len(shape) == 1 and name.endswith(".weight"):  # a norm's
                 yield np.ones(shape, kind)
             else:
                 yield np.resize(np.roll(block, -int(random.integers(_BLOCK))), shape)
 
-    write_tensors(path, dtype, shapes, arrays(), to_disk=False)
+    write_tensors(path, tensors, arrays(), to_disk=False)

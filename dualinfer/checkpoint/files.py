@@ -307,29 +307,29 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_tensors(
     path: Path,
-    dtype: str,
-    shapes: Mapping[str, Sequence[int]],
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
     arrays: Iterable[np.ndarray],
     *,
     to_disk: bool = True,
 ) -> None:
     """Write a new safetensors file whose tensors, in order, are `arrays`, each asked for in turn.
 
-    All are of `dtype` and of their `shapes`. With `to_disk` the bytes are on the disk when this
-    returns, not in the system's memory only. An OSError leaves a part of the file.
+    `tensors` are the dtype, by NumPy's name, and the shape of each. With `to_disk` the bytes are on
+    the disk when this returns, not in the system's memory only. An OSError leaves a part of the
+    file.
     """
     header: dict[str, Any] = {"__metadata__": _FORMAT}
-    at, kind = 0, numpy_dtype(dtype)
-    for name, shape in shapes.items():
-        end = at + prod(shape) * kind.itemsize
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + prod(shape) * numpy_dtype(dtype).itemsize
         header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for shape, array in zip(shapes.values(), arrays, strict=True):
-            assert (array.shape, array.dtype) == (tuple(shape), kind)
+        for (dtype, shape), array in zip(tensors.values(), arrays, strict=True):
+            assert (array.shape, array.dtype) == (tuple(shape), numpy_dtype(dtype))
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()
         if to_disk:

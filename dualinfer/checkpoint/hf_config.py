@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, CheckpointError, ModelError, shown
-from ..model.families import check_model_type, check_unquantized
+from ..model.families import check_model_type
 from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
 from ..model.generation import GENERATION
 from ..model.generation import check_types as check_generation_types
+from ..quantization import read_quantization
 from .files import read_json
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
@@ -35,13 +36,16 @@ def read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved.
 
     No code of the folder runs, and no field of it makes HF look for a file or fill the memory.
-    Raises ModelError that names a bad field, and UnsupportedError for a quantized model.
+    Raises ModelError that names a bad field, and UnsupportedError for a quantized model of a
+    kind that is not served.
     """
     path = folder / "config.json"
     written = read_json(path)
     model_type = check_model_type(written.get("model_type"))
-    check_unquantized(written)
+    choose = read_quantization(written)
     fields = usable_fields(model_type, written)
+    if choose is not None:
+        fields["quantization_config"] = written["quantization_config"]
     from transformers import AutoConfig
 
     try:

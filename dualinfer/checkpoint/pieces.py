@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import CheckpointError, shortened
-from ..model.weights import LoadPlan
+from ..model.weights import LoadPlan, TensorSource
 from ..parallel.sharding import Shard
 from .files import TensorFile, check_inside, read_json
 
@@ -124,28 +124,38 @@ def _damaged(where: Path, problem: str) -> CheckpointError:
 
 
 class Cut(NamedTuple):
-    """A piece to write: HF's name of the tensor, and what to read by its name in the source."""
+    """A piece to write: HF's name of the tensor, and what to read by its name in the source.
+
+    `dtype` is what it is written in, by NumPy's name.
+    """
 
     name: str
     stored: str
+    dtype: str
     part: tuple[slice, ...]
     piece: Piece
 
 
-def cut_pieces(shards: Sequence[Shard], plan: LoadPlan) -> list[list[Cut]]:
-    """What the file of each shard holds: what it reads, and no shard before it."""
+def cut_pieces(
+    shards: Sequence[Shard], plan: LoadPlan, source: TensorSource, dtype: str
+) -> list[list[Cut]]:
+    """What the file of each shard holds: what it reads, and no shard before it.
+
+    All is in `dtype`, but quantized weights, which stay as they are in `source`.
+    """
     table, seen, cuts = plan.table, set(), []
     for shard in shards:
         file, own = shard_name(shard.rank, len(shards)), []
         for row, names in plan.rows:
             for part, stored in zip(row.sources, names, strict=True):
+                kind = dtype if row.scheme is None else source.dtype(stored)
                 shape = table.shape(row, part.axes)
                 for read in shard.reads(row, part):
                     box = Box.of(read.index, shape)
                     if box.size and (part.name, box) not in seen:
                         seen.add((part.name, box))
                         piece = Piece(box, file, _key(part.name, box, shape))
-                        own.append(Cut(part.name, stored, read.index, piece))
+                        own.append(Cut(part.name, stored, kind, read.index, piece))
         cuts.append(own)
     return cuts
 
@@ -161,23 +171,25 @@ def _key(name: str, box: Box, shape: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(f'{a}:{b}' for a, b in zip(*box, strict=True))}]"
 
 
-def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan, dtype: str) -> dict[str, Any]:
-    """The content of the index file of pieces in `dtype`."""
+def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan) -> dict[str, Any]:
+    """The content of the index file of pieces."""
     pieces: dict[str, list[Piece]] = {}
+    dtypes: dict[str, str] = {}
     for cut in (cut for own in cuts for cut in own):
         pieces.setdefault(cut.name, []).append(cut.piece)
+        dtypes[cut.name] = cut.dtype
     shapes = {
         part.name: plan.table.shape(row, part.axes) for row, _ in plan.rows for part in row.sources
     }
     for name, found in pieces.items():
-        Tensor(shapes[name], dtype, tuple(found)).check(name, Path(INDEX))
+        Tensor(shapes[name], dtypes[name], tuple(found)).check(name, Path(INDEX))
     return {
         "format": _FORMAT,
         "version": _VERSION,
         "tensors": {
             name: {
                 "shape": shapes[name],
-                "dtype": dtype,
+                "dtype": dtypes[name],
                 "pieces": [
                     {"file": file, "key": key, "offset": box.starts, "shape": box.shape}
                     for box, file, key in found

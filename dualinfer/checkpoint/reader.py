@@ -13,20 +13,13 @@ import numpy as np
 from ..arrays import numpy_dtype
 from ..errors import listing, warn_caller
 from ..model.weights import LoadPlan, Row, TensorSource
-from ..parallel.sharding import Read, Shard
+from ..parallel.sharding import Found, Read, Shard
 from ..system.progress import track_bytes
 from .pieces import Box
 
 _THREADS = 4
 _CHECKED = 1 << 19  # bytes that stay in a core's cache
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-
-
-class Found(NamedTuple):
-    """What was read of one stored tensor: NumPy's, or torch's where that lends it."""
-
-    read: Read
-    array: Any
 
 
 class _Order(NamedTuple):

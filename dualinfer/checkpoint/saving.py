@@ -77,7 +77,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     """
     target = _resolved(path)
     tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
-    cuts = cut_pieces(tp_plan.shards, saved.plan)
+    cuts = cut_pieces(tp_plan.shards, saved.plan, saved.source, saved.dtype)
     with ExitStack() as stack:
         with peers.together("The start of saving") as work, _told(path):
             new = stack.enter_context(closing(NewFolder(target))) if peers.rank == 0 else None
@@ -97,7 +97,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
                 _check_complete(folder, cuts)
                 _write_descriptions(folder, saved)
                 if tp_plan.size > 1:
-                    _write_json(folder / INDEX, make_index(cuts, saved.plan, saved.dtype))
+                    _write_json(folder / INDEX, make_index(cuts, saved.plan))
                 new.publish()
     count = sum(map(bool, cuts))
     return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
@@ -142,17 +142,16 @@ def _told(path: str) -> Iterator[None]:
 def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
     if not cuts:
         return
-    shapes = {cut.piece.key: cut.piece.box.shape for cut in cuts}
-    kind = numpy_dtype(saved.dtype)
+    tensors = {cut.piece.key: (cut.dtype, cut.piece.box.shape) for cut in cuts}
 
     def arrays() -> Iterator[np.ndarray]:
         for cut in cuts:
             array = to_numpy(saved.source.read(cut.stored, cut.part))
             with np.errstate(over="ignore"):  # infinite in the engine as well
-                array = array.astype(kind, copy=False)
+                array = array.astype(numpy_dtype(cut.dtype), copy=False)
             yield array
 
-    write_tensors(folder / cuts[0].piece.file, saved.dtype, shapes, arrays())
+    write_tensors(folder / cuts[0].piece.file, tensors, arrays())
 
 
 def _check_complete(folder: Path, cuts: Sequence[Sequence[Cut]]) -> None:

@@ -17,8 +17,9 @@ from ..checkpoint.hf_config import read_config, read_other_config
 from ..checkpoint.sources import check_folder
 from ..config import make_config
 from ..errors import ConfigError, ModelError, printable
-from ..model.families import check_model_type, check_unquantized, describe_model
+from ..model.families import check_model_type, describe_model
 from ..parallel.launching import run_processes
+from ..quantization import read_quantization
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
 _FILE_WIDTH = 150
@@ -43,7 +44,7 @@ def plan(
     folder = check_folder(model)
     written = read_json(folder / "config.json")
     try:
-        check_unquantized(written)
+        read_quantization(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
         _, table = describe_model(config.to_dict(), config.architectures)

@@ -9,7 +9,7 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..backends.caches import cache_specs, token_bytes
 from ..model.weights import Row, WeightTable
-from ..parallel.sharding import Held, Plan, Shard, make_plan
+from ..parallel.sharding import Held, Plan, Shard, make_plan, whole
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def make_plan_table(
     itemsize = numpy_dtype(dtype).itemsize
     # Rows of the same axes have the same shapes in layers that are one object.
     kinds = [
-        (row.axes, None if row.layer is None else id(spec.layers[row.layer])) for row in table.rows
+        (row.axes, row.scheme, None if row.layer is None else id(spec.layers[row.layer]))
+        for row in table.rows
     ]
     firsts = dict(zip(reversed(kinds), reversed(table.rows), strict=True))
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
@@ -96,7 +97,16 @@ def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
         shapes=tuple(shard.shape(row) for shard in plan.shards),
         split=None if split is None else row.axes[split],
         count=1,
-        size=prod(shape) * itemsize,
+        size=_bytes(whole(plan.table), row, itemsize),
+    )
+
+
+def _bytes(shard: Shard, row: Row, itemsize: int) -> int:
+    """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
+    sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
+    return sum(
+        prod(shard.shape(row, axes)) * (itemsize if row.scheme is None else sizes[part])
+        for part, axes in row.parts.items()
     )
 
 
@@ -119,7 +129,7 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
 
 def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> DevicePart:
     """What a device holds; `counts` has a row of each kind, and how many there are of it."""
-    weights = sum(count * prod(shard.shape(row)) for row, count in counts) * itemsize
+    weights = sum(count * _bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
         alike = {id(layer): layer for layer in shard.spec.layers}

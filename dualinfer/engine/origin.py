@@ -1,6 +1,7 @@
 """Where a fused engine's weights are from: whether they are still so, and reading them again."""
 
 from collections.abc import Callable
+from typing import Any
 
 from ..backends.base import Runner
 from ..errors import ModelError, StaleWeightsError
@@ -75,5 +76,5 @@ def _stale(change: str) -> StaleWeightsError:
     )
 
 
-def _rows(plan: LoadPlan) -> dict[str, tuple[str, ...]]:
-    return {row.name: row.axes for row, _ in plan.rows}
+def _rows(plan: LoadPlan) -> dict[str, Any]:
+    return {row.name: (row.axes, row.scheme) for row, _ in plan.rows}

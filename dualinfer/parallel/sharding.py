@@ -5,14 +5,14 @@ row-parallel ones behind them take that share, and their results are summed over
 layer. Axes are those of the weight table, so that one plan serves every family and both backends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.spec import Layer, ModelSpec
-from ..model.weights import Row, Source, WeightTable
+from ..model.weights import Row, Source, WeightTable, join_axis
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,12 @@ class Shard:
         """Extents here of a row's weight, or of an array of its layer that has `axes`."""
         return tuple(self.extent(axis, row.layer) for axis in axes or row.axes)
 
-    def split_axis(self, row: Row) -> int | None:
-        """Index of the row's axis of which this device holds a part; None where it holds all."""
-        for i, axis in enumerate(row.axes):
+    def split_axis(self, row: Row, part: str = "data") -> int | None:
+        """Index of the axis of a part of the row's weight that this device holds a share of.
+
+        None where it holds all of it.
+        """
+        for i, axis in enumerate(row.parts[part]):
             if any(self._split(part, row.layer) for part in _parts(axis)):
                 return i
         return None
@@ -109,16 +112,21 @@ class Shard:
     def reads(self, row: Row, part: Source) -> list["Read"]:
         """What to read of one stored tensor, in the order of the row's fused axis.
 
-        One read, unless the tensor holds several blocks one after another, each split.
+        One read, unless the tensor holds several blocks one after another, each split; none of a
+        tensor that is stacked with others along an axis of which this device has another share.
         """
+        if part.index is not None:
+            stacked = self.share(row.axes[0], row.layer)
+            if not stacked.start <= part.index < stacked.stop:
+                return []
         order = row.permutation(part)
         joined = next((i for i, axis in enumerate(part.axes) if "+" in axis), None)
         whole = [self._slice(axis, row.layer) for axis in part.axes]
         if joined is None or "/" in part.axes[joined]:
-            return [Read(tuple(whole), order, tuple(part.axes[i] for i in order))]
+            return [Read(part, tuple(whole), order, tuple(part.axes[i] for i in order))]
         names = _parts(part.axes[joined])
         if not any(self._split(name, row.layer) for name in names):
-            return [Read(tuple(whole), order, tuple(part.axes[i] for i in order))]
+            return [Read(part, tuple(whole), order, tuple(part.axes[i] for i in order))]
         sizes = [self.table.spec.extent(name, row.layer) for name in names]
         reads = []
         for name, start in zip(names, accumulate(sizes[:-1], initial=0), strict=True):
@@ -126,7 +134,7 @@ class Shard:
             index, axes = list(whole), list(part.axes)
             index[joined] = slice(start + share.start, start + share.stop)
             axes[joined] = name
-            reads.append(Read(tuple(index), order, tuple(axes[i] for i in order)))
+            reads.append(Read(part, tuple(index), order, tuple(axes[i] for i in order)))
         return reads
 
     def _slice(self, axis: str, layer: int | None) -> slice:
@@ -176,6 +184,36 @@ class Shard:
                 ]
         return [self.shape(row, read.axes)]
 
+    def assemble(
+        self,
+        row: Row,
+        found: list["Found"],
+        place: Callable[[Any, tuple[int, ...]], Any],
+        pad: Callable[[Any, tuple[int, ...]], Any],
+        join: Callable[[list[Any], int], Any],
+    ) -> Any:
+        """This device's array of one part of the row's weight, of all that was read of that part.
+
+        By the backend's functions: `place(array, order)` puts what was read on the device, its axes
+        in that order; `pad` adds zeros up to a shape; `join` puts arrays side by side along an
+        axis. `found` is emptied: what lies on the device needs no twin on the host.
+        """
+        source = found[0].read.source
+        by_index: dict[int | None, list[Any]] = {}
+        while found:
+            read, array = found.pop(0)
+            blocks = self.blocks(row, read, place(array, read.order))
+            shapes = self.block_shapes(row, read)
+            own = by_index.setdefault(read.source.index, [])
+            own += [pad(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+        axis = join_axis(row.axes_of(source))
+        arrays = [own[0] if len(own) == 1 else join(own, axis) for own in by_index.values()]
+        if source.index is None:
+            return arrays[0]
+        return pad(
+            join([array[None] for array in arrays], 0), self.shape(row, row.parts[source.part])
+        )
+
 
 def _parts(axis: str) -> list[str]:
     """The axes that one joins."""
@@ -198,14 +236,22 @@ def whole(table: WeightTable) -> Shard:
 
 @dataclass(frozen=True)
 class Read:
-    """A part of one stored tensor: `index` of its axes, and `order`, which permutes them.
+    """A part of a stored tensor, `source`: `index` of its axes, and `order`, which permutes them.
 
     `axes` are the names after that.
     """
 
+    source: Source
     index: tuple[slice, ...]
     order: tuple[int, ...]
     axes: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """What was read of one stored tensor: NumPy's, or torch's where that lends it."""
+
+    read: Read
+    array: Any
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .cases import GARBAGE
 OPS = ("matmul", "embed", "rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 ATTENTION = ("attention", "append", "decode_attention")
 SAMPLER = ("filter_logits", "gumbel", "threefry2x32")
-WEIGHTS = ("weight", "bias")
+MATRIX_OPS = ("matmul", "embed")
 
 
 def over_arrays(change: Callable[[np.ndarray], Any], value: Any) -> Any:
@@ -51,7 +51,7 @@ class Implementation:
         """Call with arrays in the places of Weight and FullCache; parameters' names tell where."""
         bound = inspect.signature(function).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            if name in WEIGHTS and value is not None:
+            if name == "weight" and function.__name__ in MATRIX_OPS:
                 bound.arguments[name] = Weight(value, axes=())
             elif name == "cache":
                 bound.arguments[name] = self.layer_cache(*value)

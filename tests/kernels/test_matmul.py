@@ -44,8 +44,9 @@ def test_jax_rounds_a_product_once_its_bias_is_added():
     from dualinfer.backends.jax.ops import primitives as ops
     from dualinfer.backends.jax.params import Weight
 
-    x, weight, bias = (Weight(put(shape, "bfloat16"), axes=()) for shape in ((1, 257), (2, 257), 2))
-    y = ops.matmul(x.data, weight, bias)
+    x, weight, bias = (put(shape, "bfloat16") for shape in ((1, 257), (2, 257), 2))
+    weight = Weight(weight, axes=())
+    y = ops.matmul(x, weight, bias)
     assert y.dtype == "bfloat16" and y.astype("float32").tolist() == [[258, 258]]
-    part = ops.partial_product(x.data, weight)  # nor is a part rounded before the sum over devices
+    part = ops.partial_product(x, weight)  # nor is a part rounded before the sum over devices
     assert part.dtype == "float32" and part.tolist() == [[257, 257]]

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 import dualinfer
 from dualinfer.model.outputs import Outputs
+from dualinfer.model.weights import named_arrays
 
 from ..models import ALL, BACKENDS, CASES, CAUSAL, PAD, make_model, random_ids, relative_rms
 
@@ -446,7 +447,9 @@ def leaves(engine):
     """Every weight of an engine, by name, as NumPy arrays."""
     params = engine.runner.params
     groups = {"": params.outer, **{f"{i}.": p for i, p in enumerate(params.layers)}}
-    return {f"{g}{n}": np.asarray(w.data) for g, ws in groups.items() for n, w in ws.items()}
+    return {
+        f"{g}{n}": np.asarray(a) for g, ws in groups.items() for n, a in named_arrays(ws).items()
+    }
 
 
 @pytest.mark.parametrize("form", ["single", "sharded", "bin"])

@@ -22,9 +22,10 @@ from .module.parts import Target
 from .module.runner import JaxModuleRunner
 from .ops.kernels import KernelOps, runs_kernels, unserved
 from .ops.plain import PlainOps
+from .ops.primitives import check_schemes
 from .ops.split import SplitKernelOps
 from .parallel import Split
-from .params import load_model
+from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
 
@@ -70,16 +71,17 @@ def create_runner(
 ) -> JaxRunner:
     """A runner on the config's devices with the plan's weights in its dtype."""
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
+    check_schemes(plan)
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, place.size, grain, equal=True)
     with without_mesh():
-        model, notes = load_model(place, tp_plan, plan, source, dtype)
+        params, model, notes = load_params(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
         most = spec.most_tokens(config.max_out_tokens)
-        runner = JaxRunner(spec, tp_plan, model, dtype, place, ops, peers, most, options)
+        runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes
     return runner
 

@@ -1,6 +1,5 @@
-"""Parameters on a JAX device: an nnx model for people, split once into a pytree for the step."""
+"""Parameters on JAX devices: a pytree for the steps, and an nnx model for people that shows it."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,17 +8,29 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...arrays import kind_of, to_jax
-from ...checkpoint.reader import Found, RowReader
+from ...checkpoint.reader import RowReader
 from ...errors import ArgumentError
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, Row, TensorSource, Weight
-from ...parallel.sharding import Plan, Shard
+from ...model.weights import (
+    Leaf,
+    LoadPlan,
+    Row,
+    TensorSource,
+    Weight,
+    make_leaf,
+    named_arrays,
+    part_name,
+    parts_of,
+    with_parts,
+)
+from ...parallel.sharding import Found, Plan, Shard
 from .mesh import Place
+from .ops.primitives import dequantize
 
-Weights = dict[str, Weight]
+Weights = dict[str, Leaf]
 
 jax.tree_util.register_dataclass(
-    Weight, data_fields=["data", "scale", "zero"], meta_fields=["axes", "scheme"]
+    Weight, data_fields=["data", "scale", "zero"], meta_fields=["axes", "scheme", "stands_for"]
 )
 
 
@@ -33,31 +44,29 @@ class Params(NamedTuple):
     layers: tuple[Weights, ...]
     mailboxes: jax.Array | None = None
 
-    def weights(self) -> list[Weight]:
+    def group(self, row: Row) -> Weights:
+        """The weights of the row's layer, or those outside the layers."""
+        return self.outer if row.layer is None else self.layers[row.layer]
+
+    def leaves(self) -> list[Leaf]:
         """Every leaf."""
-        return [w for group in _groups(self) for w in group.values()]
-
-
-def _groups(params: Params) -> tuple[Weights, ...]:
-    return (params.outer, *params.layers)
-
-
-def _describe(weight: Weight) -> str:
-    sizes = zip(weight.axes, weight.data.shape, strict=True)
-    return f"{weight.data.dtype}[{', '.join(f'{axis}={size}' for axis, size in sizes)}]"
+        return [leaf for group in (self.outer, *self.layers) for leaf in group.values()]
 
 
 def make_tree(params: Params) -> dict[str, Any]:
-    """The arrays themselves, by the parts of their names: tree["layers"][0]["qkv"]["weight"]."""
+    """The arrays themselves, by the parts of their names: tree["layers"][0]["qkv"]["weight"].
+
+    A quantized weight's scales and zeros lie beside it: "weight_scale", "weight_zero".
+    """
 
     def nest(weights: Weights) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        for name, weight in weights.items():
+        for name, array in named_arrays(weights).items():
             *parts, last = name.split(".")
             inner = tree
             for part in parts:
                 inner = inner.setdefault(part, {})
-            inner[last] = weight.data
+            inner[last] = array
         return tree
 
     return {**nest(params.outer), "layers": [nest(layer) for layer in params.layers]}
@@ -71,10 +80,10 @@ def read_tree(tree: Any, like: Params) -> Params:
     """
     found = _flatten(tree)
     groups = [("", like.outer), *((f"layers.{i}.", g) for i, g in enumerate(like.layers))]
-    expected = {prefix + name: w for prefix, group in groups for name, w in group.items()}
+    expected = {p + name: a for p, group in groups for name, a in named_arrays(group).items()}
     unfit = []
     for name in found.keys() & expected.keys():
-        data, array = expected[name].data, found[name]
+        data, array = expected[name], found[name]
         if kind_of(array) not in ("jax", "numpy"):
             unfit.append(f"{name} is a {type(array).__name__}, no array")
         elif (array.shape, array.dtype) != (data.shape, data.dtype):
@@ -96,11 +105,13 @@ def read_tree(tree: Any, like: Params) -> Params:
             f"params are not those of this engine: {'; '.join(problems)}. Expected is the "
             "structure, the shapes and the dtype of engine.params."
         )
+
+    def read(name: str, leaf: Leaf) -> Leaf:
+        parts = {part: jnp.asarray(found[part_name(name, part)]) for part in parts_of(leaf)}
+        return with_parts(leaf, parts)
+
     outer, *layers = (
-        {
-            name: dataclasses.replace(w, data=jnp.asarray(found[prefix + name]))
-            for name, w in group.items()
-        }
+        {name: read(prefix + name, leaf) for name, leaf in group.items()}
         for prefix, group in groups
     )
     return Params(outer, tuple(layers))
@@ -122,7 +133,10 @@ def _flatten(tree: Any) -> dict[str, Any]:
 
 
 class Part(nnx.Module):
-    """A named group of parameters, such as one projection: `weight`, perhaps `bias`."""
+    """A named group of parameters, such as one projection: `weight`, perhaps `bias`.
+
+    A quantized weight's scales and zeros are parameters beside it: `weight_scale`, `weight_zero`.
+    """
 
     def put(self, path: list[str], param: nnx.Param) -> None:
         """Hang `param` at `path` below this part, making the parts on the way."""
@@ -132,6 +146,17 @@ class Part(nnx.Module):
         if not hasattr(self, path[0]):
             setattr(self, path[0], Part())
         getattr(self, path[0]).put(path[1:], param)
+
+
+def _weight_of(part: Any) -> Weight:
+    """What `Model.show` has hung into a part, as a Weight."""
+    param = part.weight
+    beside = {
+        n: getattr(part, f"weight_{n}")[...]
+        for n in ("scale", "zero")
+        if hasattr(part, f"weight_{n}")
+    }
+    return Weight(param[...], param.axes, param.scheme, stands_for=param.stands_for, **beside)
 
 
 class Layer(Part):
@@ -148,7 +173,7 @@ class Layer(Part):
 
     def _rows(self, index: int) -> jax.Array:
         start = sum(self.sizes[:index])
-        weight = self.qkv.weight[...]
+        weight = dequantize(_weight_of(self.qkv))
         blocks = weight.reshape(self.devices, -1, weight.shape[-1])
         return blocks[:, start : start + self.sizes[index]].reshape(-1, weight.shape[-1])
 
@@ -175,12 +200,24 @@ class Model(Part):
         sizes = [layer.attention.qkv_sizes for layer in spec.layers]
         self.layers = nnx.List([Layer(size, devices) for size in sizes])
 
+    def show(self, row: Row, leaf: Leaf) -> None:
+        """Hang a leaf in its place, in the place of what is there."""
+        part = self if row.layer is None else self.layers[row.layer]
+        for kind, array in parts_of(leaf).items():
+            held = {}
+            if isinstance(leaf, Weight) and kind == "data":
+                held = {"scheme": leaf.scheme, "stands_for": leaf.stands_for}
+            param = nnx.Param(array, axes=row.parts[kind], **held)
+            part.put(part_name(row.local_name, kind).split("."), param)
+
     def __repr__(self) -> str:
         """Names, axes and dtypes, those of equal layers once; no values."""
-        outer, *layers = [
-            [f"{name}: {_describe(weight)}" for name, weight in group.items()]
-            for group in _groups(split_model(self))
-        ]
+        outer: list[str] = []
+        layers: list[list[str]] = [[] for _ in self.layers]
+        for keys, param in nnx.to_flat_state(nnx.state(self)):
+            inner = keys[0] == "layers"
+            name = ".".join(map(str, keys[2:] if inner else keys))
+            (layers[int(str(keys[1]))] if inner else outer).append(f"{name}: {_describe(param)}")
         lines, first = list(outer), 0
         while first < len(layers):
             end = first
@@ -192,19 +229,29 @@ class Model(Part):
         return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"
 
 
-def load_model(
+def _describe(param: Any) -> str:
+    (array,) = jax.tree.leaves(param)  # also where a transformation of nnx has left no array
+    sizes = zip(param.axes, array.shape, strict=True)
+    scheme = getattr(param, "scheme", None)
+    held = f" ({scheme.name})" if scheme else ""
+    return f"{array.dtype}[{', '.join(f'{axis}={size}' for axis, size in sizes)}]{held}"
+
+
+def load_params(
     place: Place, tp_plan: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
-) -> tuple[Model, tuple[str, ...]]:
+) -> tuple[Params, Model, tuple[str, ...]]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
-    A weight is one array over all devices, with their blocks one after another. Beside the model,
-    notes for people: how much was read, and how fast.
+    A weight is one array over all devices, with their blocks one after another. Beside them the
+    model that shows them, and notes for people: how much was read, and how fast.
     """
-    model = Model(tp_plan.shards[0].spec, tp_plan.size)
-    return model, read_into(model, place, tp_plan, plan, source, dtype)
+    spec = tp_plan.shards[0].spec
+    params, model = Params({}, tuple({} for _ in spec.layers)), Model(spec, tp_plan.size)
+    return params, model, read_into(params, model, place, tp_plan, plan, source, dtype)
 
 
 def read_into(
+    params: Params,
     model: Model,
     place: Place,
     tp_plan: Plan,
@@ -213,54 +260,48 @@ def read_into(
     dtype: Any,
     shown: bool = True,
 ) -> tuple[str, ...]:
-    """Put the plan's rows into `model`, in the place of those there; gives `load_model`'s notes.
+    """Put the plan's rows into `params` and `model`, in the place of those there; gives notes.
 
     One old array goes for each new one, if nothing else holds it. `shown`: with a progress bar.
     """
-    own = [tp_plan.shards[rank] for rank in place.ranks]
+    own, first = [tp_plan.shards[rank] for rank in place.ranks], tp_plan.shards[0]
     with RowReader(own, plan, source, shown=shown and jax.process_index() == 0) as reader:
         for row, found in reader:
             by_rank = dict(zip(place.ranks, found, strict=True))
+            parts = {}
+            for part in row.parts:
 
-            def make(rank: int, device: jax.Device, row: Row = row, of: Any = by_rank) -> jax.Array:
-                parts = of.get(rank) or next(iter(of.values()))  # of what all hold, any's
-                return _assemble(tp_plan.shards[rank], row, parts, dtype, device)
+                def make(
+                    rank: int,
+                    device: jax.Device,
+                    row: Row = row,
+                    part: str = part,
+                    of: Any = by_rank,
+                ) -> jax.Array:
+                    read = of.get(rank) or next(iter(of.values()))  # of what all hold, any's
+                    return _assemble(tp_plan.shards[rank], row, part, read, dtype, device)
 
-            array = place.join(make, tp_plan.shards[0].split_axis(row))
-            # Only then may the host's parts go, and torch write to what it has lent.
-            param = nnx.Param(array.block_until_ready(), axes=row.axes)
-            part = model if row.layer is None else model.layers[row.layer]
-            part.put(row.local_name.split("."), param)
+                array = place.join(make, first.split_axis(row, part))
+                # Only then may the host's parts go, and torch write to what it has lent.
+                parts[part] = array.block_until_ready()
+            leaf = make_leaf(row, parts, dtype)
+            params.group(row)[row.local_name] = leaf
+            model.show(row, leaf)
     return reader.notes()
 
 
-def split_model(model: Model) -> Params:
-    """The model's parameters as a plain pytree of Weight leaves over the same buffers."""
-    _, state = nnx.split(model)
-    params = Params({}, tuple({} for _ in model.layers))
-    for keys, param in nnx.to_flat_state(state):
-        (data,) = jax.tree.leaves(param)  # also where a transformation of nnx has left no array
-        weight = Weight(data, param.axes)
-        path = [str(key) for key in keys]
-        if path[0] == "layers":
-            params.layers[int(path[1])][".".join(path[2:])] = weight
-        else:
-            params.outer[".".join(path)] = weight
-    return params
-
-
 def _assemble(
-    shard: Shard, row: Row, found: Sequence[Found], dtype: Any, device: jax.Device
+    shard: Shard, row: Row, part: str, found: Sequence[Found], dtype: Any, device: jax.Device
 ) -> jax.Array:
     if not row.sources:
         return jnp.full(shard.shape(row), row.constant, dtype, device=device)
-    blocks = []
-    for read, part in found:
-        array = to_jax(part, device).transpose(read.order).astype(dtype)
-        shapes = shard.block_shapes(row, read)
-        for block, shape in zip(shard.blocks(row, read, array), shapes, strict=True):
-            blocks.append(_padded(block, shape))
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=row.join_axis)
+
+    def put(array: Any, order: tuple[int, ...]) -> jax.Array:
+        turned = to_jax(array, device).transpose(order)
+        return turned.astype(dtype) if row.scheme is None else turned
+
+    own = [one for one in found if one.read.source.part == part]
+    return shard.assemble(row, own, put, _padded, jnp.concatenate)
 
 
 def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:

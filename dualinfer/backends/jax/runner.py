@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import StepError, UnsupportedError
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, TensorSource
+from ...model.weights import LoadPlan, TensorSource, count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Plan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
@@ -25,8 +25,9 @@ from .cache import Cache, check_room, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
+from .ops.primitives import scheme_implementations
 from .packing import pack, unpack
-from .params import Model, Params, read_into, split_model, split_notes
+from .params import Model, Params, read_into, split_notes
 from .pending import PendingTokens
 from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, prompt_rows
 from .steps import Steps, cut
@@ -37,7 +38,7 @@ _and = jax.jit(operator.and_)  # an update outside of jit takes the host a milli
 
 
 class JaxRunner:
-    """One model on the devices of one place. `module` is the nnx container that shares its weights.
+    """One model on the devices of one place. `module` shows its weights to people, by nnx.
 
     `spec` is the whole model's, that of `steps` what each device computes.
     """
@@ -48,6 +49,7 @@ class JaxRunner:
         self,
         spec: ModelSpec,
         tp_plan: Plan,
+        params: Params,
         module: Model,
         dtype: Any,
         place: Place,
@@ -62,7 +64,8 @@ class JaxRunner:
         self.module: Model | None = module
         self._most_tokens, self._tp_plan = most_tokens, tp_plan
         self._exchange = ops.exchange
-        self._take(module)
+        self.params = params
+        self._flatten()
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
@@ -74,9 +77,8 @@ class JaxRunner:
         self._state: SlotState | None = None
         self._live = LiveSlots()
 
-    def _take(self, module: Model) -> None:
-        """Hold the weights as the steps take them."""
-        self.params = split_model(module)
+    def _flatten(self) -> None:
+        """Hold the weights as the steps take them, too."""
         table = None if self._exchange is None else self._exchange.table
         self._leaves, self._tree = jax.tree.flatten(self.params._replace(mailboxes=table))
 
@@ -84,13 +86,13 @@ class JaxRunner:
     def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
         """Put the plan's rows, read again, in the place of the old ones."""
         assert self.module is not None
-        self.params, self._leaves = Params({}, ()), []  # so that each old one goes as it is read
+        self._leaves = []  # so that each old one goes as it is read
         where = self._place, self._tp_plan
         try:
             with without_mesh():
-                read_into(self.module, *where, plan, source, self.dtype, shown=False)
+                read_into(self.params, self.module, *where, plan, source, self.dtype, shown=False)
         finally:
-            self._take(self.module)
+            self._flatten()
 
     @property
     def compilations(self) -> int:
@@ -361,15 +363,14 @@ class JaxRunner:
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`; counts and bytes are those of one device."""
-        data = self._place.parts([w.data for w in self.params.weights()])
+        leaves = self._place.parts(self.params.leaves())
         ways = self.steps.ops.implementations, PlainOps.implementations
         known, kinds = self.steps.ops.cache_kinds, [spec.kind for spec in self._cache_specs]
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
-            "ops": served(*ways, known, kinds),
-            "parameters": sum(x.size for x in data),
-            "parameter_bytes": sum(x.nbytes for x in data),
+            "ops": {**served(*ways, known, kinds), **scheme_implementations(leaves)},
+            **count_leaves(leaves),
             **self._executables.facts,
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),
         }

@@ -17,6 +17,7 @@ from .joining import join as join_ranks
 from .module.autotp.plan import Line, describe
 from .module.runner import create_module_runner as create_module_runner
 from .ops.plain import PlainOps
+from .ops.primitives import check_schemes
 from .parallel import Ranks, Split
 from .params import load_params
 from .runner import TorchRunner
@@ -72,6 +73,7 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
+    check_schemes(plan)
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...model.weights import named_arrays
 from .params import Params
 
 
@@ -108,20 +109,23 @@ def _refuse_change(fn: Callable, engine: Any) -> None:
 
 
 def _weights_module(params: Params) -> torch.nn.Module:
-    """A tree of plain modules with the weights as parameters: `layers.0.qkv.weight` and so on."""
+    """A tree of plain modules with the weights as parameters: `layers.0.qkv.weight` and so on.
+
+    A quantized weight's scales and zeros are parameters beside it: `layers.0.qkv.weight_scale`.
+    """
     root = torch.nn.Module()
     groups: Mapping[str, Any] = {"": params.outer} | {
         f"layers.{i}.": layer for i, layer in enumerate(params.layers)
     }
     for prefix, group in groups.items():
-        for name, weight in group.items():
+        for name, array in named_arrays(group).items():
             *path, leaf = f"{prefix}{name}".split(".")
             node = root
             for part in path:
                 if part not in node._modules:
                     node.add_module(part, torch.nn.Module())
                 node = node.get_submodule(part)
-            node.register_parameter(leaf, torch.nn.Parameter(weight.data, requires_grad=False))
+            node.register_parameter(leaf, torch.nn.Parameter(array, requires_grad=False))
     return root
 
 

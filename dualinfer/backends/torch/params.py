@@ -1,17 +1,25 @@
 """Parameters on a torch device: assembled row by row from a source of named tensors."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from ...arrays import to_kind
-from ...checkpoint.reader import Found, RowReader
+from ...arrays import from_numpy
+from ...checkpoint.reader import RowReader
 from ...model.spec import Rope
-from ...model.weights import LoadPlan, Row, TensorSource, Weight
-from ...parallel.sharding import Shard
+from ...model.weights import (
+    Leaf,
+    LoadPlan,
+    Row,
+    TensorSource,
+    make_leaf,
+    parts_of,
+    with_parts,
+)
+from ...parallel.sharding import Found, Shard
 
-Weights = dict[str, Weight]
+Weights = dict[str, Leaf]
 
 
 class Params(NamedTuple):
@@ -33,9 +41,9 @@ class Params(NamedTuple):
         """The weights of the row's layer, or those outside the layers."""
         return self.outer if row.layer is None else self.layers[row.layer]
 
-    def weights(self) -> list[Weight]:
+    def leaves(self) -> list[Leaf]:
         """Every leaf."""
-        return [w for group in (self.outer, *self.layers) for w in group.values()]
+        return [leaf for group in (self.outer, *self.layers) for leaf in group.values()]
 
 
 def load_params(
@@ -58,10 +66,10 @@ def load_params(
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             memory = _memory(found)
-            data = _assemble(shard, row, found, dtype, device)
-            if data.untyped_storage().data_ptr() in memory:
+            parts = _assemble(shard, row, found, dtype, device)
+            if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
-            params.group(row)[row.local_name] = Weight(data, row.axes)
+            params.group(row)[row.local_name] = make_leaf(row, parts, dtype)
     return params._replace(notes=reader.notes(), lent=frozenset(lent))
 
 
@@ -75,16 +83,23 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
     with RowReader([shard], plan, source, shown=False) as reader:
         for row, (found,) in reader:
             group, name = params.group(row), row.local_name
-            old = group[name].data
-            data = _assemble(shard, row, found, old.dtype, old.device)
+            leaf = group[name]
+            old = parts_of(leaf)
+            new = _assemble(shard, row, found, leaf.dtype, old["data"].device)
             if row.name not in lent:
-                old.copy_(data)
-            elif (data.data_ptr(), data.shape) != (old.data_ptr(), old.shape):
+                for part, tensor in new.items():
+                    old[part].copy_(tensor)
+            elif any(_place(old[part]) != _place(tensor) for part, tensor in new.items()):
                 with torch.inference_mode(False):  # else no later call outside of it may write it
-                    own = torch.empty_like(old)
-                group[name] = replace(group[name], data=own.copy_(data))
+                    own = {part: torch.empty_like(tensor) for part, tensor in old.items()}
+                copied = {part: tensor.copy_(new[part]) for part, tensor in own.items()}
+                group[name] = with_parts(leaf, copied)
                 lent.discard(row.name)
     return params._replace(lent=frozenset(lent))
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
 
 
 def _memory(found: list[Found]) -> set[int]:
@@ -95,18 +110,25 @@ def _memory(found: list[Found]) -> set[int]:
 
 def _assemble(
     shard: Shard, row: Row, found: list[Found], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> dict[str, torch.Tensor]:
+    """The row's arrays on the device: in `dtype`, or as they are stored if they are quantized."""
     if not row.sources:
-        return torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
-    blocks = []
+        whole = torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
+        return {"data": whole}
+    kept = dtype if row.scheme is None else None
+
+    def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        tensor = from_numpy(array, "torch") if isinstance(array, np.ndarray) else array
+        return tensor.permute(order).to(device=device, dtype=kept)
+
+    by_part: dict[str, list[Found]] = {}
     while found:
-        read, array = found.pop(0)  # a tensor on the device needs no twin on the host
-        tensor = to_kind(array, "torch").permute(read.order).to(device=device, dtype=dtype)
-        shapes = shard.block_shapes(row, read)
-        for block, shape in zip(shard.blocks(row, read, tensor), shapes, strict=True):
-            blocks.append(_padded(block, shape))
-    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=row.join_axis)
-    return joined.contiguous()
+        one = found.pop(0)
+        by_part.setdefault(one.read.source.part, []).append(one)
+    return {
+        part: shard.assemble(row, own, place, _padded, torch.cat).contiguous()
+        for part, own in by_part.items()
+    }
 
 
 def _padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -87,7 +87,11 @@ class Prompts:
                 integers(count, width),
                 integers(count),
                 integers(count),
-                params.outer["embed.weight"].data.new_empty(count, self._spec.embed),
+                torch.empty(
+                    (count, self._spec.embed),
+                    dtype=params.outer["embed.weight"].dtype,
+                    device=slots.device,
+                ),
             )
             self._buffers[key] = b
         ids, last = _padded(tokens, width)

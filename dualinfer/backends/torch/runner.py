@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ... import decoder
-from ...model.weights import LoadPlan, TensorSource
+from ...model.weights import LoadPlan, TensorSource, count_leaves
 from ...parallel.sharding import Shard
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, served
@@ -20,6 +20,7 @@ from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
 from .ops.plain import PlainOps
+from .ops.primitives import scheme_implementations
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
@@ -313,14 +314,14 @@ class TorchRunner:
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
-        weights = self.params.weights()
+        leaves = self.params.leaves()
         ways = self.ops.implementations, PlainOps.implementations
+        ops = served(*ways, self.ops.cache_kinds, self._cache.kinds)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": served(*ways, self.ops.cache_kinds, self._cache.kinds),
-            "parameters": sum(w.data.numel() for w in weights),
-            "parameter_bytes": sum(w.data.nbytes for w in weights),
+            "ops": {**ops, **scheme_implementations(leaves)},
+            **count_leaves(leaves),
             "cache_bytes": self._cache.bytes,
             **graph_facts(self._graphs, self._prompts.graphs, self._calls),
         }

@@ -106,7 +106,7 @@ def _product(
     def run(ops: PlainOps, state: None, *given: Any) -> tuple[jax.Array, None]:
         x, weight, bias, scale, shift, added = given
         by = Neighbours(
-            None if bias is None else make_weight(bias),
+            bias,
             None if scale is None else make_norm(scale, shift),
             activation=activation,
             gated=gated,

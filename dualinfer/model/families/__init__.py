@@ -1,10 +1,12 @@
 """Families: from a HF config to a ModelSpec and a weight table; a file per kind of architecture."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from ...errors import ModelError, UnsupportedError, shown
+from ...errors import ModelError, shown
+from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import bert, bloom, gemma, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
@@ -38,18 +40,6 @@ def check_model_type(model_type: Any) -> str:
     return model_type
 
 
-def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a config whose weights are quantized."""
-    found = config.get("quantization_config")
-    if found:
-        method = found.get("quant_method") if isinstance(found, Mapping) else None
-        named = f" ({method[:80]})" if isinstance(method, str) and method else ""
-        raise UnsupportedError(
-            f"config.json has a quantization_config{named}, and quantized weights are not in this "
-            "version, in no mode. Pass the model that they were made from."
-        )
-
-
 def describe_model(
     config: Mapping[str, Any], class_names: Sequence[str] | None = None
 ) -> tuple[ModelSpec, WeightTable]:
@@ -57,9 +47,9 @@ def describe_model(
 
     `class_names` are the HF classes that the weights belong to, the most derived first; None means
     the family's default. Raises ModelError that names an unsupported class or config field, and
-    UnsupportedError for a quantized model.
+    UnsupportedError for a quantized model of a kind that is not served.
     """
-    check_unquantized(config)
+    choose = read_quantization(config)
     model_type = check_model_type(config.get("model_type"))
     family = _FAMILIES[model_type]
     served = family.architectures(model_type)
@@ -76,6 +66,7 @@ def describe_model(
             f"{model_type} family it serves {' and '.join(served)}."
         )
     fields = ConfigFields(model_type, config)
-    described = family.describe(fields, known[0])
+    spec, table = family.describe(fields, known[0])
+    fields.ignore("quantization_config")  # read above
     fields.finish()
-    return described
+    return spec, replace(table, choose=choose)

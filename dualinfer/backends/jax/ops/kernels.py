@@ -97,29 +97,27 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"residual": residual, "interpret": self.interpret}
         with jax.named_scope("norm"):
             if spec.kind == "rms":
-                return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
+                return norms.rms_norm(x, weight, spec.eps, unit_offset=spec.unit_offset, **how)
             assert bias is not None
-            return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
+            return norms.layer_norm(x, weight, bias, spec.eps, **how)
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        count = math.prod(x.shape[:-1])
-        features, width = weight.data.shape
         fused = any(part is not None for part in (by.bias, by.activation, by.residual))
-        if not linear.serves(count, features, width, x.dtype.itemsize, fused):
+        if not self._serves_product(x, weight, fused):
             return super().linear(x, weight, by)
+        count = math.prod(x.shape[:-1])
         fused_norm = None
         if by.norm is not None and count <= linear.MOST_VECTORS:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
-            norm_bias = None if by.norm.bias is None else by.norm.bias.data
-            fused_norm = NormArguments(kind, by.norm.weight.data, norm_bias, by.norm.spec.eps)
+            fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
         elif by.norm is not None:
             x = self.norm(x, by.norm)
         with jax.named_scope("matmul"):
             y, self._counters = linear.linear(
                 x,
                 weight.data,
-                None if by.bias is None else by.bias.data,
+                by.bias,
                 norm=fused_norm,
                 activation=by.activation,
                 gated=by.gated,
@@ -133,10 +131,16 @@ class KernelOps(PlainOps):
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
-        count, (features, width) = math.prod(x.shape[:-1]), weight.data.shape
-        if not linear.serves(count, features, width, x.dtype.itemsize, False):
+        if not self._serves_product(x, weight, False):
             return super().partial_product(x, weight)
         return self.linear(x, weight, Neighbours(wide=True))
+
+    def _serves_product(self, x: jax.Array, weight: Weight, fused: bool) -> bool:
+        """Whether a kernel serves a product; none reads quantized weights yet."""
+        if weight.scheme is not None:
+            return False
+        count, (features, width) = math.prod(x.shape[:-1]), weight.shape
+        return linear.serves(count, features, width, x.dtype.itemsize, fused)
 
     def attend(
         self,
@@ -231,8 +235,8 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {
         "interleaved": rope.interleaved if rope else False,
-        "q_norm": q_norm.weight.data if q_norm else None,
-        "k_norm": k_norm.weight.data if k_norm else None,
+        "q_norm": q_norm.weight if q_norm else None,
+        "k_norm": k_norm.weight if k_norm else None,
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
     }

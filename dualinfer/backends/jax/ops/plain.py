@@ -115,7 +115,7 @@ class PlainOps:
             return self.linear(x, weight, by)
         y = self.split.sum(self.partial_product(x, weight))
         if by.bias is not None:
-            y = y + by.bias.data.astype(y.dtype)
+            y = y + by.bias.astype(y.dtype)
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 

@@ -1,18 +1,22 @@
 """The ops of the JAX decoder, in plain XLA; a kernel takes the place of one by its signature.
 
 Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. Profilers and
-the HLO see each by its name, below the layer's.
+the HLO see each by its name, below the layer's. What is done with a quantized weight is looked up
+in `SCHEMES` alone.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....errors import UnsupportedError
 from ....model.spec import Activation
-from ....model.weights import Weight
+from ....model.weights import Leaf, LoadPlan, Weight
+from ....quantization import Scheme
 from ...caches import CacheView
 
 _MANY = 64  # rows of a product
@@ -37,14 +41,67 @@ def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
     return jnp.einsum(equation, *operands, precision=exact, **kwargs)
 
 
+class Arithmetic(NamedTuple):
+    """What JAX does with the weights of one scheme; what is not given is done with their values.
+
+    `dequantize(weight)` gives the matrix [out, in] in the weight's dtype; `product(x, weight,
+    dtype)` is x [..., in] times it, summed in float32, in `dtype`; `embed(ids, weight)` its rows
+    for ids [...], clipped to those that it has.
+    """
+
+    implementation: str
+    dequantize: Callable[[Weight], jax.Array]
+    product: Callable[[jax.Array, Weight, Any], jax.Array] | None = None
+    embed: Callable[[jax.Array, Weight], jax.Array] | None = None
+
+
+SCHEMES: dict[str, Arithmetic] = {}
+
+
+def arithmetic_of(scheme: Scheme) -> Arithmetic:
+    """What JAX does with a scheme; UnsupportedError where that is not in this version."""
+    if scheme.name not in SCHEMES:
+        raise UnsupportedError(
+            f"The weights are quantized ({scheme.name}), which backend='jax' does not compute "
+            "with. Pass the model that they were made from."
+        )
+    return SCHEMES[scheme.name]
+
+
+def check_schemes(plan: LoadPlan) -> None:
+    """Raise UnsupportedError for weights of a scheme that has no arithmetic here."""
+    for row, _ in plan.rows:
+        if row.scheme is not None:
+            arithmetic_of(row.scheme)
+
+
+def scheme_implementations(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """What serves the products of each scheme among a model's leaves, for people."""
+    schemes = {leaf.scheme for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme}
+    return {f"matmul, {s.name}": arithmetic_of(s).implementation for s in schemes}
+
+
+def dequantize(weight: Weight) -> jax.Array:
+    """The matrix that a weight stands for, in its dtype."""
+    return weight.data if weight.scheme is None else arithmetic_of(weight.scheme).dequantize(weight)
+
+
+def _product(x: jax.Array, weight: Weight, dtype: Any) -> jax.Array:
+    """x [..., in] times weight [out, in], summed in float32, in `dtype`."""
+    product = None if weight.scheme is None else arithmetic_of(weight.scheme).product
+    if product is None:
+        return einsum("...i,oi->...o", x, dequantize(weight), preferred_element_type=dtype)
+    return product(x, weight, dtype)
+
+
 @jax.named_scope("matmul")
-def matmul(x: jax.Array, weight: Weight, bias: Weight | None = None) -> jax.Array:
+def matmul(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """x [..., in] times weight [out, in], plus bias [out]; summed in float32, rounded once."""
     if bias is None and math.prod(x.shape[:-1]) > _MANY:  # else XLA writes float32 to memory first
-        return einsum("...i,oi->...o", x, weight.data, preferred_element_type=x.dtype)
-    y = einsum("...i,oi->...o", x, weight.data, preferred_element_type=jnp.float32)
+        return _product(x, weight, x.dtype)
+    y = _product(x, weight, jnp.float32)
     if bias is not None:
-        y = y + bias.data.astype(jnp.float32)
+        y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
 
 
@@ -56,31 +113,34 @@ def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
     """
     few = math.prod(x.shape[:-1]) <= _MANY
     dtype = jnp.float32 if few else x.dtype
-    return einsum("...i,oi->...o", x, weight.data, preferred_element_type=dtype)
+    return _product(x, weight, dtype)
 
 
 @jax.named_scope("embed")
 def embed(ids: jax.Array, weight: Weight) -> jax.Array:
     """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""
-    return jnp.take(weight.data, ids, axis=0, mode="clip")
+    rows = None if weight.scheme is None else arithmetic_of(weight.scheme).embed
+    if rows is not None:
+        return rows(ids, weight)
+    return jnp.take(dequantize(weight), ids, axis=0, mode="clip")
 
 
 @jax.named_scope("rms_norm")
-def rms_norm(x: jax.Array, weight: Weight, eps: float, unit_offset: bool = False) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, unit_offset: bool = False) -> jax.Array:
     """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    factor = weight.data.astype(jnp.float32)
+    factor = weight.astype(jnp.float32)
     return (y * (1 + factor if unit_offset else factor)).astype(x.dtype)
 
 
 @jax.named_scope("layer_norm")
-def layer_norm(x: jax.Array, weight: Weight, bias: Weight, eps: float) -> jax.Array:
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """(x - mean) / std * weight + bias over the last axis, in float32."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.data.astype(jnp.float32) + bias.data.astype(jnp.float32)).astype(x.dtype)
+    return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("rotary")

@@ -64,14 +64,14 @@ class SplitKernelOps(KernelOps):
 
     def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
-        if not self._serves(math.prod(x.shape[:-1]) * weight.data.shape[0]):
+        if not self._serves(math.prod(x.shape[:-1]) * weight.shape[0]):
             return super().row_product(x, weight, by)
         y = self.partial_product(x, weight)
-        return self._sum(y, None if by.bias is None else by.bias.data, by.residual, x.dtype)
+        return self._sum(y, by.bias, by.residual, x.dtype)
 
     def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps._tokens`."""
-        if not self._serves(ids.size * weight.data.shape[1]):
+        if not self._serves(ids.size * weight.shape[1]):
             return super()._tokens(ids, weight)
         rows, here = self.split.is_here(ids)
         x = jnp.where(here[..., None], primitives.embed(rows, weight), 0)

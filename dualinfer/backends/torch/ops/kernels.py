@@ -102,7 +102,7 @@ class KernelOps(PlainOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; it does not start early, as it reads what sampling wrote."""
-        if spec.embed_width:  # OPT-350m: a product comes between
+        if not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
@@ -129,9 +129,9 @@ class KernelOps(PlainOps):
             "pdl": self.starts_early(x.numel() // x.shape[-1]),
         }
         if spec.kind == "rms":
-            return norms.rms_norm(x, weight.data, spec.eps, unit_offset=spec.unit_offset, **how)
+            return norms.rms_norm(x, weight, spec.eps, unit_offset=spec.unit_offset, **how)
         assert bias is not None
-        return norms.layer_norm(x, weight.data, bias.data, spec.eps, **how)
+        return norms.layer_norm(x, weight, bias, spec.eps, **how)
 
     @named("matmul")
     def linear(
@@ -141,7 +141,12 @@ class KernelOps(PlainOps):
         by: Neighbours = ALONE,
         config: LinearConfig | None = None,
     ) -> torch.Tensor:
-        """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
+        """See `contract.BlockOps.linear`; `config` None is the one for these shapes.
+
+        No kernel reads quantized weights yet: `PlainOps` serves their products.
+        """
+        if weight.scheme is not None:
+            return super().linear(x, weight, by)
         count = x.numel() // x.shape[-1]
         if by.norm is not None and count != 1:
             x, by = self.norm(x, by.norm), by._replace(norm=None)
@@ -152,12 +157,11 @@ class KernelOps(PlainOps):
         fused_norm = None
         if by.norm is not None:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
-            norm_bias = None if by.norm.bias is None else by.norm.bias.data
-            fused_norm = NormArguments(kind, by.norm.weight.data, norm_bias, by.norm.spec.eps)
+            fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
         return linear.linear(
             x,
             weight.data,
-            None if by.bias is None else by.bias.data,
+            by.bias,
             norm=fused_norm,
             activation=by.activation,
             gated=by.gated,
@@ -171,7 +175,9 @@ class KernelOps(PlainOps):
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
-        count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+        if weight.scheme is not None:
+            return False
+        count, (features, width) = x.numel() // x.shape[-1], weight.shape
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.element_size(), fused)
 
@@ -183,7 +189,7 @@ class KernelOps(PlainOps):
             add = torch.Tensor.addmm_ if by.spend else torch.addmm
             y = add(residual.flatten(0, -2), x.flatten(0, -2), weight.data.t()).view(residual.shape)
         else:
-            y = F.linear(x, weight.data, None if bias is None else bias.data)
+            y = F.linear(x, weight.data, bias)
             if by.activation is not None:
                 act = activations.gated_activation if by.gated else activations.activation
                 y = act(y, by.activation, pdl=self.pdl)
@@ -366,9 +372,15 @@ class KernelOps(PlainOps):
         return self._workspaces[rows, vocab]
 
 
+def reads_tables(spec: ModelSpec, w: Weights) -> bool:
+    """Whether a kernel embeds: no product comes between (OPT-350m's), and no table is quantized."""
+    tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
+    return not spec.embed_width and all(table.scheme is None for table in tables)
+
+
 def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
     """The tuning key of a product with few rows."""
-    count, (features, width) = x.numel() // x.shape[-1], weight.data.shape
+    count, (features, width) = x.numel() // x.shape[-1], weight.shape
     features = features // 2 if by.gated else features
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
 
@@ -380,8 +392,8 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "inv_freq": layer.frequencies,
         "scaling": rope.scaling if rope else 1.0,
         "interleaved": rope.interleaved if rope else False,
-        "q_norm": q_norm.weight.data if q_norm else None,
-        "k_norm": k_norm.weight.data if k_norm else None,
+        "q_norm": q_norm.weight if q_norm else None,
+        "k_norm": k_norm.weight if k_norm else None,
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
     }

@@ -106,7 +106,7 @@ class PlainOps:
             return self.linear(x, weight, by)
         y = self.split.sum(self.linear(x, weight))
         if by.bias is not None:
-            y = y + by.bias.data
+            y = y + by.bias
         return y if by.residual is None else by.residual + y
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

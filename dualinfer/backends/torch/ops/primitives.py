@@ -1,13 +1,19 @@
 """The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
 
-Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`.
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. What is done
+with a quantized weight is looked up in `SCHEMES` alone.
 """
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from ....errors import UnsupportedError
 from ....model.spec import Activation
-from ....model.weights import Weight
+from ....model.weights import Leaf, LoadPlan, Weight
+from ....quantization import Scheme
 from ...caches import CacheView
 from ..profiling import named
 
@@ -25,33 +31,84 @@ IMPLEMENTATIONS = {
 }
 
 
+class Arithmetic(NamedTuple):
+    """What torch does with the weights of one scheme; what is not given is done with their values.
+
+    `dequantize(weight)` gives the matrix [out, in] in the weight's dtype; `product(x, weight)` is x
+    [..., in] times it, in x's dtype; `embed(ids, weight)` its rows for ids [...].
+    """
+
+    implementation: str
+    dequantize: Callable[[Weight], torch.Tensor]
+    product: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
+    embed: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
+
+
+SCHEMES: dict[str, Arithmetic] = {}
+
+
+def arithmetic_of(scheme: Scheme) -> Arithmetic:
+    """What torch does with a scheme; UnsupportedError where that is not in this version."""
+    if scheme.name not in SCHEMES:
+        raise UnsupportedError(
+            f"The weights are quantized ({scheme.name}), which backend='torch' does not compute "
+            "with. Pass the model that they were made from."
+        )
+    return SCHEMES[scheme.name]
+
+
+def check_schemes(plan: LoadPlan) -> None:
+    """Raise UnsupportedError for weights of a scheme that has no arithmetic here."""
+    for row, _ in plan.rows:
+        if row.scheme is not None:
+            arithmetic_of(row.scheme)
+
+
+def scheme_implementations(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """What serves the products of each scheme among a model's leaves, for people."""
+    schemes = {leaf.scheme for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme}
+    return {f"matmul, {s.name}": arithmetic_of(s).implementation for s in schemes}
+
+
+def dequantize(weight: Weight) -> torch.Tensor:
+    """The matrix that a weight stands for, in its dtype."""
+    return weight.data if weight.scheme is None else arithmetic_of(weight.scheme).dequantize(weight)
+
+
 @named("matmul")
-def matmul(x: torch.Tensor, weight: Weight, bias: Weight | None = None) -> torch.Tensor:
+def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out]."""
-    return F.linear(x, weight.data, None if bias is None else bias.data)
+    product = None if weight.scheme is None else arithmetic_of(weight.scheme).product
+    if product is None:
+        return F.linear(x, dequantize(weight), bias)
+    y = product(x, weight)
+    return y if bias is None else y + bias
 
 
 @named("embed")
 def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of weight [V, E] for ids [...]: [..., E]."""
-    return F.embedding(ids, weight.data)
+    rows = None if weight.scheme is None else arithmetic_of(weight.scheme).embed
+    return F.embedding(ids, dequantize(weight)) if rows is None else rows(ids, weight)
 
 
 @named("rms_norm")
 def rms_norm(
-    x: torch.Tensor, weight: Weight, eps: float, unit_offset: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> torch.Tensor:
     """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    factor = weight.data.float()
+    factor = weight.float()
     return (y * (1 + factor if unit_offset else factor)).to(x.dtype)
 
 
 @named("layer_norm")
-def layer_norm(x: torch.Tensor, weight: Weight, bias: Weight, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """(x - mean) / std * weight + bias over the last axis."""
-    return F.layer_norm(x, x.shape[-1:], weight.data, bias.data, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 @named("rotary")

@@ -12,7 +12,7 @@ from ...contract import ALONE, Neighbours, Weights
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
-from .kernels import KernelOps
+from .kernels import KernelOps, reads_tables
 
 
 class SplitKernelOps(KernelOps):
@@ -56,7 +56,7 @@ class SplitKernelOps(KernelOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; what is not split is added once, after the sum."""
-        if spec.embed_width:  # a product comes between
+        if not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         scale = float(torch.tensor(spec.embed_scale, dtype=table.dtype))  # as HF rounds it
@@ -73,16 +73,18 @@ class SplitKernelOps(KernelOps):
         return self._sum(x, None, added, x.dtype)
 
     def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if weight.scheme is not None:
+            return super()._tokens(ids, weight)
         x = embedding.embed(ids, weight.data, first=self.split.first)
         return self._sum(x, None, None, x.dtype)
 
     @named("matmul")
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
-        values = x.numel() // x.shape[-1] * weight.data.shape[0]
+        values = x.numel() // x.shape[-1] * weight.shape[0]
         wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))
-        return self._sum(partial, None if by.bias is None else by.bias.data, by.residual, x.dtype)
+        return self._sum(partial, by.bias, by.residual, x.dtype)
 
     @named("gather")
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:

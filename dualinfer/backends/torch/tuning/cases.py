@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +11,7 @@ from .... import decoder
 from ....kernels.triton import attention, attention_choice, decode_attention, tuning
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
-from ....model.weights import Weight
+from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ...slots import bucket
 from ..cache import FullCache
@@ -98,7 +97,8 @@ class _Recorder:
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
-        return w["embed.weight"].data.new_empty((*ids.shape, spec.embed))
+        dtype = w["embed.weight"].dtype
+        return torch.empty((*ids.shape, spec.embed), dtype=dtype, device=ids.device)
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -111,7 +111,7 @@ class _Recorder:
         if self.ops.is_narrow(x, weight, by):
             product = _Product(weight, by)
             self.products.setdefault(linear_key(x, weight, by), []).append(product)
-        return x.new_empty((*x.shape[:-1], weight.data.shape[0] // (2 if by.gated else 1)))
+        return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))
 
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
@@ -138,7 +138,7 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
         x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
         if spec.head is not None:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
-    total = sum(weight.data.nbytes for weight in params.weights())
+    total = count_leaves(params.leaves())["parameter_bytes"]
     return [
         Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
         for key, group in recorder.products.items()
@@ -149,18 +149,18 @@ def _product_maker(
     ops: KernelOps, group: list[_Product], rows: int, total: int
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
-        first = group[0].weight.data
-        needed = min(_beyond_cache(ops.device), total)
-        held = sum(product.weight.data.nbytes for product in group)
-        extra = max(0, -(-(needed - held) // first.nbytes))
-        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // first.nbytes)
+        first, needed = group[0].weight, min(_beyond_cache(ops.device), total)
+        sizes = [count_leaves([product.weight])["parameter_bytes"] for product in group]
+        extra = max(0, -(-(needed - sum(sizes)) // sizes[0]))
+        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // sizes[0])
         products = list(group)
         for product in islice(cycle(group), extra):
-            weight = replace(product.weight, data=product.weight.data.clone())
-            products.append(product._replace(weight=weight))
-        x = _random(first, rows, first.shape[1])
-        features = first.shape[0] // (2 if group[0].by.gated else 1)
-        residual = _random(first, rows, features)
+            copies = {part: array.clone() for part, array in parts_of(product.weight).items()}
+            products.append(product._replace(weight=with_parts(product.weight, copies)))
+        features, width = first.shape
+        like = torch.empty(0, dtype=first.dtype, device=ops.device)
+        x = _random(like, rows, width)
+        residual = _random(like, rows, features // (2 if group[0].by.gated else 1))
 
         def run(config: Any) -> torch.Tensor:
             y = None
@@ -181,7 +181,7 @@ def _decodes(
     layers: list[LayerAttention], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
 ) -> Iterable[Problem]:
     """Attention of one token of `slots` sequences, by kind of layer and length."""
-    like = params.outer["embed.weight"].data
+    like = torch.empty(0, dtype=params.outer["embed.weight"].dtype, device=ops.device)
     for reach in reaches:
         for layer in layers:
             a = layer.spec
@@ -224,7 +224,7 @@ def _prompts(
     layers: list[LayerAttention], ops: KernelOps, params: Params, tokens: int
 ) -> Iterable[Problem]:
     """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
-    like = params.outer["embed.weight"].data
+    like = torch.empty(0, dtype=params.outer["embed.weight"].dtype, device=ops.device)
     for layer in layers:
         a = layer.spec
         how: dict[str, Any] = {
