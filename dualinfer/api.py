@@ -192,8 +192,8 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
             if spec.can_generate:
                 _check_memory(runner, settings, notes)
             engine_type = backends.engine_type(settings.backend, FusedEngine)
-            about = About(settings, config, own, source.description, notes)
-            engine = stack.enter_context(engine_type(runner, peers, about, origin))
+            about = About(settings, peers, config, own, source.description, notes)
+            engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
             saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
@@ -236,8 +236,7 @@ def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> 
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        about = About(settings, config, own, description, notes)
-        engine = engine_type(runner, peers, about)
+        engine = engine_type(runner, About(settings, peers, config, own, description, notes))
         work.meet()
         stack.pop_all()
     return engine

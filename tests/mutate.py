@@ -326,8 +326,8 @@ ROWS: list[Row] = [
     ),
     # --- torch
     Row(
-        "backends/torch/ops/primitives.py",
-        "at = lengths.clamp(max=cache.k.shape[2] - 1)",
+        "backends/torch/cache.py",
+        "at = lengths.clamp(max=self.capacity - 1)",
         "at = lengths",
         "A slot whose cache is full fails the step of all others.",
         "tests/kernels/test_decode_attention.py",
@@ -390,8 +390,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/cache.py",
-        "                layer.v[: self.slots, :, : self.tokens] = kept[i].v\n",
-        "",
+        "F.pad(self.v, more))",
+        "F.pad(self.v, more).zero_())",
         "When the cache grows, open sequences lose their values.",
         "tests/test_runner.py -k cache_grows",
     ),

@@ -18,11 +18,13 @@ CLOSED = "This engine was closed. Make a new one with init_inference()."
 class About:
     """What an engine knows of its model beside the runner.
 
-    `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
-    the weights are from, and `notes` what was decided for the user.
+    `peers` are the processes that share it, and the engine's to close. `config` and
+    `generation_config` are the model's own, HF's objects, or None; `source` says where the weights
+    are from, and `notes` what was decided for the user.
     """
 
     inference_config: InferenceConfig
+    peers: Peers
     config: Any
     generation_config: Any
     source: str
@@ -37,11 +39,11 @@ class InferenceEngine:
     take turns.
     """
 
-    def __init__(self, runner: Any, peers: Peers, about: About) -> None:
+    def __init__(self, runner: Any, about: About) -> None:
         self._runner: Any = runner
         on_host = str(runner.device).startswith("cpu")
         may_fork = about.inference_config.backend == "torch" and on_host
-        self._turns = Turns(peers, may_fork)
+        self._turns = Turns(about.peers, may_fork)
         self._about = about
         self.inference_config = about.inference_config
         self.config = about.config

@@ -11,7 +11,6 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_outputs
-from ..parallel.agreement import Peers
 from .base import CLOSED, About, InferenceEngine
 from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
 from .loop import Generation, Loop, StopStrings
@@ -25,8 +24,8 @@ _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
 
-    def __init__(self, runner: Runner, peers: Peers, about: About, origin: Origin) -> None:
-        super().__init__(runner, peers, about)
+    def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
+        super().__init__(runner, about)
         self._spec, self._origin = runner.spec, origin
         self._loop = Loop(runner, self._profiler, self._turns)
 

@@ -7,7 +7,6 @@ from typing import Any
 from ..arrays import kind_of
 from ..backends.base import ModuleRunner
 from ..errors import LengthError
-from ..parallel.agreement import Peers
 from .base import About, InferenceEngine
 from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
 from .report import Report
@@ -16,8 +15,8 @@ from .report import Report
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
 
-    def __init__(self, runner: ModuleRunner, peers: Peers, about: About) -> None:
-        super().__init__(runner, peers, about)
+    def __init__(self, runner: ModuleRunner, about: About) -> None:
+        super().__init__(runner, about)
         self._architecture = type(runner.module).__name__
 
     @property

@@ -82,7 +82,7 @@ class FullCache(NamedTuple):
         return self.k, self.v
 
 
-KINDS: dict[str, type[Any]] = {"full": FullCache}  # each a LayerCache
+KINDS: dict[str, type[LayerCache]] = {"full": FullCache}
 
 
 def zeros(

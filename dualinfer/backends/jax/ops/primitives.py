@@ -306,7 +306,7 @@ def decode_attention(
     slots, heads, dim = q.shape
     keys, values = cache.read()
     kv_heads = keys.shape[1]
-    at = jnp.arange(keys.shape[2])[None]
+    at = jnp.arange(cache.capacity)[None]
     visible = at < lengths[:, None]
     if window is not None:
         visible &= at >= lengths[:, None] - window

@@ -287,7 +287,7 @@ def decode_attention(
     slots, heads, dim = q.shape
     keys, values = cache.read()
     kv_heads = keys.shape[1]
-    at = torch.arange(keys.shape[2], device=q.device)
+    at = torch.arange(cache.capacity, device=q.device)
     visible = at[None] < lengths[:, None]
     if window is not None:
         visible = visible & (at[None] >= lengths[:, None] - window)
