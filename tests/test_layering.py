@@ -189,7 +189,6 @@ READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "model.weights")
 OTHER_DATA = {
     "backends.jax.exchange": "a shard of a jax.Array",
     "backends.torch.adapter": "a torch Parameter",
-    "bench.random_weights": "a NumPy array's memory",
     "checkpoint.files": "a NumPy array's memory",
 }
 
