@@ -10,6 +10,7 @@ from . import backends
 from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
 from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
+from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, make_config
 from .config.refusals import check_config
 from .engine.base import About
@@ -116,6 +117,15 @@ def _kind_of_model(model: Any, backend: str) -> str:
     )
 
 
+def _tokenizer_of(model: Any) -> Callable[[], Any] | None:
+    """What loads the model's tokenizer; None where it lies in no folder on this machine."""
+    if isinstance(model, str | os.PathLike):
+        return partial(load_tokenizer, model)
+    place = getattr(model, "name_or_path", None)
+    is_folder = isinstance(place, str) and os.path.isdir(place)
+    return partial(load_tokenizer, str(place)) if is_folder else None
+
+
 def _class_name(model: Any) -> str:
     return type(model[0] if isinstance(model, tuple) else model).__name__
 
@@ -201,7 +211,8 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
         if spec.can_generate:
             _check_memory(runner, settings, notes)
         engine_type = backends.engine_type(settings.backend, FusedEngine)
-        about = About(settings, found.config, found.generation_config, source.description, notes)
+        own = found.config, found.generation_config
+        about = About(settings, *own, source.description, notes, _tokenizer_of(model))
         return engine_type(runner, about, origin)
 
     engine = _loaded(peers, load, made)
@@ -258,7 +269,8 @@ def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> 
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        return engine_type(runner, About(settings, config, own, description, notes))
+        about = About(settings, config, own, description, notes, _tokenizer_of(model))
+        return engine_type(runner, about)
 
     return _loaded(peers, load, made)
 

@@ -6,7 +6,8 @@ import pytest
 
 import dualinfer
 from dualinfer import CheckpointError
-from dualinfer.cli.tokenizer import TextStream, load_tokenizer
+from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.engine.text import TextStream
 
 from .checkpoints import write_byte_tokenizer
 

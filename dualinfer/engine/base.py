@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +10,7 @@ from ..backends.profiling import Profiler
 from ..config import InferenceConfig
 from ..errors import ArgumentError, ClosedError
 from .report import Report
+from .text import TextCalls
 
 CLOSED = "This engine was closed. Make a new one with init_inference()."
 
@@ -55,7 +56,8 @@ class About:
     """What an engine knows of its model beside the runner.
 
     `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
-    the weights are from, and `notes` what was decided for the user.
+    the weights are from, and `notes` what was decided for the user. `load_tokenizer` gives the
+    model's tokenizer, and is None where nothing tells where that lies.
     """
 
     inference_config: InferenceConfig
@@ -63,9 +65,10 @@ class About:
     generation_config: Any
     source: str
     notes: Sequence[str]
+    load_tokenizer: Callable[[], Any] | None = None
 
 
-class InferenceEngine:
+class InferenceEngine(TextCalls):
     """A model ready to run. Made by `init_inference`; usable as a context manager.
 
     `inference_config` is the InferenceConfig. `config` and `generation_config` are the model's own

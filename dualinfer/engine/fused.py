@@ -1,9 +1,9 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -13,11 +13,27 @@ from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, 
 from ..model.outputs import FIELDS, make_outputs
 from ..parallel.agreement import agree, settle, share_inputs
 from .base import CLOSED, About, InferenceEngine
-from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
+from .inputs import (
+    Prompts,
+    by_name,
+    is_zero,
+    make_forward_inputs,
+    make_prompts,
+    refuse_arguments,
+)
 from .loop import Generation, Loop, StopStrings
-from .options import GenerationOptions, config_dict, make_options, over_limit
+from .options import (
+    GenerationArguments,
+    GenerationOptions,
+    config_dict,
+    make_options,
+    over_limit,
+    shorter,
+    with_arguments,
+)
 from .origin import Origin
 from .report import Report
+from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 
@@ -135,6 +151,7 @@ class FusedEngine(InferenceEngine):
             return_dict = getattr(self.config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
+    @with_arguments
     def generate(
         self,
         input_ids: Any = None,
@@ -143,23 +160,23 @@ class FusedEngine(InferenceEngine):
         attention_mask: Any = None,
         streamer: Any = None,
         tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
+        **arguments: Unpack[GenerationArguments],
     ) -> Any:
         """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
 
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
-        a list of lists of any lengths, or None for the model's BOS alone; rows of the result are
-        left-padded, and filled up with the pad id after their end. Other arguments have HF's names
-        and meanings, with the model's own generation_config as defaults; `streamer` follows HF's
-        protocol, `tokenizer` is needed for
-        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
-        each. Raises before anything runs, StaleWeightsError before the first new token; an argument
-        that is not supported is refused by name.
+        a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
+        alone; rows of the result are left-padded, and filled up with the pad id after their end.
+        Other arguments have HF's names and meanings, with the model's own generation_config as
+        defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
+        is an int below 2**64, or one for each prompt; None draws one for each. Raises before
+        anything runs, StaleWeightsError before the first new token; an argument that is not
+        supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
         prompts, requests, options, stop, chunk = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk, streamer
+            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments), chunk),
+            streamer=streamer,
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
@@ -193,6 +210,7 @@ class FusedEngine(InferenceEngine):
             streamer.end()
         return self._result(np.column_stack((block, *columns)), prompts)
 
+    @with_arguments
     def stream(
         self,
         input_ids: Any = None,
@@ -200,8 +218,7 @@ class FusedEngine(InferenceEngine):
         *,
         attention_mask: Any = None,
         tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Any]:
         """An iterator of new tokens, as they are made; the arguments of `generate`.
 
@@ -210,10 +227,27 @@ class FusedEngine(InferenceEngine):
         `close()` on the iterator, frees what it holds.
         """
         _, requests, _, stop, chunk = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, _STREAM_CHUNK
+            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
+            _STREAM_CHUNK,
         )
         self._check_model(alone=True)
         return self._stream(requests, stop, chunk)
+
+    def _begin(
+        self,
+        rows: list[list[int]],
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        whole: bool,
+    ) -> Sequences:
+        chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
+        _, requests, _, stop, chunk = self._prepare(
+            *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
+        )
+        self._check_model(alone=True)
+        prompts = [request.tokens.tolist() for request in requests]
+        return Sequences(prompts, self._steps(requests, stop, chunk))
 
     def _check_model(self, alone: bool) -> None:
         """Raise StaleWeightsError if the live model has changed, before a call has results.
@@ -227,13 +261,21 @@ class FusedEngine(InferenceEngine):
     def _stream(
         self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
     ) -> Iterator[Any]:
+        with closing(self._steps(requests, stop, chunk)) as steps:
+            for tokens in steps:
+                yield tokens[0] if len(tokens) == 1 else tokens
+
+    def _steps(
+        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
+    ) -> Generator[list[int | None], None, None]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
         with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
             for tokens in steps:
-                yield tokens[0] if len(tokens) == 1 else tokens
+                yield tokens
                 self._check_model(alone=True)  # the caller had the turn
+        self._origin.check_late()
 
     def _prepare(
         self,
@@ -241,16 +283,20 @@ class FusedEngine(InferenceEngine):
         config: Any,
         mask: Any,
         tokenizer: Any,
-        seed: Any,
         kwargs: dict[str, Any],
         chunk: int,
         streamer: Any = None,
+        default_length: int | None = None,
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
         """Everything that generate and stream check and derive before anything runs.
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
+        `default_length` stands for HF's 20 new tokens, where nobody names a length.
         """
-        peers = self.runner.peers
+        peers, seed = self.runner.peers, kwargs.pop("seed", None)
+        if (named := by_name(ids)) is not None:
+            ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
+            kwargs.setdefault("token_type_ids", named["token_type_ids"])
         with self._lock:
             inputs = {
                 "input_ids": ids,
@@ -268,7 +314,7 @@ class FusedEngine(InferenceEngine):
                         f"streamer is a {type(streamer).__name__}; expected put() and end(), as "
                         "HF's have."
                     )
-                return self._make_requests(given, config, tokenizer, seed, kwargs)
+                return self._make_requests(given, config, tokenizer, seed, kwargs, default_length)
 
             def alike(made: tuple[Any, list[Request], GenerationOptions, Any]) -> Any:
                 _, requests, options, stop = made
@@ -295,6 +341,7 @@ class FusedEngine(InferenceEngine):
         tokenizer: Any,
         seed: Any,
         kwargs: dict[str, Any],
+        default_length: int | None,
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
@@ -310,7 +357,10 @@ class FusedEngine(InferenceEngine):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        options = make_options(config_dict(self.generation_config), config, kwargs, spec.vocab)
+        own = config_dict(self.generation_config)
+        if own.get("max_new_tokens") is None and own.get("max_length") is None:
+            own["max_new_tokens"] = default_length
+        options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
@@ -366,14 +416,14 @@ class FusedEngine(InferenceEngine):
         if longest + new_tokens <= limit:
             return
         table = self._spec.learned_positions
-        way = "" if table and limit == table + 1 else " or set a larger max_out_tokens"
+        way = "" if table and limit == table + 1 else "or set a larger max_out_tokens"
         if limit == asked:
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         raise LengthError(
             f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
-            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). Ask "
-            f"for fewer new tokens, a shorter prompt{way}."
+            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
+            f"{shorter(way)}"
         )
 
     def _seeds(self, seed: Any, prompts: int, do_sample: bool) -> list[int]:
