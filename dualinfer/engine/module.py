@@ -16,6 +16,8 @@ from .report import Report
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
 
+    _mode = "module"
+
     def __init__(self, runner: ModuleRunner, about: About) -> None:
         super().__init__(runner, about)
         self._architecture = type(runner.module).__name__
@@ -153,7 +155,6 @@ class ModuleEngine(InferenceEngine):
     def report(self) -> Report:
         """What runs, where, and what it holds."""
         return self._make_report(
-            mode="module",
             family="",
             architecture=self._architecture,
             layers=0,
