@@ -338,6 +338,6 @@ def test_launch_refuses_what_cannot_run(run, tmp_path, monkeypatch):
 
 def test_launch_needs_torch(run, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr("dualinfer.backends._is_installed", lambda module: False)
+    monkeypatch.setattr("dualinfer.config.installed._is_installed", lambda module: False)
     result = run("launch", "--tp", 2, tmp_path / "script.py")
     assert result.exit_code == 1 and "Install `dualinfer[torch]`" in result.stderr

@@ -232,6 +232,7 @@ class Runner(Protocol):
     device: Any
     dtype: Any
     is_compiled: bool
+    kernels: str  # "Triton" or "Pallas" where these serve the ops, else ""
     peers: Peers  # who makes the same calls: every call below is made by all of them
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:

@@ -30,7 +30,8 @@ _FILE_WIDTH = 150  # columns of a table that goes to a file or a pipe
 
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[
-    Path | None, typer.Argument(show_default=False, help="A checkpoint's folder.")
+    str | None,
+    typer.Argument(show_default=False, help="A checkpoint's folder, or owner/name of the hub."),
 ]
 ShapeOption = Annotated[
     list[str] | None,
@@ -173,7 +174,7 @@ def _dtype(given: str | None) -> str | None:
 
 def _tasks(
     kind: str,
-    folder: Path | None,
+    name: str | None,
     shapes: list[str] | None,
     default: str,
     backend: str,
@@ -187,7 +188,7 @@ def _tasks(
     degrees: list[int] | None,
 ) -> list[Task]:
     """Every combination of model, system, devices, batch and prompt; peers have one device."""
-    models = [*([str(folder)] if folder else []), *(shapes or [])] or [default]
+    models = [*([name] if name else []), *(shapes or [])] or [default]
     for model in models:
         check_model(model)
     for peer in peers or []:
@@ -199,9 +200,9 @@ def _tasks(
         except BackendNotAvailableError as error:
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
     systems: list[str] = list(dict.fromkeys([*_chosen(backend), *(peers or [])]))
-    name = _dtype(dtype)
+    computed = _dtype(dtype)
     return [
-        Task(kind, system, model, name, batch, tokens, new_tokens, repeats, kernels, tp)
+        Task(kind, system, model, computed, batch, tokens, new_tokens, repeats, kernels, tp)
         for model, system, tp, batch, tokens in product(
             dict.fromkeys(models),
             systems,

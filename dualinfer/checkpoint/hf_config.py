@@ -51,12 +51,14 @@ def read_config(folder: Path) -> Any:
 
 
 def read_other_config(folder: Path) -> Any:
-    """config.json of a family that fused mode does not know, for a look at its layers.
+    """config.json of a family that fused mode does not know.
 
-    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError.
+    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError,
+    and UnsupportedError for a quantized model.
     """
     path = folder / "config.json"
     written = _without_code(read_json(path))
+    check_unquantized(written)
     from transformers import CONFIG_MAPPING
 
     model_type = written.get("model_type")
@@ -72,13 +74,11 @@ def read_other_config(folder: Path) -> Any:
         )
     check_counts(written)
     try:
-        config = CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
-        config._attn_implementation = "eager"
+        return CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
     except ModelError:
         raise
     except Exception as error:  # transformers' validation raises many kinds
         raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
-    return config
 
 
 def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         if name == "backbone" and value:
             raise ModelError(
                 f"config.json has backbone={shown(value)}, another model that transformers would "
-                "look for on the hub; the plan shows models that are whole."
+                "look for on the hub; dualinfer makes models that are whole."
             )
         counts = "size" not in name and any(part in name for part in _COUNTED)
         inner = value if isinstance(value, list | tuple) else [value]
@@ -108,8 +108,8 @@ def check_counts(fields: Mapping[str, Any]) -> None:
                 check_counts(one)
             if counts and isinstance(one, int) and one > _MOST_PARTS:
                 raise ModelError(
-                    f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
-                    f"{_MOST_PARTS} parts of a kind."
+                    f"config.json has {name[:80]}={shown(value)}; dualinfer makes models of at "
+                    f"most {_MOST_PARTS} parts of a kind."
                 )
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..backends import check_backend, describe_split
 from ..checkpoint.files import read_json
 from ..checkpoint.hf_config import read_config, read_other_config
-from ..checkpoint.sources import check_folder
+from ..checkpoint.hub import find_checkpoint
 from ..config import make_config
 from ..errors import ConfigError, ModelError, printable
 from ..model.families import check_model_type, check_unquantized, describe_model
@@ -26,9 +26,18 @@ _MOST_DEVICES = 1024  # of a plan; each is counted through
 _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
+RevisionOption = Annotated[
+    str | None, typer.Option(help="A branch, a tag or a commit of the hub's model; unset: main.")
+]
+
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="A folder with a config.json; no weights needed.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a config.json, or a model of the hub; no weights needed.",
+        ),
+    ],
     tp: Annotated[
         int, typer.Option(min=1, max=_MOST_DEVICES, help="Devices that share the model.")
     ],
@@ -38,9 +47,10 @@ def plan(
     backend: Annotated[
         Literal["torch", "jax"], typer.Option(help="torch splits unevenly, jax pads with zeros.")
     ] = "torch",
+    revision: RevisionOption = None,
 ) -> None:
     """Show which device would hold what of a model, and what they say to each other."""
-    folder = check_folder(model)
+    folder = find_checkpoint(model, revision, weights=False)
     written = read_json(folder / "config.json")
     try:
         check_unquantized(written)

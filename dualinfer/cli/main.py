@@ -21,9 +21,17 @@ from typer.core import TyperCommand, TyperGroup
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
+from ..checkpoint.hub import find_checkpoint
 from ..engine.fused import FusedEngine
-from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, printable
-from .devices import launch, plan
+from ..engine.module import ModuleEngine
+from ..errors import (
+    ArgumentError,
+    BackendNotAvailableError,
+    DualinferError,
+    UnsupportedError,
+    printable,
+)
+from .devices import RevisionOption, launch, plan
 from .environment import describe_backend, describe_system
 from .parity import Parity, compare, first_difference
 from .tokenizer import TextStream, has_tokenizer, load_tokenizer
@@ -68,7 +76,10 @@ app.command()(plan)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, float16 or bfloat16; unset: float16 on a GPU.")
+    str | None,
+    typer.Option(
+        help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU."
+    ),
 ]
 
 
@@ -85,12 +96,17 @@ def generate(
         typer.Argument(
             metavar="[MODEL] PROMPT",
             show_default=False,
-            help="A checkpoint's folder, the embedded model if left out, and the text to continue.",
+            help="A checkpoint's folder or a model of the hub (owner/name), the embedded model if "
+            "left out, and the text to continue.",
         ),
     ],
     backend: Annotated[
-        Choice, typer.Option(help="What runs the model; both: one by one.")
-    ] = "torch",
+        Choice | None,
+        typer.Option(
+            show_default=False,
+            help="What runs the model; both: one by one; unset: what is installed, torch first.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Unset: {_NEW_TOKENS}, less where the model ends before.")
     ] = None,
@@ -113,13 +129,14 @@ def generate(
         list[str] | None, typer.Option(help="End after this string; may be given several times.")
     ] = None,
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
 ) -> None:
     """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
     if len(arguments) > 2:
         raise typer.BadParameter(f"{len(arguments)} arguments given. Put the prompt in quotes.")
     if len(arguments) == 1 and (Path(arguments[0]) / "config.json").is_file():
         raise typer.BadParameter(f"{arguments[0]} is a model's folder, and the prompt is missing.")
-    folder = Path(arguments[0]) if len(arguments) == 2 else embedded.path()
+    model = arguments[0] if len(arguments) == 2 else embedded.path()
     prompt = arguments[-1]
     options: dict[str, Any] = {"do_sample": False}
     drawn = False
@@ -134,18 +151,14 @@ def generate(
         options["stop_strings"] = stop
     for name in _chosen(backend):
         backends.check_backend(name)
+    folder = find_checkpoint(model, revision)
     tokenizer = load_tokenizer(folder)
     ids = _encode(tokenizer, prompt)
     for name in _chosen(backend):
         if backend == "both":
             Console().rule(f"[bold]{name}")
         with init_inference(folder, backend=name, dtype=dtype) as engine:
-            count = max_new_tokens
-            if count is None:
-                count = max(1, min(_NEW_TOKENS, engine.max_tokens - ids.shape[1]))
-            tokens = engine.stream(
-                ids, max_new_tokens=count, seed=seed, tokenizer=tokenizer, **options
-            )
+            tokens = _stream(engine, ids, max_new_tokens, seed, tokenizer, options)
             typer.echo(prompt, nl=False)
             for piece in _pieces(tokenizer, ids, tokens):
                 typer.echo(piece, nl=False)
@@ -217,18 +230,20 @@ def demo(
 @app.command()
 def parity(
     model: Annotated[
-        Path | None, typer.Argument(show_default=False, help="A checkpoint's folder.")
+        str | None,
+        typer.Argument(show_default=False, help="A checkpoint's folder or a model of the hub."),
     ] = None,
     prompt: Annotated[
         str, typer.Option(show_default=False, help="The text to run both over.")
     ] = _PROMPT,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
     _check_both("parity")
-    folder = model or embedded.path()
+    folder = find_checkpoint(model or embedded.path(), revision)
     console = Console()
-    if folder.is_dir() and not has_tokenizer(folder):
+    if not has_tokenizer(folder):
         ids = _row(range(1, 17))
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
@@ -267,8 +282,8 @@ def main() -> None:
     app()
 
 
-def _chosen(backend: str) -> tuple[str, ...]:
-    return backends.BACKENDS if backend == "both" else (backend,)
+def _chosen(backend: str | None) -> tuple[str, ...]:
+    return backends.BACKENDS if backend == "both" else (backend or backends.default_backend(),)
 
 
 def _check_both(what: str) -> None:
@@ -302,12 +317,50 @@ def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
+        options = {"dtype": dtype, "replace_with_kernel_inject": True}  # fused mode or nothing
         for name in backends.BACKENDS:
-            engines[name] = init_inference(folder, backend=name, dtype=dtype)
+            engine = init_inference(folder, backend=name, **options)
+            assert isinstance(engine, FusedEngine)
+            engines[name] = engine
         yield engines
     finally:
         for engine in engines.values():
             engine.close()
+
+
+def _stream(
+    engine: FusedEngine | ModuleEngine,
+    ids: Any,
+    new_tokens: int | None,
+    seed: int | None,
+    tokenizer: Any,
+    options: dict[str, Any],
+) -> Iterator[int]:
+    """The new tokens as they come; in module mode, whose generate is HF's own, all at the end."""
+    if isinstance(engine, FusedEngine):
+        if new_tokens is None:
+            new_tokens = max(1, min(_NEW_TOKENS, engine.max_tokens - ids.shape[1]))
+        yield from engine.stream(
+            ids, max_new_tokens=new_tokens, seed=seed, tokenizer=tokenizer, **options
+        )
+        return
+    import torch
+
+    if not engine.can_generate():
+        raise UnsupportedError(f"{engine} does not generate.")
+    if seed is not None:
+        torch.manual_seed(seed)
+    if "stop_strings" in options:
+        options = {**options, "tokenizer": tokenizer}
+    prompt = torch.from_numpy(ids).to(engine.device)
+    made = engine.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens or _NEW_TOKENS,
+        **options,
+    )
+    answers_alone = getattr(engine.config, "is_encoder_decoder", False)
+    yield from made[0, 0 if answers_alone else ids.shape[1] :].tolist()
 
 
 def _pieces(tokenizer: Any, ids: Any, tokens: Iterator[int]) -> Iterator[str]:

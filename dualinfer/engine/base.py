@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
@@ -76,6 +76,8 @@ class InferenceEngine(TextCalls):
     take turns.
     """
 
+    _mode: ClassVar[str]  # "fused" or "module"
+
     def __init__(self, runner: Any, about: About) -> None:
         self._runner: Any = runner
         on_host = str(runner.device).startswith("cpu")
@@ -85,6 +87,7 @@ class InferenceEngine(TextCalls):
         self.config = about.config
         self.generation_config = about.generation_config
         self._profiler = Profiler(runner.stopwatch)
+        self._kernels: str | None = getattr(runner, "kernels", None)  # None: the module's own ops
 
     @property
     def runner(self) -> Any:
@@ -183,6 +186,7 @@ class InferenceEngine(TextCalls):
 
     def _make_report(self, **facts: Any) -> Report:
         return Report(
+            mode=self._mode,
             backend=self.inference_config.backend,
             dtype=self.inference_config.dtype or "",
             source=self._about.source,
@@ -219,9 +223,11 @@ class InferenceEngine(TextCalls):
         self.close()
 
     def __repr__(self) -> str:
-        """What runs, on which backend, in which dtype."""
-        state = "closed" if self._runner is None else f"{self.inference_config.dtype}"
-        return f"InferenceEngine({self._name()}, {self.inference_config.backend}, {state})"
+        """What runs, in which mode, on which backend, in which dtype, by whose kernels."""
+        kernels = "" if self._kernels is None else f", {self._kernels or 'no'} kernels"
+        state = "closed" if self._runner is None else f"{self.inference_config.dtype}{kernels}"
+        mode, backend = self._mode, self.inference_config.backend
+        return f"InferenceEngine({self._name()}, {mode} mode, {backend}, {state})"
 
     def _name(self) -> str:
         raise NotImplementedError

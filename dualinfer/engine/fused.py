@@ -41,6 +41,8 @@ _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
 
+    _mode = "fused"
+
     def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
         super().__init__(runner, about)
         self._spec, self._origin = runner.spec, origin
@@ -457,7 +459,6 @@ class FusedEngine(InferenceEngine):
     def report(self) -> Report:
         """What runs, where, and what it holds."""
         return self._make_report(
-            mode="fused",
             family=self._spec.family,
             architecture=self._spec.architecture,
             layers=len(self._spec.layers),

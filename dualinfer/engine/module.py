@@ -24,6 +24,8 @@ _PATIENCE = 1.0  # seconds for a thread to end; it may wait for a turn that its 
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
 
+    _mode = "module"
+
     def __init__(self, runner: ModuleRunner, about: About) -> None:
         super().__init__(runner, about)
         self._architecture = type(runner.module).__name__
@@ -224,7 +226,6 @@ class ModuleEngine(InferenceEngine):
     def report(self) -> Report:
         """What runs, where, and what it holds."""
         return self._make_report(
-            mode="module",
             family="",
             architecture=self._architecture,
             layers=0,

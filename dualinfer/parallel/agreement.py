@@ -7,6 +7,7 @@ inputs that differ are refused in all, so that no process waits for one that doe
 import base64
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,8 @@ from ..arrays import from_numpy, kind_of, numpy_dtype, to_numpy
 from ..errors import ArgumentError, DistributedError
 
 T = TypeVar("T")
+
+_BEAT = 1.0  # seconds
 
 
 class Peers(Protocol):
@@ -94,6 +97,64 @@ def agree(
             "inputs take rank 0's."
         )
     return result
+
+
+def in_turn(
+    peers: Peers, what: str, work: Callable[[], T], alike: Callable[[T], Any] | None = None
+) -> T:
+    """As `agree`, but rank 0 does its work first, and the others once it has succeeded there.
+
+    The work may take longer than the group waits for a message: every process says each second
+    that it is at it. Where one has failed nobody waits for the rest.
+    """
+    if peers.size == 1:
+        return work()
+    job = _Job(work)
+    if peers.rank == 0:
+        job.start()
+    while True:
+        try:
+            state = job.wait(_BEAT)
+        except BaseException as error:  # Ctrl-C
+            _tell(peers, what, error)
+            raise
+        states = [said["state"] for said in _heard(peers, what, {"state": state})]
+        if "failed" in states or set(states) == {"done"}:
+            return agree(peers, what, job.result, alike)
+        if states[0] == "done" and state == "waiting":
+            job.start()
+
+
+class _Job:
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self._result, self._error = work, None, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float) -> str:
+        """`waiting` before the start, then `busy`, `done` or `failed`."""
+        if self._thread.ident is None:
+            return "waiting"
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return "busy"
+        return "done" if self._error is None else "failed"
+
+    def result(self) -> Any:
+        """What came out, None where it has not ended; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 def _tell(peers: Peers, what: str, error: BaseException) -> None:

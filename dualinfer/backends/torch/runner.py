@@ -85,7 +85,7 @@ class TorchRunner:
         spec, device = shard.spec, peers.device
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
         self.dtype, self.device, self.peers = dtype, device, peers
-        self.notes = params.notes
+        self.notes, self.kernels = params.notes, ops.kernels
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot

@@ -27,6 +27,7 @@ class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model

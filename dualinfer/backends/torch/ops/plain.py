@@ -34,6 +34,7 @@ class PlainOps:
 
     takes_chunks = False  # whether `attend` can go on behind what the cache holds already
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
