@@ -207,13 +207,17 @@ def _kind_of_model(model: Any, backend: str) -> str:
     )
 
 
-def _tokenizer_of(model: Any) -> Callable[[], Any] | None:
-    """What loads the model's tokenizer; None where it lies in no folder on this machine."""
-    if isinstance(model, str | os.PathLike):
+def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | None:
+    """What loads the model's tokenizer; None where it lies in no folder on this machine.
+
+    It is looked for where the model is, was loaded from, or is filled from.
+    """
+    if isinstance(model, Path):
         return partial(load_tokenizer, model)
-    place = getattr(model, "name_or_path", None)
-    is_folder = isinstance(place, str) and os.path.isdir(place)
-    return partial(load_tokenizer, str(place)) if is_folder else None
+    for place in (getattr(model, "name_or_path", None), settings.checkpoint):
+        if isinstance(place, str) and os.path.isdir(os.path.expanduser(place)):
+            return partial(load_tokenizer, place)
+    return None
 
 
 def _class_name(model: Any) -> str:
@@ -302,7 +306,7 @@ def _make_fused_engine(
             _check_memory(runner, settings, notes)
         engine_type = backends.engine_type(settings.backend, FusedEngine)
         own = found.config, found.generation_config
-        about = About(settings, *own, source.description, notes, _tokenizer_of(model))
+        about = About(settings, *own, source.description, notes, _tokenizer_of(model, settings))
         return engine_type(runner, about, origin)
 
     engine = _loaded(peers, load, made)
@@ -367,7 +371,7 @@ def _make_module_engine(
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        about = About(settings, config, own, description, notes, _tokenizer_of(model))
+        about = About(settings, config, own, description, notes, _tokenizer_of(model, settings))
         return engine_type(runner, about)
 
     return _loaded(peers, load, made)

@@ -19,16 +19,13 @@ from ..config import make_config
 from ..errors import ConfigError, ModelError, printable
 from ..model.families import check_model_type, check_unquantized, describe_model
 from ..parallel.launching import run_processes
+from .options import RevisionOption
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 
 _FILE_WIDTH = 150
 _MOST_DEVICES = 1024  # of a plan; each is counted through
 _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-RevisionOption = Annotated[
-    str | None, typer.Option(help="A branch, a tag or a commit of the hub's model; unset: main.")
-]
 
 
 def plan(

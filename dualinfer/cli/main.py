@@ -1,14 +1,13 @@
-"""The command line: dualinfer generate | demo | parity | bench | plan | launch | env."""
+"""The command line: dualinfer generate | chat | demo | parity | bench | plan | launch | env."""
 
+import importlib.metadata
 import os
-import secrets
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,30 +15,24 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
 from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from ..engine.fused import FusedEngine
-from ..engine.module import ModuleEngine
-from ..errors import (
-    ArgumentError,
-    BackendNotAvailableError,
-    DualinferError,
-    UnsupportedError,
-    printable,
-)
-from .devices import RevisionOption, launch, plan
+from ..engine.text import TextStream, encode
+from ..errors import BackendNotAvailableError, DualinferError, printable
+from .devices import launch, plan
 from .environment import describe_backend, describe_system
+from .options import RevisionOption
 from .parity import Parity, compare, first_difference
-from .tokenizer import TextStream, has_tokenizer, load_tokenizer
-
-Choice = Literal["torch", "jax", "both"]
+from .quick_start import OWN_PROCESS, start_sooner
+from .texts import NEW_TOKENS, Generate, chat, generate
 
 _PROMPT = 'def copy_file(source, target):\n    """'
-_NEW_TOKENS = 64
 
 
 class _Commands(TyperGroup):
@@ -55,117 +48,33 @@ class _Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-class _Generate(TyperCommand):
-    """A command whose usage line shows that the first of two arguments may be left out."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
-
-
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
-app.add_typer(bench, name="bench")
-app.command()(plan)
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=Generate)(generate)
+app.command()(chat)
 
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU."
-    ),
-]
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dualinfer {importlib.metadata.version('dualinfer')}")
+        raise typer.Exit
 
 
 @app.callback()
-def _start() -> None:
+def _start(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
     """Run a Hugging Face model on PyTorch or on JAX."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-
-
-@app.command(cls=_Generate)
-def generate(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[MODEL] PROMPT",
-            show_default=False,
-            help="A checkpoint's folder or a model of the hub (owner/name), the embedded model if "
-            "left out, and the text to continue.",
-        ),
-    ],
-    backend: Annotated[
-        Choice | None,
-        typer.Option(
-            show_default=False,
-            help="What runs the model; both: one by one; unset: what is installed, torch first.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Unset: {_NEW_TOKENS}, less where the model ends before.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sample; below 1 the likely tokens gain.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k best tokens; unset: 50, as in HF.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the best tokens of this total probability.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Sample from this seed: the same text every time.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens that are there already lose.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End after this string; may be given several times.")
-    ] = None,
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-) -> None:
-    """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
-    if len(arguments) > 2:
-        raise typer.BadParameter(f"{len(arguments)} arguments given. Put the prompt in quotes.")
-    if len(arguments) == 1 and (Path(arguments[0]) / "config.json").is_file():
-        raise typer.BadParameter(f"{arguments[0]} is a model's folder, and the prompt is missing.")
-    model = arguments[0] if len(arguments) == 2 else embedded.path()
-    prompt = arguments[-1]
-    options: dict[str, Any] = {"do_sample": False}
-    drawn = False
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    if seed is not None or any(value is not None for value in sampling.values()):
-        options = {"do_sample": True, **{k: v for k, v in sampling.items() if v is not None}}
-        drawn = seed is None
-        seed = secrets.randbits(32) if drawn else seed
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    if stop:
-        options["stop_strings"] = stop
-    for name in _chosen(backend):
-        backends.check_backend(name)
-    folder = find_checkpoint(model, revision)
-    tokenizer = load_tokenizer(folder)
-    ids = _encode(tokenizer, prompt)
-    for name in _chosen(backend):
-        if backend == "both":
-            Console().rule(f"[bold]{name}")
-        with init_inference(folder, backend=name, dtype=dtype) as engine:
-            tokens = _stream(engine, ids, max_new_tokens, seed, tokenizer, options)
-            typer.echo(prompt, nl=False)
-            for piece in _pieces(tokenizer, ids, tokens):
-                typer.echo(piece, nl=False)
-                sys.stdout.flush()
-        typer.echo()
-    if drawn:
-        Console(stderr=True).print(f"[dim]To get this again: --seed {seed}[/]", highlight=False)
 
 
 @dataclass
@@ -180,17 +89,20 @@ class _Run:
 
 @app.command()
 def demo(
+    ctx: typer.Context,
     prompt: Annotated[
         str, typer.Option(show_default=False, help="The text to continue; unset: a function.")
     ] = _PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = _NEW_TOKENS,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = NEW_TOKENS,
 ) -> None:
     """Continue one prompt on both backends, side by side, and say whether they agree."""
     _check_both("The demo")
     console = Console()
     folder = embedded.path()
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)
     tokenizer = load_tokenizer(folder)
-    ids = _encode(tokenizer, prompt)
+    ids = _row(encode(tokenizer, prompt))
     with _engines(folder, "float32") as engines:
         runs = {name: _Run(engine) for name, engine in engines.items()}
         with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -229,6 +141,7 @@ def demo(
 
 @app.command()
 def parity(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(show_default=False, help="A checkpoint's folder or a model of the hub."),
@@ -243,11 +156,13 @@ def parity(
     _check_both("parity")
     folder = find_checkpoint(model or embedded.path(), revision)
     console = Console()
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)
     if not has_tokenizer(folder):
         ids = _row(range(1, 17))
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
-        ids = _encode(load_tokenizer(folder), prompt)
+        ids = _row(encode(load_tokenizer(folder), prompt))
     with _engines(folder, dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
     table = Table("", "max error", "relative RMS", title=Text(f"jax against torch, {dtype}"))
@@ -265,6 +180,11 @@ def parity(
         raise typer.Exit(1)
 
 
+app.add_typer(bench, name="bench")
+app.command()(plan)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
+
+
 @app.command()
 def env() -> None:
     """Show versions, devices, and which backends and kernels are usable."""
@@ -279,11 +199,7 @@ def env() -> None:
 
 def main() -> None:
     """The `dualinfer` command."""
-    app()
-
-
-def _chosen(backend: str | None) -> tuple[str, ...]:
-    return backends.BACKENDS if backend == "both" else (backend or backends.default_backend(),)
+    app(obj=OWN_PROCESS)
 
 
 def _check_both(what: str) -> None:
@@ -300,18 +216,6 @@ def _row(ids: Any) -> Any:
     return np.array([list(ids)], np.int64)
 
 
-def _encode(tokenizer: Any, prompt: str) -> Any:
-    try:
-        ids = tokenizer(prompt)["input_ids"]
-    except Exception as error:  # tokenizers raises many kinds
-        raise ArgumentError(
-            f"The tokenizer does not take the prompt {prompt!r}: {error}"
-        ) from error
-    if not ids:
-        raise ArgumentError("The prompt is empty; there is nothing to continue.")
-    return _row(ids)
-
-
 @contextmanager
 def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
@@ -326,41 +230,6 @@ def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     finally:
         for engine in engines.values():
             engine.close()
-
-
-def _stream(
-    engine: FusedEngine | ModuleEngine,
-    ids: Any,
-    new_tokens: int | None,
-    seed: int | None,
-    tokenizer: Any,
-    options: dict[str, Any],
-) -> Iterator[int]:
-    """The new tokens as they come; in module mode, whose generate is HF's own, all at the end."""
-    if isinstance(engine, FusedEngine):
-        if new_tokens is None:
-            new_tokens = max(1, min(_NEW_TOKENS, engine.max_tokens - ids.shape[1]))
-        yield from engine.stream(
-            ids, max_new_tokens=new_tokens, seed=seed, tokenizer=tokenizer, **options
-        )
-        return
-    import torch
-
-    if not engine.can_generate():
-        raise UnsupportedError(f"{engine} does not generate.")
-    if seed is not None:
-        torch.manual_seed(seed)
-    if "stop_strings" in options:
-        options = {**options, "tokenizer": tokenizer}
-    prompt = torch.from_numpy(ids).to(engine.device)
-    made = engine.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens or _NEW_TOKENS,
-        **options,
-    )
-    answers_alone = getattr(engine.config, "is_encoder_decoder", False)
-    yield from made[0, 0 if answers_alone else ids.shape[1] :].tolist()
 
 
 def _pieces(tokenizer: Any, ids: Any, tokens: Iterator[int]) -> Iterator[str]:
