@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -165,7 +166,8 @@ def parity(
         ids = _row(encode(load_tokenizer(folder), prompt))
     with _engines(folder, dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
-    table = Table("", "max error", "relative RMS", title=Text(f"jax against torch, {dtype}"))
+    title = Text(f"jax against torch, {dtype}")
+    table = Table("", "max error", "relative RMS", title=title, box=SIMPLE, pad_edge=False)
     for row in (*result.layers, *([result.logits] if result.logits else [])):
         table.add_row(row.name, f"{row.max_error:.2e}", f"{row.relative_rms:.2e}")
     console.print(table)
@@ -189,12 +191,14 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 def env() -> None:
     """Show versions, devices, and which backends and kernels are usable."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     rows = [*describe_system()]
     for name in backends.BACKENDS:
         rows += describe_backend(name)
     for key, value in rows:
         table.add_row(f"[bold]{escape(key)}[/]", escape(value))
-    Console().print(table, highlight=False, soft_wrap=True)
+    Console().print(table, highlight=False)
 
 
 def main() -> None:
