@@ -21,7 +21,7 @@ from .tables import label, limit_lines, make_table, side_by_side, write_plot
 
 app = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     help="Measure speed as a fraction of what the device can do, beside other systems.",
 )
 

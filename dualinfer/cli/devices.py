@@ -38,7 +38,10 @@ def plan(
         ),
     ],
     tp: Annotated[
-        int, typer.Option(min=1, max=_MOST_DEVICES, help="Devices that share the model.")
+        int,
+        typer.Option(
+            metavar="COUNT", min=1, max=_MOST_DEVICES, help="Devices that share the model."
+        ),
     ],
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; unset: the checkpoint's own.")
@@ -170,7 +173,7 @@ def _on_each(row: PlanRow) -> str:
     parts = []
     for extents in zip(*row.shapes, strict=True):
         alike = len(set(extents)) == 1
-        parts.append(str(extents[0]) if alike else "|".join(map(str, extents)))
+        parts.append(str(extents[0]) if alike else " | ".join(map(str, extents)))
     return f"[{', '.join(parts)}]"
 
 
@@ -196,7 +199,9 @@ def _bytes(count: int) -> str:
 
 
 def launch(
-    tp: Annotated[int, typer.Option(min=1, help="Processes to start, one for each device.")],
+    tp: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Processes to start, one for each device.")
+    ],
     script: Annotated[Path, typer.Argument(help="The Python script that each of them runs.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script gets, options too.")

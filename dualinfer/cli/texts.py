@@ -132,7 +132,8 @@ def generate(
             given = _for_mode(engine, options)
             stream = engine.stream_chat if messages else engine.stream_text
             pieces = stream(messages or prompt, **given)  # pyright: ignore[reportArgumentType]
-            texts.append(_show(engine, pieces, "" if chat else prompt))
+            shown = "" if chat else prompt
+            texts.append(_show(engine, pieces, options["max_new_tokens"], shown))
     if drawn:
         _say(f"To get this again: --seed {seed}")
     if len(texts) > 1:
@@ -252,7 +253,7 @@ class _Talk:
             length = _length(self._engine, ids, self._new_tokens, _ANSWER)
             given = _for_mode(self._engine, {**self._options, **length})
             pieces = self._engine.stream_chat(self._messages, **given)
-            _show(self._engine, pieces, "", said)
+            _show(self._engine, pieces, given["max_new_tokens"], "", said)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
         except DualinferError as error:
@@ -330,7 +331,7 @@ def _for_mode(engine: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(
-    engine: Any, pieces: Iterator[str], prompt: str, said: list[str] | None = None
+    engine: Any, pieces: Iterator[str], most: int, prompt: str, said: list[str] | None = None
 ) -> list[str]:
     """Write the pieces as they come, behind the prompt, and say how fast; `said` gets them too."""
     said = [] if said is None else said
@@ -344,9 +345,10 @@ def _show(
             typer.echo(_shown(piece), nl=False)
             sys.stdout.flush()
     typer.echo()
-    steps, seconds = len(times) - 1, times[-1] - times[0] if times else 0.0
-    rate = f", {steps / seconds:,.0f} tokens/s" if steps > 0 and seconds > 0 else ""
-    _say(f"{len(times)} new tokens{rate}: {_described(engine)}")
+    count = min(len(times), most)  # the end of a broken character is a piece of its own
+    seconds = times[-1] - times[0] if times else 0.0
+    rate = f", {(count - 1) / seconds:,.0f} tokens/s" if count > 1 and seconds > 0 else ""
+    _say(f"{count} new tokens{rate}: {_described(engine)}")
     return said
 
 

@@ -37,7 +37,7 @@ from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts
 from .sampler import SlotState
-from .threads import few_threads
+from .threads import few_threads, threads_note
 
 
 class PendingTokens:
@@ -88,7 +88,9 @@ class TorchRunner:
         spec, device = shard.spec, peers.device
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
         self.dtype, self.device, self.peers = dtype, device, peers
-        self.notes, self.kernels = params.notes, ops.kernels
+        self._parameters = sum(w.data.numel() for w in params.weights())
+        self.notes = params.notes + threads_note(device, self._parameters)
+        self.kernels = ops.kernels
         self._cache = KVCache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
