@@ -259,6 +259,9 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
+    most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
+    if asked is not None and asked > most:
+        notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
     source = found.open_source()
     notes.extend(source.notes)
     plan = make_load_plan(table, source)
