@@ -93,7 +93,7 @@ BAD_IDS = {
     "one string": ("hello", "str"),
     "none in a list": ([[5, None]], "input_ids"),
     "a number": (5, "int"),
-    "a dict": ({"input_ids": [[5]]}, "dict"),
+    "a dict": ({"ids": [[5]]}, "dict"),
     "list mixed with numbers": ([[5, 6], 7], "input_ids"),
 }
 
@@ -282,7 +282,7 @@ def test_models_own_limit_is_checked(idle):
 
 def test_max_out_tokens_beyond_learned_positions_does_not_lift_them(hf_model):
     engine = dualinfer.init_inference(hf_model("gpt2"), kernel_inject=True, max_out_tokens=500)
-    with pytest.raises(LengthError, match=r"positions \(128\).*a shorter prompt\."):
+    with pytest.raises(LengthError, match=r"positions \(128\).*or shorten the prompt\."):
         engine.generate(random_ids(1, 100), max_new_tokens=30)
 
 
