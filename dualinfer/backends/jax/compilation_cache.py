@@ -10,10 +10,10 @@ import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax._src import config as jax_config  # nothing public sets an option for one thread
 
 from ...errors import warn_caller
@@ -61,7 +61,7 @@ def use_compilation_cache(device: jax.Device) -> None:
 
 
 def _folder() -> Path:
-    kind = f"{jaxlib.__version__} {platform.machine()} {_processor()}"
+    kind = f"{version('jaxlib')} {platform.machine()} {_processor()}"
     name = hashlib.sha256(kind.encode()).hexdigest()[:16]
     return cache_folder().resolve() / "jax" / name  # a link might lead elsewhere later
 
