@@ -237,6 +237,7 @@ def find_on_rank(url, cache, name):
             return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.filterwarnings("ignore:mp_size")
 def test_one_of_several_processes_fetches(hub, crew, tmp_path):
     counts = crew.run(find_on_rank, hub.url, tmp_path / "cache", NAME)
