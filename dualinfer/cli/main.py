@@ -340,10 +340,9 @@ def _stream(
     if isinstance(engine, FusedEngine):
         if new_tokens is None:
             new_tokens = max(1, min(_NEW_TOKENS, engine.max_tokens - ids.shape[1]))
-        yield from engine.stream(
+        return engine.stream(
             ids, max_new_tokens=new_tokens, seed=seed, tokenizer=tokenizer, **options
         )
-        return
     import torch
 
     if not engine.can_generate():
@@ -356,11 +355,12 @@ def _stream(
     made = engine.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens or _NEW_TOKENS,
+        max_new_tokens=_NEW_TOKENS if new_tokens is None else new_tokens,
         **options,
     )
     answers_alone = getattr(engine.config, "is_encoder_decoder", False)
-    yield from made[0, 0 if answers_alone else ids.shape[1] :].tolist()
+    tokens = made[0, 0 if answers_alone else ids.shape[1] :].tolist()
+    return (token for token in tokens)
 
 
 def _pieces(tokenizer: Any, ids: Any, tokens: Iterator[int]) -> Iterator[str]:
