@@ -111,6 +111,7 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
     sampled = ("--seed", 3, "--max-new-tokens", 9)
     first, again = (run("generate", tmp_path, PROMPT, *sampled).stdout for _ in range(2))
     assert first == again != result.stdout
+    assert "JAX does not run it" in one_message(run("parity", tmp_path))
 
 
 def test_generate_fits_the_default_length_to_the_model(run, folder):
@@ -172,8 +173,8 @@ def test_demo_fails_where_tokens_differ(run, folder, tmp_path, monkeypatch):
     other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
     real = cli.init_inference
 
-    def unequal(model, backend, **options):
-        return real(other if backend == "jax" else model, backend=backend, **options)
+    def unequal(model, backend, dtype):
+        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
 
     monkeypatch.setattr(embedded, "path", lambda: folder)
     monkeypatch.setattr(cli, "init_inference", unequal)
@@ -194,8 +195,8 @@ def test_parity_fails_where_the_backends_are_apart(run, folder, tmp_path, monkey
     other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
     real = cli.init_inference
 
-    def unequal(model, backend, **options):
-        return real(other if backend == "jax" else model, backend=backend, **options)
+    def unequal(model, backend, dtype):
+        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
 
     monkeypatch.setattr(cli, "init_inference", unequal)
     result = run("parity", folder, "--prompt", PROMPT)

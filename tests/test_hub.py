@@ -182,6 +182,9 @@ def test_what_the_hub_refuses_is_told_apart(hub, monkeypatch, tmp_path):
     hub.models["owner/gguf"] = {"config.json": b"{}", "model-q4.gguf": b""}
     with pytest.raises(CheckpointNotFoundError, match=r"holds config.json, model-q4.gguf, and"):
         find_checkpoint("owner/gguf")
+    hub.models["owner/adapter"] = {"adapter_config.json": b'{"peft_type": "LORA"}'}
+    with pytest.raises(CheckpointError, match=r"holds no model, but an adapter of peft \(LORA"):
+        find_checkpoint("owner/adapter")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="folder 'models' is, without 'none'"):
