@@ -32,6 +32,7 @@ from .errors import (
     ModelError,
     OutOfMemoryError,
     shortened,
+    shown,
     warn_caller,
 )
 from .model.families import describe_model, find_architecture
@@ -78,6 +79,10 @@ def init_inference(
                 "Leave params out."
             )
         model = (model, params)
+    if not isinstance(revision, str | None):
+        raise ModelError(
+            f"revision={shown(revision)}: expected the name of a branch, a tag or a commit."
+        )
     if revision is not None and kind != "folder" and settings.checkpoint is None:
         raise ModelError(
             f"revision={revision!r} is that of a model of the hub; a {_class_name(model)} has "
@@ -107,10 +112,7 @@ def _find(
     return model, settings
 
 
-_Make = Callable[
-    [Any, InferenceConfig, Peers, list[str]],
-    FusedEngine | ModuleEngine,
-]
+_Make = Callable[[Any, InferenceConfig, Peers, list[str]], FusedEngine | ModuleEngine]
 
 
 def _choose_mode(
@@ -356,7 +358,7 @@ def _make_module_engine(
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        return engine_type(runner, About(settings, config, own, description, notes))
+        return engine_type(runner, About(settings, config, own, description, notes, is_checkpoint))
 
     return _loaded(peers, load, made)
 

@@ -206,6 +206,8 @@ def test_paths_are_never_asked_for(path, hub, tmp_path):
 def test_revision_needs_a_model_of_the_hub(hf_model):
     with pytest.raises(ModelError, match=r"revision='v1'.*LlamaForCausalLM.*Leave revision out"):
         dualinfer.init_inference(hf_model("llama-mqa"), revision="v1")
+    with pytest.raises(ModelError, match="revision=5: expected the name"):
+        dualinfer.init_inference(NAME, revision=5)
 
 
 def test_empty_module_is_filled_from_the_hub(hub, folder):

@@ -251,6 +251,8 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
     assert engine.generate(ids).shape == (2, 12)
     report = engine.report()
     assert report.source == str(tmp_path)
+    with pytest.raises(dualinfer.UnsupportedError, match="does not read again"):
+        engine.refresh()
     assert any(
         "module mode, with transformers' Phi3ForCausalLM: model_type='phi3'" in n
         for n in report.notes

@@ -55,7 +55,8 @@ class About:
     """What an engine knows of its model beside the runner.
 
     `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
-    the weights are from, and `notes` what was decided for the user.
+    the weights are from, and `notes` what was decided for the user. A module that was `made_here`
+    is nobody else's: it was made of a checkpoint.
     """
 
     inference_config: InferenceConfig
@@ -63,6 +64,7 @@ class About:
     generation_config: Any
     source: str
     notes: Sequence[str]
+    made_here: bool = False
 
 
 class InferenceEngine:
