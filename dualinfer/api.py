@@ -33,6 +33,7 @@ from .errors import (
     ModelError,
     OutOfMemoryError,
     shortened,
+    shown,
     warn_caller,
 )
 from .model.families import describe_model, find_architecture
@@ -79,6 +80,10 @@ def init_inference(
                 "Leave params out."
             )
         model = (model, params)
+    if not isinstance(revision, str | None):
+        raise ModelError(
+            f"revision={shown(revision)}: expected the name of a branch, a tag or a commit."
+        )
     if revision is not None and kind != "folder" and settings.checkpoint is None:
         raise ModelError(
             f"revision={revision!r} is that of a model of the hub; a {_class_name(model)} has "
@@ -108,10 +113,7 @@ def _find(
     return model, settings
 
 
-_Make = Callable[
-    [Any, InferenceConfig, Peers, list[str]],
-    FusedEngine | ModuleEngine,
-]
+_Make = Callable[[Any, InferenceConfig, Peers, list[str]], FusedEngine | ModuleEngine]
 
 
 def _choose_mode(
@@ -215,7 +217,7 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
     if isinstance(model, Path):
         return partial(load_tokenizer, model)
     for place in (getattr(model, "name_or_path", None), settings.checkpoint):
-        if isinstance(place, str) and os.path.isdir(os.path.expanduser(place)):
+        if isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place)):
             return partial(load_tokenizer, place)
     return None
 
@@ -374,7 +376,15 @@ def _make_module_engine(
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        about = About(settings, config, own, description, notes, _tokenizer_of(model, settings))
+        about = About(
+            settings,
+            config,
+            own,
+            description,
+            notes,
+            load_tokenizer=_tokenizer_of(model, settings),
+            made_here=is_checkpoint,
+        )
         return engine_type(runner, about)
 
     return _loaded(peers, load, made)

@@ -19,7 +19,7 @@ class Hub:
         self.gated, self.broken, self.tokens = set(), set(), set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def add(self, name, folder):
         """A repository of a folder's files."""

@@ -103,6 +103,27 @@ def test_generate_ends_at_a_stop_string(run, folder):
     assert result.stdout == whole[: whole.index(stop, len(PROMPT)) + 1] + "\n"
 
 
+def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
+    import torch
+    import transformers as hf
+
+    vocab = write_byte_tokenizer(tmp_path)
+    sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    torch.manual_seed(0)
+    model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **ends)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = cli.load_tokenizer(tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=9, do_sample=False)[0])
+    result = run("generate", tmp_path, PROMPT, "--max-new-tokens", 9)
+    assert (result.exit_code, result.stdout) == (0, text + "\n")
+    sampled = ("--seed", 3, "--max-new-tokens", 9)
+    first, again = (run("generate", tmp_path, PROMPT, *sampled).stdout for _ in range(2))
+    assert first == again != result.stdout
+    assert "JAX does not run it" in one_message(run("parity", tmp_path))
+
+
 def test_generate_fits_the_default_length_to_the_model(run, folder):
     long = "x" * 120  # of 128 positions
     result = run("generate", folder, long)
@@ -221,7 +242,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("no/where/at/all", "x"), "'no/where/at/all' does not exist"),
+        (("nowhere", "x"), "'nowhere' is no folder here"),
         (("MODEL", ""), "The prompt is empty"),
         (("MODEL", "x", "--max-new-tokens", 500), "over the model's max_position_embeddings"),
         (("MODEL", "x", "--dtype", "int3"), "dtype='int3': a model computes in"),
@@ -264,7 +285,7 @@ def test_demo_fails_where_tokens_differ(run, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "path", lambda: folder)
     monkeypatch.setattr(cli, "init_inference", unequal)
     result = run("demo", "--max-new-tokens", 16)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
 
 
 def test_parity_prints_a_row_a_layer(run, folder):

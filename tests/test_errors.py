@@ -13,7 +13,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer import ArgumentError, CheckpointError, ConfigError, LengthError, ModelError
+from dualinfer import ArgumentError, CheckpointError, ConfigError, LengthError, ModelError, errors
 from dualinfer.checkpoint.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint
 
@@ -69,6 +69,16 @@ def change_weights(folder, change):
     tensors = {k: v.clone() for k, v in load_file(path).items()}
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_every_error_can_be_caught_by_its_name():
+    kinds = {
+        n
+        for n, v in vars(errors).items()
+        if isinstance(v, type) and v.__module__ == errors.__name__
+    }
+    assert kinds <= set(dualinfer.__all__) and "DistributedError" in kinds
+    assert all(issubclass(getattr(dualinfer, kind), dualinfer.DualinferError) for kind in kinds)
 
 
 # --- token ids, masks, positions -----------------------------------------------------------------

@@ -182,6 +182,9 @@ def test_what_the_hub_refuses_is_told_apart(hub, monkeypatch, tmp_path):
     hub.models["owner/gguf"] = {"config.json": b"{}", "model-q4.gguf": b""}
     with pytest.raises(CheckpointNotFoundError, match=r"holds config.json, model-q4.gguf, and"):
         find_checkpoint("owner/gguf")
+    hub.models["owner/adapter"] = {"adapter_config.json": b'{"peft_type": "LORA"}'}
+    with pytest.raises(CheckpointError, match=r"holds no model, but an adapter of peft \(LORA"):
+        find_checkpoint("owner/adapter")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="folder 'models' is, without 'none'"):
@@ -203,6 +206,8 @@ def test_paths_are_never_asked_for(path, hub, tmp_path):
 def test_revision_needs_a_model_of_the_hub(hf_model):
     with pytest.raises(ModelError, match=r"revision='v1'.*LlamaForCausalLM.*Leave revision out"):
         dualinfer.init_inference(hf_model("llama-mqa"), revision="v1")
+    with pytest.raises(ModelError, match="revision=5: expected the name"):
+        dualinfer.init_inference(NAME, revision=5)
 
 
 def test_empty_module_is_filled_from_the_hub(hub, folder):
@@ -237,6 +242,7 @@ def find_on_rank(url, cache, name):
             return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.filterwarnings("ignore:mp_size")
 def test_one_of_several_processes_fetches(hub, crew, tmp_path):
     counts = crew.run(find_on_rank, hub.url, tmp_path / "cache", NAME)

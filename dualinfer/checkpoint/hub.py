@@ -46,7 +46,7 @@ def find_checkpoint(
                 "no revisions. Leave revision out, or rename the folder to take the hub's model."
             )
         return folder
-    return _Repository(str(model), revision).find(weights)
+    return check_folder(_Repository(str(model), revision).find(weights))
 
 
 def find_weights(path: str, revision: str | None = None) -> str:

@@ -57,7 +57,8 @@ class About:
 
     `config` and `generation_config` are the model's own, HF's objects, or None; `source` says where
     the weights are from, and `notes` what was decided for the user. `load_tokenizer` gives the
-    model's tokenizer, and is None where nothing tells where that lies.
+    model's tokenizer, and is None where nothing tells where that lies. A module that was
+    `made_here` is nobody else's: it was made of a checkpoint.
     """
 
     inference_config: InferenceConfig
@@ -66,6 +67,7 @@ class About:
     source: str
     notes: Sequence[str]
     load_tokenizer: Callable[[], Any] | None = None
+    made_here: bool = False
 
 
 class InferenceEngine(TextCalls):

@@ -50,9 +50,15 @@ class ModuleEngine(InferenceEngine):
 
         On torch it is his own module that runs, so that there is nothing to do. On JAX the engine
         keeps arrays of its own until this is called, and nothing is compiled again; a Linen
-        module's variables are values: UnsupportedError. Raises ModelError where the module is gone
-        or has other parts or shapes.
+        module's variables are values, and a checkpoint that the module was made of is not read
+        again: UnsupportedError. Raises ModelError where the module is gone or has other parts or
+        shapes.
         """
+        if self._about.made_here:
+            raise UnsupportedError(
+                f"This {self._architecture} was made of {self._about.source}, which module mode "
+                "does not read again. Make a new engine with init_inference()."
+            )
         with self._lock:
             agree(self.runner.peers, "Reading the weights again", self.runner.refresh)
 
