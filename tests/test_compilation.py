@@ -15,7 +15,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 from dualinfer.backends.base import SamplingFeatures  # noqa: E402
-from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax import ahead, compilation_cache  # noqa: E402
 from dualinfer.backends.jax import executables as graphs  # noqa: E402
 from dualinfer.backends.jax.cache import Cache, FullCache  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
@@ -214,32 +214,53 @@ def entries(folder):
     return [p for p in folder.rglob("*") if p.is_file()]
 
 
-def test_executables_are_kept_in_a_private_folder(tmp_path):
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_executables_are_kept_in_a_private_folder(tmp_path, platform):
     """Those of the CPU stand for a GPU's here."""
-    folder = tmp_path / ".cache" / "dualinfer" / "jax"
-    said, _ = kept(tmp_path)
+    said, _ = kept(tmp_path, platform)
+    (folder,) = (tmp_path / ".cache" / "dualinfer" / "jax").iterdir()
     assert said == [
         "changed: jax_compilation_cache_dir",
         f"folder: {folder}",
         "result: 6.0",
         "hits: 0",
     ]
-    for made in (folder, folder.parent):
+    for made in (folder, folder.parent, folder.parent.parent):
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
     assert entries(folder)
-    assert kept(tmp_path)[0][-2:] == ["result: 6.0", "hits: 1"]
+    assert kept(tmp_path, platform)[0][-2:] == ["result: 6.0", "hits: 1"]
     said, _ = kept(tmp_path, XDG_CACHE_HOME=str(tmp_path / "xdg"))
-    assert said[1] == f"folder: {tmp_path / 'xdg' / 'dualinfer' / 'jax'}"
+    assert said[1] == f"folder: {tmp_path / 'xdg' / 'dualinfer' / 'jax' / folder.name}"
+
+
+def test_each_kind_of_processor_has_a_folder(tmp_path, monkeypatch):
+    """The order of cores and flags apart; where nothing tells, nothing of a CPU is kept."""
+    described = tmp_path / "cpuinfo"
+    kinds = []
+    for text in ("flags\t: a b\nprocessor\t: 0", "processor\t: 1\nflags\t: a b", "flags\t: a b c"):
+        described.write_text(text)
+        kinds.append(compilation_cache._processor.__wrapped__(described))
+    assert kinds[0] == kinds[1] != kinds[2]
+    described.write_text("model name\t: x")
+    assert compilation_cache._processor.__wrapped__(described) is None
+    monkeypatch.setattr(compilation_cache, "_processor", lambda: None)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation_cache.use_compilation_cache(DEVICE)
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.parametrize(
     ("platform", "environment"),
     [
-        ("cpu", {}),
+        ("cpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
         ("gpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
         ("gpu", {"JAX_ENABLE_COMPILATION_CACHE": "0"}),
     ],
-    ids=["cpu", "off", "off for JAX"],
+    ids=["off on a CPU", "off", "off for JAX"],
 )
 def test_nothing_is_kept(tmp_path, platform, environment):
     said, warned = kept(tmp_path, platform, **environment)

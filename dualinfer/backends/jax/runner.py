@@ -63,7 +63,7 @@ class JaxRunner:
         self.spec, self.steps, self._peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
         self._most_tokens, self._tp_plan = most_tokens, tp_plan
-        self._exchange = ops.exchange
+        self._exchange, self.kernels = ops.exchange, ops.kernels
         self.params = params
         self._flatten()
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))

@@ -28,6 +28,7 @@ class PlainOps:
 
     cache_kinds: frozenset[str] = frozenset()  # that kernels know
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model

@@ -59,6 +59,7 @@ class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
     cache_kinds = frozenset({FullCache.kind})
+    kernels = "Triton"
     _IMPLEMENTATIONS: Mapping[str, str] = {
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
         "embed": "Triton",

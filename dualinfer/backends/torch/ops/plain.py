@@ -34,6 +34,7 @@ class PlainOps:
 
     cache_kinds: frozenset[str] = frozenset()  # that kernels know; with them `attend` takes chunks
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
