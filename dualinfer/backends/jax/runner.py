@@ -22,7 +22,6 @@ from ..base import (
     ForwardInputs,
     LiveSlots,
     Request,
-    SamplingFeatures,
     bucket,
     cache_bytes,
     cache_specs,
@@ -35,7 +34,7 @@ from .ops.plain import PlainOps
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_model, split_notes
 from .pending import PendingTokens
-from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, prompt_rows
+from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
 from .steps import Steps, cut
 
 _SMALLEST_EOS = 4
@@ -79,6 +78,7 @@ class JaxRunner:
         self._cache: Cache = []
         self._state: SlotState | None = None
         self._live = LiveSlots()
+        self._longest = 1  # chunk of steps since the first of what is live began
 
     def _take(self, module: Model) -> None:
         """Hold the weights as the steps take them."""
@@ -100,7 +100,7 @@ class JaxRunner:
 
     @property
     def compilations(self) -> int:
-        """Executables compiled so far: one for each bucket and set of features."""
+        """Executables compiled so far: one for each bucket."""
         return self._executables.compilations
 
     @in_place
@@ -185,6 +185,8 @@ class JaxRunner:
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
+        if idle:
+            self._longest = 1
         if self._state is None and not idle:
             raise StepError(_LOST)
         self._live.add(slots, requests)
@@ -198,26 +200,26 @@ class JaxRunner:
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
     ) -> Job:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
-        features = SamplingFeatures.of(requests)
         free, eos_width = state.eos.shape
-        arrays = prompt_rows(requests, slots, free, eos_width, self.spec.vocab)
+        arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode_of(requests), "i4")
         ids = arrays[0]
 
         def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
-            ids, where, rows = unpack(packed, arrays)
-            return self.steps.prefill(params, cache, state, ids, where, rows, features)
+            return self.steps.prefill(params, cache, state, *unpack(packed, arrays))
 
-        return self._job(("prefill", ids.shape, features), step, cache, state, pack(arrays))
+        return self._job(("prefill", ids.shape), step, cache, state, pack(arrays))
 
-    def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
-        """Up to `steps` steps for every slot; see `ahead.Steps`."""
-        step = partial(self.steps.decode, features=features)
-        return self._job(("decode", features), step, cache, state, np.int32(steps))
+    def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
+        """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
+        if alone:
+            return self._job(("one",), self.steps.decode_one, cache, state, np.int32(mode))
+        limits = np.array([steps, mode], np.int32)
+        return self._job(("decode",), self.steps.decode, cache, state, limits)
 
     def _job(self, key: tuple, step: Callable[..., Any], cache: Any, state: Any, *args: Any) -> Job:
         """A step that takes over cache and state; `key` is what fixes it beside their shapes."""
         slots, _, tokens, _ = cache[0].k.shape
-        key = (*key, slots, tokens, *state.eos.shape, state.seen is not None)
+        key = (*key, slots, tokens, *state.eos.shape)
         args = (self._leaves, cache, state, *args)
         whole, over_heads = self._shardings
         shardings = whole, over_heads, *(whole,) * (len(args) - 2)
@@ -259,18 +261,18 @@ class JaxRunner:
         self._live.advance(steps)
         if self._live.reach > self._cache[0].k.shape[2]:
             self._grow(self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
-        features = SamplingFeatures.of(self._live.requests)
+        # The single step that ends a call of longer chunks is no stream's: their loop serves it.
+        self._longest = max(self._longest, steps)
+        how = steps, self._longest == 1, mode_of(self._live.requests)
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            found = self._advance(self.decode_job(steps, features, self._cache, self._state))
+            found = self._advance(self.decode_job(*how, self._cache, self._state))
         return PendingTokens(found[0], steps, slots, self._exchange, found[1])
 
-    def make_buffers(
-        self, slots: int, tokens: int, eos_width: int, penalty: bool
-    ) -> tuple[Cache, SlotState]:
+    def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
         cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self._place)
-        return cache, SlotState.make(slots, eos_width, self.spec.vocab, penalty)
+        return cache, SlotState.make(slots, eos_width, self.spec.vocab)
 
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
@@ -281,14 +283,13 @@ class JaxRunner:
         requests = self._live.requests
         count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
         eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
-        penalty = any(r.sampling.repetition_penalty != 1 for r in requests)
         old = self._state
         if idle:
             if self._cache and self._cache[0].k.shape[::2] != (count, tokens):
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(self._cache)  # else its bytes still count as in use
                 self._cache = []
-            if old is not None and not old.fits(count, eos_width, penalty):
+            if old is not None and old.eos.shape != (count, eos_width):
                 old = None
         if self._cache:
             self._grow(count, tokens)
@@ -298,10 +299,9 @@ class JaxRunner:
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            penalty = penalty or old.seen is not None
-            if old.fits(count, eos_width, penalty):
+            if old.eos.shape == (count, eos_width):
                 return  # free rows in it are not active
-        state = SlotState.make(count, eos_width, self.spec.vocab, penalty)
+        state = SlotState.make(count, eos_width, self.spec.vocab)
         if old is not None:
             state = copy_rows(old, state)
         self._state = self._place.put(state)

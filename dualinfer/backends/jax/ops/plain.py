@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
-from ...base import SamplingFeatures
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
 from ..cache import LayerCache, write
@@ -214,20 +213,20 @@ class PlainOps:
         logits: jax.Array,
         state: SlotState,
         position: jax.Array,
-        features: SamplingFeatures,
+        features: jax.Array | int,
     ) -> jax.Array:
-        """See `contract.Ops.sample`."""
+        """See `contract.Ops.sample`; `features` is a mode of `sampler`."""
         return sampler.sample(logits, state, position, features)
 
     def advance(
         self,
         logits: jax.Array,
         state: SlotState,
-        features: SamplingFeatures,
+        features: jax.Array | int,
         out: jax.Array,
         step: jax.Array,
     ) -> tuple[SlotState, jax.Array]:
-        """See `contract.Ops.advance`; `step` is a scalar."""
+        """See `contract.Ops.advance`; `features` as in `sample`, `step` is a scalar."""
         return sampler.advance(logits, state, features, out, step)
 
 
