@@ -157,14 +157,16 @@ def sample(
     def best() -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def changed(filtered: bool) -> jax.Array:
+    def changed() -> jax.Array:
         seen = state.seen if unmarked is None else mark(state.seen, unmarked)
-        return _draw(logits, state._replace(seen=seen), position, filtered)
+        return _draw(logits, state._replace(seen=seen), position, mode)
 
-    return jax.lax.switch(mode, (best, partial(changed, False), partial(changed, True)))
+    return jax.lax.cond(mode == BEST, best, changed)
 
 
-def _draw(logits: jax.Array, state: SlotState, position: jax.Array, filtered: bool) -> jax.Array:
+def _draw(
+    logits: jax.Array, state: SlotState, position: jax.Array, mode: jax.Array | int
+) -> jax.Array:
     penalty = state.penalty[:, None]
     punished = jnp.where(logits < 0, logits * penalty, logits / penalty)
     logits = jnp.where(state.seen, punished, logits)
@@ -174,8 +176,8 @@ def _draw(logits: jax.Array, state: SlotState, position: jax.Array, filtered: bo
     logits = jnp.where(is_held, -jnp.inf, logits)
     # From the best one down, so that a tiny temperature gives -inf and no NaN.
     warm = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
-    if filtered:
-        warm = filter_logits(warm, state.top_k, state.top_p, state.min_p)
+    filters = state.top_k, state.top_p, state.min_p
+    warm = jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
     scores = jnp.where(state.noise[:, None], warm + noise, logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
