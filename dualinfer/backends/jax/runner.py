@@ -22,6 +22,7 @@ from ..base import (
     ForwardInputs,
     LiveSlots,
     Request,
+    SamplingFeatures,
     bucket,
     cache_bytes,
     cache_specs,
@@ -33,7 +34,8 @@ from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_model, split_notes
-from .pending import PendingTokens
+from .pending import PendingPanels, PendingTokens
+from .prompts import most_tokens, panels
 from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
 from .steps import Steps, cut
 
@@ -182,7 +184,9 @@ class JaxRunner:
         return self._place.spread(forward, arguments, WHOLE)
 
     @in_place
-    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
+    def prefill(
+        self, requests: Sequence[Request], slots: Sequence[int]
+    ) -> PendingTokens | PendingPanels:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
         if idle:
@@ -191,17 +195,28 @@ class JaxRunner:
             raise StepError(_LOST)
         self._live.add(slots, requests)
         self._reserve(idle)
-        assert self._state is not None
-        with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-            found = self._advance(self.prefill_job(requests, slots, self._cache, self._state))
-        return PendingTokens(found[0], 1, len(requests), self._exchange, found[1])
+        passes, groups = [], self._panels([len(r.tokens) for r in requests])
+        for group in groups:
+            part = [requests[i] for i in group], [slots[i] for i in group]
+            assert self._state is not None
+            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+                found = self._advance(self.prefill_job(*part, self._cache, self._state))
+            passes.append(PendingTokens(found[0], 1, len(group), self._exchange, found[1]))
+        return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
+
+    def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Numbers of the prompts that one step serves at a time."""
+        itemsize, width = jnp.dtype(self.dtype).itemsize, bucket(max(lengths), SMALLEST_PROMPT)
+        scores = self.steps.ops.holds_scores
+        return panels(lengths, most_tokens(self.steps.spec, itemsize, width, scores))
 
     def prefill_job(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
     ) -> Job:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
         free, eos_width = state.eos.shape
-        arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode_of(requests), "i4")
+        mode = mode_of(SamplingFeatures.of(requests))
+        arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
         ids = arrays[0]
 
         def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
@@ -263,7 +278,7 @@ class JaxRunner:
             self._grow(self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
-        how = steps, self._longest == 1, mode_of(self._live.requests)
+        how = steps, self._longest == 1, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             found = self._advance(self.decode_job(*how, self._cache, self._state))

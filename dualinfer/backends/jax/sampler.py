@@ -19,13 +19,12 @@ WORDS = ("seed_low", "seed_high", "return_index")
 BEST, CHANGED, FILTERED = range(3)  # what a step does to logits before it takes the best: its mode
 
 
-def mode_of(requests: Sequence[Request]) -> int:
-    """The least mode that serves all of `requests`.
+def mode_of(needs: SamplingFeatures) -> int:
+    """The least mode that has what requests need.
 
     BEST is for rows whose logits stay as they are. CHANGED has noise, penalty and a held EOS as
     well, and FILTERED also top-k, top-p and min-p, each off in rows that do not ask for it.
     """
-    needs = SamplingFeatures.of(requests)
     if needs.filters:
         return FILTERED
     return CHANGED if needs.noise or needs.penalty or needs.hold_eos else BEST

@@ -52,8 +52,6 @@ def _best_kernel(
     ints_ptr,
     vocab,
     EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -83,8 +81,6 @@ def _best_kernel(
             new_ptr,
             minimum_ptr,
             EOS_WIDTH,
-            PENALTY,
-            HOLD_EOS,
         )
         best = unordered(tl.max(tl.where(real, ordered(x), LOWEST)))
         tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
@@ -128,8 +124,6 @@ def _narrow_kernel(
     scales_ptr,
     vocab,
     EOS_WIDTH: tl.constexpr,
-    PENALTY: tl.constexpr,
-    HOLD_EOS: tl.constexpr,
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -161,8 +155,6 @@ def _narrow_kernel(
                 new_ptr,
                 minimum_ptr,
                 EOS_WIDTH,
-                PENALTY,
-                HOLD_EOS,
             )
             histogram_ptr = coarse_ptr if DIGIT == 0 else fine_ptr
             count_digit(row, x, real, best, temperature, prefix, worst, histogram_ptr, ids, DIGIT)

@@ -55,6 +55,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; `interpret` runs the kernels on any device, for tests."""
 
+    holds_scores = False
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",

@@ -26,6 +26,7 @@ class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    holds_scores = True  # of all pairs of tokens, while a layer attends
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
