@@ -250,12 +250,12 @@ def thunks(folder: Path) -> dict[str, int]:
     """How often each kind of work is named in what XLA runs for decode, from its dump."""
     counts: dict[str, int] = {}
     words = ("kCommandBuffer", "kConditional", "kWhile", "Case", "kCubSort", "kCopy", "kKernel")
-    for path in sorted(folder.glob("*thunk_sequence*")):
+    for path in sorted(folder.glob("*jit_run*thunk_sequence*")):
         text = path.read_text(errors="replace")
         if "while" not in text.lower():
             continue
         for word in words:
-            counts[f"{path.name[:28]} {word}"] = text.count(word)
+            counts[f"{path.name} {word}"] = text.count(word)
         out = os.environ.get("OUT")
         if out and not list(Path(out).glob("thunks*")):
             Path(out, "thunks.txt").write_text(text[: 1 << 20])
