@@ -136,10 +136,16 @@ class JaxRunner:
         keep = inputs.output_hidden_states
         outputs: Any = None
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            for layers in [None] if keep else self.steps.parts:
+            values = self.spec.vocab if self.spec.head else self.spec.embed
+            values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
+            rows = max(1, self._most_tokens_of(size[1], values) // size[1])
+            for layers in [None] if keep or rows < size[0] else self.steps.parts:
+                step = partial(self.steps.forward, keep=keep, layers=layers)
+                if rows < size[0]:
+                    step = partial(self.steps.forward_panels, keep=keep, rows=rows)
                 outputs, flags = self._executables.run(
-                    ("forward", size, tuple(x is None for x in arrays), keep, layers),
-                    self._of_leaves(partial(self.steps.forward, keep=keep, layers=layers)),
+                    ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
+                    self._of_leaves(step),
                     self._leaves,
                     *padded,
                     outputs,
@@ -206,9 +212,13 @@ class JaxRunner:
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
         """Numbers of the prompts that one step serves at a time."""
-        itemsize, width = jnp.dtype(self.dtype).itemsize, bucket(max(lengths), SMALLEST_PROMPT)
-        scores = self.steps.ops.holds_scores
-        return panels(lengths, most_tokens(self.steps.spec, itemsize, width, scores))
+        width = bucket(max(lengths), SMALLEST_PROMPT)
+        return panels(lengths, self._most_tokens_of(width))
+
+    def _most_tokens_of(self, width: int, outputs: int = 0) -> int:
+        """Tokens that a pass takes at a time; see `prompts.most_tokens`."""
+        itemsize, scores = jnp.dtype(self.dtype).itemsize, self.steps.ops.holds_scores
+        return most_tokens(self.steps.spec, itemsize, width, scores, outputs)
 
     def prefill_job(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any

@@ -117,7 +117,7 @@ def advance(
     state: SlotState,
     mode: jax.Array | int,
     out: jax.Array,
-    step: jax.Array,
+    step: jax.Array | int,
 ) -> tuple[SlotState, jax.Array]:
     """Choose each active slot's next token and book it; row `step` of `out` int32 [R, N] has it."""
     token = sample(logits, state, state.length + 1, mode, out)

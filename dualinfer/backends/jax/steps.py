@@ -80,6 +80,19 @@ class Steps:
             return states[-1], ops.given_up()
         return decoder.outputs(*model, states, keep), ops.given_up()
 
+    def forward_panels(
+        self, params: Params, *arrays: Any, keep: bool, rows: int
+    ) -> tuple[Any, jax.Array | None]:
+        """As `forward`, of so many rows at a time: only the outputs have the size of all."""
+
+        def some(part: tuple[Any, ...]) -> Any:
+            return self.forward(params, *part, keep=keep)
+
+        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), arrays)
+        outputs, flags = jax.lax.map(some, parts)
+        whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        return whole, None if flags is None else flags.max(0)
+
     @jax.named_scope("dualinfer")
     def prefill(
         self,

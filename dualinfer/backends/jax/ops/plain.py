@@ -225,7 +225,7 @@ class PlainOps:
         state: SlotState,
         features: jax.Array | int,
         out: jax.Array,
-        step: jax.Array,
+        step: jax.Array | int,
     ) -> tuple[SlotState, jax.Array]:
         """See `contract.Ops.advance`; `features` as in `sample`, `step` is a scalar."""
         return sampler.advance(logits, state, features, out, step)
