@@ -170,8 +170,7 @@ class TorchRunner:
         sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
             getattr(state, name)[rows] = getattr(part, name)
-        if state.seen is not None:
-            state.seen[rows, token] = True
+        state.seen[rows, token] = True
         return PendingTokens(token[None], self.ops)
 
     @in_order
@@ -186,7 +185,7 @@ class TorchRunner:
         self._cache.grow(slots, tokens)
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
-        key = slots, tokens, features
+        key = slots, tokens, self.ops.launches_of(features)
         out, step = self._tokens[:, :slots], self._row[:slots]
         out.fill_(NO_TOKEN)
         step.zero_()
@@ -254,7 +253,7 @@ class TorchRunner:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            self._state = SlotState.make(count, eos_width, self.device)
+            self._state = SlotState.make(count, eos_width, self.spec.vocab, self.device)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
             self._row = torch.empty(count, **integers)
@@ -265,10 +264,6 @@ class TorchRunner:
         """Note the prompts' tokens for the repetition penalty."""
         state = self._state
         assert state is not None
-        if state.seen is None:
-            self._forget_steps()
-            shape = (state.active.shape[0], self.spec.vocab)
-            state.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for slot, request in zip(slots, requests, strict=True):
             state.seen[slot] = False
             state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True

@@ -59,6 +59,7 @@ class KernelOps(PlainOps):
 
     cache_kinds = frozenset({FullCache.kind})
     kernels = "Pallas"
+    holds_scores = False
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",

@@ -4,7 +4,7 @@ Which kernel serves a call follows from its shapes alone: products with few rows
 once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -346,6 +346,10 @@ class KernelOps(PlainOps):
             logits, state, features, out, step, workspace=work, pdl=self.starts_early(len(logits))
         )
         return state, out
+
+    def launches_of(self, features: SamplingFeatures) -> Hashable:
+        """See `PlainOps.launches_of`; rows without noise or a penalty pass the same kernel."""
+        return features.noise and features.filters
 
     def clear(self) -> None:
         """See `PlainOps.clear`; no graph may be replayed after it."""
