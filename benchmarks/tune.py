@@ -26,7 +26,7 @@ import torch
 
 from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.params import Params
-from dualinfer.backends.torch.tuning.cases import Problem, find_problems
+from dualinfer.backends.torch.tuning.cases import TuningCase, tuning_cases
 from dualinfer.backends.torch.tuning.search import graph_seconds, search
 from dualinfer.backends.torch.tuning.store import Machine
 from dualinfer.bench.shapes import SHAPES, open_model
@@ -76,25 +76,25 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     return spec, params
 
 
-def problems_of(part: Part) -> list[Problem]:
+def cases_of(part: Part) -> list[TuningCase]:
     """What its steps ask of the kernels."""
     device = torch.device("cuda", torch.cuda.current_device())
     spec, params = make_params(part, SHAPES[part.shape].dtype, device)
-    return find_problems(spec, params, KernelOps(device), ROWS, REACHES, PROMPTS)
+    return tuning_cases(spec, params, KernelOps(device), ROWS, REACHES, PROMPTS)
 
 
 @lru_cache(1)  # the weights of one shape at a time
-def problems_here(part: Part) -> dict[Key, Problem]:
+def cases_here(part: Part) -> dict[Key, TuningCase]:
     """Those of one shape, in a process that only compiles."""
-    return {problem.key: problem for problem in problems_of(part)}
+    return {case.key: case for case in cases_of(part)}
 
 
 def compile_candidates(part: Part, key: Key) -> None:
     """Run each candidate once, which leaves it in Triton's cache."""
     with torch.inference_mode(), suppress(Exception):  # the search meets it again, and tells
-        problem = problems_here(part)[key]
-        run, _ = problem.prepare()
-        for config in problem.candidates:
+        case = cases_here(part)[key]
+        run, _ = case.prepare()
+        for config in case.candidates:
             with suppress(Exception):
                 run(config)
         torch.cuda.synchronize()
@@ -147,20 +147,20 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, processes) as pool:
         for part in starmap(Part, product(arguments.shape or NAMES, arguments.tp or [1])):
-            problems = [p for p in problems_of(part) if p.key not in table]
+            cases = [p for p in cases_of(part) if p.key not in table]
             # Before, not beside, the measurements: it runs the kernels as well.
-            jobs = pool.map(partial(compile_candidates, part), [p.key for p in problems])
+            jobs = pool.map(partial(compile_candidates, part), [p.key for p in cases])
             list(jobs)
             compiled = time.monotonic() - started
             found: Table = {}
-            ended = search(problems, found, graph_seconds(device), arguments.seconds - compiled)
+            ended = search(cases, found, graph_seconds(device), arguments.seconds - compiled)
             table |= found
             write(arguments.out, kind, machine, table)
             spent = time.monotonic() - started
-            keys = f"{len(found)} of {len(problems)} keys"
+            keys = f"{len(found)} of {len(cases)} keys"
             times = f"compiled after {compiled:.0f} s, done after {spent:.0f} s"
             print(f"{part.shape} over {part.tp}: {keys}, {times}", flush=True)
-            del problems
+            del cases
             torch.cuda.empty_cache()
             if not ended:
                 print("Out of time. With --keep the next run goes on from here.")

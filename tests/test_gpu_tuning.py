@@ -32,12 +32,12 @@ def few(monkeypatch):
     """A search of a minute at most, over few numbers of rows and lengths."""
     monkeypatch.setattr(cases, "DECODE_ROWS", (1, 2, 8))
     monkeypatch.setattr(cases, "FORWARD_ROWS", (1, 64))
-    real = search.find_problems
+    real = search.tuning_cases
 
     def find(spec, params, ops):
         return real(spec, params, ops, reaches=(256,), prompts=(128,))
 
-    monkeypatch.setattr(search, "find_problems", find)
+    monkeypatch.setattr(search, "tuning_cases", find)
 
 
 def test_tuned_engine_says_the_same_and_the_next_one_measures_nothing(few, monkeypatch, folder):
@@ -71,18 +71,18 @@ def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
     engine = dualinfer.init_inference(make_model(family), **{**FUSED, "dtype": dtype})
     runner, device = engine.runner, torch.device("cuda", torch.cuda.current_device())
     ops = KernelOps(device)
-    found = cases.find_problems(
+    found = cases.tuning_cases(
         runner.spec, runner.params, ops, rows=(1, 3, 16, 64), reaches=(256,), prompts=(100,)
     )
     assert found
-    for problem in found:
-        run, calls = problem.prepare()
+    for case in found:
+        run, calls = case.prepare()
         assert calls > 0
-        expected = run(problem.candidates[0])
-        for config in problem.candidates:
+        expected = run(case.candidates[0])
+        for config in case.candidates:
             y = run(config)
-            assert torch.equal(run(config), y), (problem.key, config)  # the same bits every time
-            assert search._agree(y, expected), (problem.key, config)
+            assert torch.equal(run(config), y), (case.key, config)  # the same bits every time
+            assert search._agree(y, expected), (case.key, config)
 
 
 def test_clock_measures_what_a_graph_takes():

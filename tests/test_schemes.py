@@ -330,7 +330,7 @@ def test_kernels_leave_quantized_weights_to_plain_ops(backend, tmp_path, monkeyp
     pytest.importorskip("triton")
     from dualinfer.backends.jax.ops.kernels import KernelOps as JaxOps
     from dualinfer.backends.torch.ops.kernels import KernelOps as TorchOps
-    from dualinfer.backends.torch.tuning.cases import find_problems
+    from dualinfer.backends.torch.tuning.cases import tuning_cases
 
     small = {"n_embd": 24, "n_head": 2, "n_layer": 1, "vocab_size": 97}
     write(tmp_path, make_model("gpt2", **small))
@@ -347,7 +347,7 @@ def test_kernels_leave_quantized_weights_to_plain_ops(backend, tmp_path, monkeyp
         assert ops["matmul, int8 rows"].startswith("plain") and "fused" in ops["matmul"]
         if backend == "torch":
             runner = made.runner
-            keys = [p.key for p in find_problems(runner.spec, runner.params, runner.ops, (1,))]
+            keys = [p.key for p in tuning_cases(runner.spec, runner.params, runner.ops, (1,))]
             assert keys and not any("linear" in key for key in keys)
 
 

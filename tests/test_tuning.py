@@ -244,8 +244,8 @@ class FakeRun:
     def __init__(self, plan):
         self.plan, self.ran = plan, []
 
-    def problem(self, key=KEY):
-        return cases.Problem(key, list(self.plan), lambda: (self.run, 4))
+    def case(self, key=KEY):
+        return cases.TuningCase(key, list(self.plan), lambda: (self.run, 4))
 
     def run(self, config):
         self.ran.append(config)
@@ -262,7 +262,7 @@ class FakeRun:
 def best_of(*outcomes):
     fake = FakeRun({VectorConfig(1 << i, 4): outcome for i, outcome in enumerate(outcomes)})
     found = {}
-    assert search.search([fake.problem()], found, fake.seconds)
+    assert search.search([fake.case()], found, fake.seconds)
     return found[KEY]
 
 
@@ -287,7 +287,7 @@ def test_search_begins_nothing_after_its_time(monkeypatch):
     fakes = [FakeRun({VectorConfig(1, 4): (1e-6, 1.0)}) for _ in range(5)]
     keys = [("linear", 1 << i, 64, 64, 2, False) for i in range(5)]
     found = {}
-    parts = [fake.problem(key) for fake, key in zip(fakes, keys, strict=True)]
+    parts = [fake.case(key) for fake, key in zip(fakes, keys, strict=True)]
     assert not search.search(parts, found, lambda call, repeats: 1e-6, 2.5)
     assert list(found) == keys[:2]
 
@@ -317,13 +317,13 @@ def half(params):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2-inverse", "gemma2", "opt-post", "bert-masked"])
-def test_problems_are_those_that_the_models_steps_look_up(name, runner_of, monkeypatch):
+def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypatch):
     """Every configuration that a step asks for has been measured under the same key."""
     spec, params = runner_of(name)
     params = half(params)
     ops = KernelOps(torch.device("cpu"))
-    found = cases.find_problems(spec, params, ops, rows=(1, 8), reaches=(64,), prompts=(8,))
-    keys = [problem.key for problem in found]
+    found = cases.tuning_cases(spec, params, ops, rows=(1, 8), reaches=(64,), prompts=(8,))
+    keys = [case.key for case in found]
     assert len(set(keys)) == len(keys)
     assert {key[0] for key in keys} >= {"linear", "attention"}
     assert ("decode_attention" in {key[0] for key in keys}) == spec.causal
@@ -352,12 +352,12 @@ def test_problems_are_those_that_the_models_steps_look_up(name, runner_of, monke
 def test_search_runs_a_models_own_products_and_attention(runner_of):
     spec, params = runner_of("llama-gqa")
     ops = KernelOps(torch.device("cpu"))
-    found = cases.find_problems(spec, half(params), ops, rows=(1, 5), reaches=(64,), prompts=(8,))
+    found = cases.tuning_cases(spec, half(params), ops, rows=(1, 5), reaches=(64,), prompts=(8,))
     parts, ops_seen = [], set()
-    for problem in found:  # one of each kind: they are interpreted
-        kind = problem.key[0], problem.key[1] == 1
+    for case in found:  # one of each kind: they are interpreted
+        kind = case.key[0], case.key[1] == 1
         if kind not in ops_seen:
-            parts.append(problem._replace(candidates=problem.candidates[:3]))
+            parts.append(case._replace(candidates=case.candidates[:3]))
         ops_seen.add(kind)
     table, timed = {}, []
 
@@ -366,14 +366,14 @@ def test_search_runs_a_models_own_products_and_attention(runner_of):
         return 1.0 / len(timed)
 
     assert search.search(parts, table, seconds)
-    assert list(table) == [problem.key for problem in parts]
+    assert list(table) == [case.key for case in parts]
     assert len(timed) >= 2 * len(parts) + 4  # candidates beside the defaults agreed with them
 
 
 def test_autotune_measures_once_and_reads_the_cache_from_then_on(runner_of, monkeypatch, folder):
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
-    monkeypatch.setattr(search, "find_problems", lambda *args: [fake.problem()])
+    monkeypatch.setattr(search, "tuning_cases", lambda *args: [fake.case()])
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     device = torch.device("cpu")
     for _ in range(2):
@@ -394,9 +394,9 @@ def test_autotune_tries_what_is_shipped_as_well(runner_of, monkeypatch):
     shipped = VectorConfig(8, 8)
     plan = {VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)}
     fake = FakeRun(plan)
-    problem = fake.problem()
+    case = fake.case()
     fake.plan = {**plan, shipped: (2e-6, 1.0)}
-    monkeypatch.setattr(search, "find_problems", lambda *args: [problem])
+    monkeypatch.setattr(search, "tuning_cases", lambda *args: [case])
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     known = Configurations([("shipped for H100", {KEY: Measured(shipped, 1.0)})])
     ops = KernelOps(torch.device("cpu"), known)
@@ -407,8 +407,8 @@ def test_autotune_tries_what_is_shipped_as_well(runner_of, monkeypatch):
 def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch):
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
-    parts = [fake.problem(), fake.problem(("linear", 2, *KEY[2:]))]
-    monkeypatch.setattr(search, "find_problems", lambda *args: parts)
+    parts = [fake.case(), fake.case(("linear", 2, *KEY[2:]))]
+    monkeypatch.setattr(search, "tuning_cases", lambda *args: parts)
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     clock = iter([0.0, 1.0, 1e6])
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))

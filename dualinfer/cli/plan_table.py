@@ -9,7 +9,7 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..backends.caches import cache_specs, token_bytes
 from ..model.weights import Row, WeightTable
-from ..parallel.sharding import Held, Plan, Shard, make_plan, whole
+from ..parallel.sharding import Held, Shard, ShardingPlan, make_plan, whole
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def make_plan_table(
     )
 
 
-def _plan_row(row: Row, plan: Plan, itemsize: int) -> PlanRow:
+def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
     shape = plan.table.shape(row)
     split = plan.shards[0].split_axis(row)
     return PlanRow(
@@ -139,7 +139,7 @@ def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> Dev
     return DevicePart(weights, cache, tuple(shard.held()))
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: ShardingPlan) -> Iterator[str]:
     """What a reader of the shapes would wonder about."""
     table = plan.table
     present = {row.name for row in table.rows}

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .dtypes import dtype_name
 from .installed import default_backend
-from .model import Place
+from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
 from .stale import StaleFields
 from .values import Count, PathText, empty_is_none, path_or_dict
@@ -20,7 +20,7 @@ class InferenceConfig(StaleFields):
     What depends on the mode, the device or this version is checked by `init_inference`.
     """
 
-    moved: ClassVar[Mapping[str, Place]] = MappingProxyType(
+    moved: ClassVar[Mapping[str, KeyPath]] = MappingProxyType(
         {
             "mp_size": ("tensor_parallel", "tp_size"),
             "mpu": ("tensor_parallel", "mpu"),

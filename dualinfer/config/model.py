@@ -19,7 +19,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..errors import shown, warn_caller
 
-Place = tuple[str, ...]  # ("tensor_parallel", "tp_size")
+KeyPath = tuple[str, ...]  # ("tensor_parallel", "tp_size")
 
 GATHERED = "gathered"
 """The validation context of values that a Gathering has read already."""
@@ -36,14 +36,14 @@ class Model(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    moved: ClassVar[Mapping[str, Place]] = MappingProxyType({})
+    moved: ClassVar[Mapping[str, KeyPath]] = MappingProxyType({})
     """Deprecated names, and where their values go."""
 
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Names that stale documents use, and what to use instead."""
 
     @classmethod
-    def places(cls) -> dict[str, Place]:
+    def places(cls) -> dict[str, KeyPath]:
         """Every key that may be given here, and the place that it names."""
         fields = cls.model_fields.items()
         aliases = {str(a): (name,) for name, field in fields if (a := field.validation_alias)}
@@ -122,7 +122,7 @@ class Gathering:
         self.problems: list[Problem] = []
         self._model = model
         self._warnings: dict[str, tuple[type[Warning], str]] = {}
-        self._given: dict[Place, list[_Given]] = {}
+        self._given: dict[KeyPath, list[_Given]] = {}
         sources = list(sources)
         self._strict = self._read_strict(sources)
         for source in sources:
@@ -130,7 +130,7 @@ class Gathering:
         for place in self._given:
             self._settle(place)
 
-    def add(self, error: ValidationError, place: Place = (), given: _Given | None = None) -> None:
+    def add(self, error: ValidationError, place: KeyPath = (), given: _Given | None = None) -> None:
         """Take over pydantic's errors on `values`, or on the one value given for `place`."""
         for e in error.errors(include_url=False):
             loc = (*place[:-1], *e["loc"])
@@ -181,12 +181,12 @@ class Gathering:
         model: type[Model],
         source: Source,
         values: Mapping[Any, Any],
-        parent: Place,
+        parent: KeyPath,
         path: str,
     ) -> None:
         """Book what `values` give to `model`, whose place is `parent`, written as `path`."""
         places = model.places()
-        seen: dict[tuple[Place, bool], str] = {}
+        seen: dict[tuple[KeyPath, bool], str] = {}
         for key, value in values.items():
             if key == "strict" and not parent:
                 continue
@@ -209,13 +209,15 @@ class Gathering:
             else:
                 self._read_field(model, source, place, given)
 
-    def _read_moved(self, key: str, place: Place, given: _Given) -> None:
+    def _read_moved(self, key: str, place: KeyPath, given: _Given) -> None:
         if given.value is not None:
             text = f"{key} is deprecated: it is {_dotted(place)} now."
             self._warnings[key] = (DeprecationWarning, text)
             self._book(place, given)
 
-    def _read_field(self, model: type[Model], source: Source, place: Place, given: _Given) -> None:
+    def _read_field(
+        self, model: type[Model], source: Source, place: KeyPath, given: _Given
+    ) -> None:
         field, size = model.model_fields[place[-1]], len(self.problems) + len(self._given)
         nested = nested_model(field)
         if given.value is None and (field.default is None or is_stale(field)):
@@ -232,7 +234,7 @@ class Gathering:
             self._warnings[place[-1]] = (UserWarning, text)
 
     def _read_nested(
-        self, nested: type[Model], source: Source, place: Place, given: _Given
+        self, nested: type[Model], source: Source, place: KeyPath, given: _Given
     ) -> None:
         values = nested.unfold(given.value)
         if values is None:
@@ -244,11 +246,11 @@ class Gathering:
         else:
             self._read(nested, source, values, place, f"{given.key}.")
 
-    def _book(self, place: Place, given: _Given) -> None:
+    def _book(self, place: KeyPath, given: _Given) -> None:
         copied = replace(given, value=_own_copy(given.value))
         self._given.setdefault(place, []).append(copied)
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: KeyPath) -> None:
         """Put the value of one field into `values`; all that were given must mean the same."""
         given = self._given[place]
         value = given[0].value
@@ -264,7 +266,7 @@ class Gathering:
             target = target.setdefault(part, {})
         target[place[-1]] = value
 
-    def _canonical(self, place: Place, given: _Given) -> list[Any]:
+    def _canonical(self, place: KeyPath, given: _Given) -> list[Any]:
         """The value as its field holds it, in a list, which is empty if it is bad."""
         owner = self._model
         for part in place[:-1]:
@@ -277,7 +279,7 @@ class Gathering:
             return []
         return [getattr(built, place[-1])]
 
-    def _joined(self, place: Place, values: tuple[Any, Any], given: tuple[_Given, _Given]) -> Any:
+    def _joined(self, place: KeyPath, values: tuple[Any, Any], given: tuple[_Given, _Given]) -> Any:
         """One value from two; dicts are joined key by key."""
         a, b = values
         if isinstance(a, dict) and isinstance(b, dict):

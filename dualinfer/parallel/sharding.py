@@ -255,7 +255,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How a model is split over devices: a shard for each."""
 
     table: WeightTable
@@ -267,7 +267,9 @@ class Plan:
         return len(self.shards)
 
 
-def make_plan(table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False) -> Plan:
+def make_plan(
+    table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False
+) -> ShardingPlan:
     """The plan of a model over `size` devices.
 
     KV heads stay whole, with their query heads; where devices outnumber them, several devices hold
@@ -277,7 +279,7 @@ def make_plan(table: WeightTable, size: int = 1, grain: int = 64, equal: bool = 
     hold one of zeros. Layers may differ: each is split for itself.
     """
     if size == 1:
-        return Plan(table, (whole(table),))
+        return ShardingPlan(table, (whole(table),))
     spec = table.spec
     split = _equal if equal else split_evenly
 
@@ -308,7 +310,7 @@ def make_plan(table: WeightTable, size: int = 1, grain: int = 64, equal: bool = 
         own = replace(spec, layers=tuple(local[id(layer)] for layer in spec.layers))
         by_layer = tuple(shares[id(layer)] for layer in spec.layers)
         shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
-    return Plan(table, tuple(shards))
+    return ShardingPlan(table, tuple(shards))
 
 
 class _Cut(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...parallel.sharding import Plan
+from ...parallel.sharding import ShardingPlan
 from .mesh import ManyDevices, Place
 
 
@@ -18,10 +18,10 @@ class Split(NamedTuple):
     """
 
     axis: str
-    plan: Plan
+    plan: ShardingPlan
 
     @classmethod
-    def of(cls, place: Place, plan: Plan) -> Self | None:
+    def of(cls, place: Place, plan: ShardingPlan) -> Self | None:
         """The seams of a plan; None where every device has the whole model."""
         if not isinstance(place, ManyDevices) or plan.size == 1:
             return None

@@ -23,7 +23,7 @@ from ...model.weights import (
     parts_of,
     with_parts,
 )
-from ...parallel.sharding import Found, Plan, Shard
+from ...parallel.sharding import Found, Shard, ShardingPlan
 from .mesh import Place
 from .ops.primitives import dequantize
 
@@ -238,7 +238,7 @@ def _describe(param: Any) -> str:
 
 
 def load_params(
-    place: Place, tp_plan: Plan, plan: LoadPlan, source: TensorSource, dtype: Any
+    place: Place, tp_plan: ShardingPlan, plan: LoadPlan, source: TensorSource, dtype: Any
 ) -> tuple[Params, Model, tuple[str, ...]]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
@@ -254,7 +254,7 @@ def read_into(
     params: Params,
     model: Model,
     place: Place,
-    tp_plan: Plan,
+    tp_plan: ShardingPlan,
     plan: LoadPlan,
     source: TensorSource,
     dtype: Any,
@@ -311,7 +311,9 @@ def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(block, [(0, n - m) for n, m in zip(shape, block.shape, strict=True)])
 
 
-def split_notes(place: Place, tp_plan: Plan, leaves: Sequence[jax.Array]) -> tuple[str, ...]:
+def split_notes(
+    place: Place, tp_plan: ShardingPlan, leaves: Sequence[jax.Array]
+) -> tuple[str, ...]:
     """Notes for people on what each of several devices holds; `leaves` are the weights."""
     if place.size == 1:
         return ()

@@ -16,7 +16,7 @@ from ...errors import StepError, UnsupportedError
 from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource, count_leaves
 from ...parallel.agreement import Peers
-from ...parallel.sharding import Plan
+from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, served
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
@@ -49,7 +49,7 @@ class JaxRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        tp_plan: Plan,
+        tp_plan: ShardingPlan,
         params: Params,
         module: Model,
         dtype: Any,

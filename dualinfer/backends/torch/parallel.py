@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...errors import DistributedError
 from ...parallel.agreement import Peers
-from ...parallel.sharding import Plan
+from ...parallel.sharding import ShardingPlan
 
 _LENGTH, _SHORT = 8, 248  # bytes
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -175,7 +175,7 @@ class Split(NamedTuple):
     vocab: tuple[int, ...]
 
     @classmethod
-    def of(cls, ranks: Ranks, plan: Plan) -> Self | None:
+    def of(cls, ranks: Ranks, plan: ShardingPlan) -> Self | None:
         """The seams of a plan; None where one rank has everything."""
         if plan.size == 1:
             return None

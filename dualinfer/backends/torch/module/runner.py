@@ -17,7 +17,7 @@ from ..joining import forget_graphs_at_exit
 from ..parallel import Ranks
 from ..precision import own_precision
 from ..profiling import make_stopwatch, module_spans
-from .autotp.changes import Plan, is_altered
+from .autotp.changes import SurgeryPlan, is_altered
 from .autotp.layers import RanksSeam
 from .autotp.plan import check_whole, kept_sizes, make_plan
 from .autotp.policy import check_policy
@@ -27,7 +27,7 @@ from .placing import check_room, convert_module
 from .watch import ModuleWatch, compiled_call
 
 _MARKED = 8  # values of a row
-_SHARED_PLAN = TypeAdapter(tuple[Plan, list[str]])  # as JSON: nothing is unpickled
+_SHARED_PLAN = TypeAdapter(tuple[SurgeryPlan, list[str]])  # as JSON: nothing is unpickled
 
 
 @torch.inference_mode(False)  # else a caller's inference mode would mark the weights as its own

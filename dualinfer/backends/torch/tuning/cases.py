@@ -1,4 +1,4 @@
-"""What a model's steps ask of the kernels, as problems to measure: its own weights, real shapes."""
+"""What a model's steps ask of the kernels, as cases to measure: its own weights, real shapes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +30,7 @@ _PROMPT_CALLS = 4
 Run: TypeAlias = Callable[[Any], torch.Tensor]
 
 
-class Problem(NamedTuple):
+class TuningCase(NamedTuple):
     """A key to measure: `prepare` makes the tensors, and a function that does `calls` with them.
 
     That function gives the first call's result. The first of the candidates is the default.
@@ -48,32 +48,32 @@ class _Product(NamedTuple):
     by: Neighbours
 
 
-def find_problems(
+def tuning_cases(
     spec: ModelSpec,
     params: Params,
     ops: KernelOps,
     rows: Iterable[int] = (),
     reaches: Iterable[int] = REACHES,
     prompts: Iterable[int] = PROMPTS,
-) -> list[Problem]:
+) -> list[TuningCase]:
     """What a model's steps ask of the kernels with so many rows (by default the likely ones).
 
     One row comes first, and what matters less later: the time may not last.
     """
-    problems: dict[Key, Problem] = {}
+    cases: dict[Key, TuningCase] = {}
     layers = [ops.layer_attention(spec, params, i) for i in range(len(spec.layers))]
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
     for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
-        for problem in _products(spec, params, ops, count):
-            problems.setdefault(problem.key, problem)
+        for case in _products(spec, params, ops, count):
+            cases.setdefault(case.key, case)
         if spec.causal:
-            for problem in _decodes(layers, ops, params, count, reaches):
-                problems.setdefault(problem.key, problem)
+            for case in _decodes(layers, ops, params, count, reaches):
+                cases.setdefault(case.key, case)
     for tokens in sorted({min(tokens, most) for tokens in prompts}):
-        for problem in _prompts(layers, ops, params, tokens):
-            problems.setdefault(problem.key, problem)
-    return list(problems.values())
+        for case in _prompts(layers, ops, params, tokens):
+            cases.setdefault(case.key, case)
+    return list(cases.values())
 
 
 class _Recorder:
@@ -126,7 +126,7 @@ class _Recorder:
         return logits
 
 
-def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[Problem]:
+def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[TuningCase]:
     """The products with few rows of a step with `rows` rows, those of a shape together."""
     recorder = _Recorder(ops)
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
@@ -140,7 +140,7 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
     return [
-        Problem(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
+        TuningCase(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
         for key, group in recorder.products.items()
     ]
 
@@ -179,7 +179,7 @@ def _product_maker(
 
 def _decodes(
     layers: list[LayerAttention], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
-) -> Iterable[Problem]:
+) -> Iterable[TuningCase]:
     """Attention of one token of `slots` sequences, by kind of layer and length."""
     like = torch.empty(0, dtype=params.outer["embed.weight"].dtype, device=ops.device)
     for reach in reaches:
@@ -191,7 +191,7 @@ def _decodes(
                 continue
             key = decode_attention.tuning_key(slots * a.kv_heads, seen, *shape)
             maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
-            yield Problem(key, tuning.candidates(key, ops.sms), maker)
+            yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
 
 def _decode_maker(
@@ -222,7 +222,7 @@ def _decode_maker(
 
 def _prompts(
     layers: list[LayerAttention], ops: KernelOps, params: Params, tokens: int
-) -> Iterable[Problem]:
+) -> Iterable[TuningCase]:
     """Attention of one prompt of `tokens` tokens, by kind of layer, where our kernel serves it."""
     like = torch.empty(0, dtype=params.outer["embed.weight"].dtype, device=ops.device)
     for layer in layers:
@@ -238,7 +238,7 @@ def _prompts(
         key = attention_choice.tuning_key(*numbers)
         how["scale"] = a.scale
         maker = _prompt_maker(layer, ops, like, tokens, how)
-        yield Problem(key, tuning.candidates(key, ops.sms), maker)
+        yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
 
 def _prompt_maker(

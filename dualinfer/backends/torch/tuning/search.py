@@ -15,7 +15,7 @@ from ....system.progress import track
 from ..ops.kernels import KernelOps
 from ..ops.plain import PlainOps
 from ..params import Params
-from .cases import Problem, find_problems
+from .cases import TuningCase, tuning_cases
 from .store import HERE, Machine, save_cache
 
 MOST_SECONDS = 300.0
@@ -39,75 +39,75 @@ def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
     if not isinstance(ops, KernelOps):
         return
     known = ops.configurations.table(HERE)
-    problems = [
-        _with_shipped(problem, ops)
-        for problem in find_problems(spec, params, ops)
-        if problem.key not in known
+    cases = [
+        _with_shipped(case, ops)
+        for case in tuning_cases(spec, params, ops)
+        if case.key not in known
     ]
-    if not problems:
+    if not cases:
         return
     found: Table = {}
     try:
-        ended = search(problems, found, graph_seconds(ops.device), MOST_SECONDS)
+        ended = search(cases, found, graph_seconds(ops.device), MOST_SECONDS)
     finally:  # what an interrupt leaves is worth keeping
         torch.cuda.empty_cache()
         if found:
             save_cache(Machine.of(ops.device), found)
     if not ended:
         warn_caller(
-            f"triton_autotune measured {len(found)} of {len(problems)} shapes, as it takes "
+            f"triton_autotune measured {len(found)} of {len(cases)} shapes, as it takes "
             f"{MOST_SECONDS:.0f} seconds at most. The others run as without it; the next start "
             "with triton_autotune=True goes on."
         )
     ops.configurations = ops.configurations.having(HERE, found)
 
 
-def _with_shipped(problem: Problem, ops: KernelOps) -> Problem:
-    """The problem, with what runs without a search among its candidates."""
-    _, config = ops.configurations.look_up(problem.key)
-    if config is None or config in problem.candidates:
-        return problem
-    return problem._replace(candidates=[*problem.candidates, config])
+def _with_shipped(case: TuningCase, ops: KernelOps) -> TuningCase:
+    """The case, with what runs without a search among its candidates."""
+    _, config = ops.configurations.look_up(case.key)
+    if config is None or config in case.candidates:
+        return case
+    return case._replace(candidates=[*case.candidates, config])
 
 
 @torch.inference_mode()
 def search(
-    problems: Sequence[Problem], found: Table, seconds: Clock, limit: float | None = None
+    cases: Sequence[TuningCase], found: Table, seconds: Clock, limit: float | None = None
 ) -> bool:
-    """Add each problem's best configuration to `found`; none is begun after `limit` seconds.
+    """Add each case's best configuration to `found`; none is begun after `limit` seconds.
 
     False if that left some out.
     """
     started = time.monotonic()
-    for problem in track(problems, "Tuning kernels"):
+    for case in track(cases, "Tuning kernels"):
         if limit is not None and time.monotonic() - started > limit:
             return False
-        best = _best(problem, seconds)
+        best = _best(case, seconds)
         if best is not None:
-            found[problem.key] = best
+            found[case.key] = best
     return True
 
 
-def _best(problem: Problem, seconds: Clock) -> Measured | None:
+def _best(case: TuningCase, seconds: Clock) -> Measured | None:
     """The fastest candidate that gives what the default gives; None if the default itself fails."""
-    default = problem.candidates[0]
+    default = case.candidates[0]
     try:
-        run, calls = problem.prepare()
+        run, calls = case.prepare()
         expected = run(default)
     except Exception as error:  # of the compiler, the driver, the allocator
-        _log.warning("%s cannot run as %s: %s", problem.key, default, error)
+        _log.warning("%s cannot run as %s: %s", case.key, default, error)
         return None
     runs = {default: lambda: run(default)}
-    for config in problem.candidates[1:]:
+    for config in case.candidates[1:]:
         try:
             same = _agree(run(config), expected)
         except Exception as error:  # of the compiler, the driver: this one cannot run here
-            _log.debug("%s cannot run as %s: %s", problem.key, config, error)
+            _log.debug("%s cannot run as %s: %s", case.key, config, error)
             continue
         if same:
             runs[config] = lambda config=config: run(config)
         else:
-            _log.warning("%s gives a wrong result as %s", problem.key, config)
+            _log.warning("%s gives a wrong result as %s", case.key, config)
     times = {config: seconds(call, _REPEATS) for config, call in runs.items()}
     finalists = [default, *sorted(times, key=lambda config: times[config])[:_FINALISTS]]
     times = {config: seconds(runs[config], _FINAL_REPEATS) for config in dict.fromkeys(finalists)}

@@ -56,7 +56,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SurgeryPlan:
     """How a module is split over `size` ranks; `kept` are layers that are not, and why."""
 
     size: int

@@ -17,7 +17,7 @@ from torch import nn
 from .....errors import ConfigError, ModelError
 from .....parallel.sharding import split_evenly
 from ..fill import is_hf, on_meta
-from .changes import Change, Plan, Unit, is_altered, is_linear, opaque_parts, sizes
+from .changes import Change, SurgeryPlan, Unit, is_altered, is_linear, opaque_parts, sizes
 from .layers import Part, Seam
 from .layouts import Run, Runs, extent
 from .miniature import pattern, stacks
@@ -53,7 +53,7 @@ def describe(
 
 def make_plan(
     module: nn.Module, size: int, grain: int, policy: Mapping[Any, Any]
-) -> tuple[Plan, list[str]]:
+) -> tuple[SurgeryPlan, list[str]]:
     """A plan that was seen to give the same as the whole module, and notes for the report.
 
     Raises ModelError for a module that is split already, ConfigError for a policy by which it would
@@ -63,7 +63,9 @@ def make_plan(
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         problem = "TorchScript has no layers that could be exchanged"
-        return Plan(size, (), {}), [f"tensor parallelism: the {kind} is replicated: {problem}"]
+        return SurgeryPlan(size, (), {}), [
+            f"tensor parallelism: the {kind} is replicated: {problem}"
+        ]
     units = find_units(module, size, grain)
     vouched = policy_units(module, policy, units, size, grain)
     if on_meta(module):
@@ -85,7 +87,7 @@ def make_plan(
         notes.append(f"tensor parallelism: {problem}; an injection_policy can vouch for its layers")
     problem = ""
     told: dict[str, str] = {}  # what was tried, by what was wrong with it
-    tried: list[Plan] = []
+    tried: list[SurgeryPlan] = []
     for kinds, trusted in _attempts(units):
         plan = _choose(module, trusted, vouched, rehearsal.ran, size, grain)
         if plan in tried:
@@ -103,7 +105,7 @@ def make_plan(
             "are split are found before it, in the order in which its block registers them."
         )
     layers = [path for path, part in module.named_modules() if is_linear(part)]
-    plan = Plan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
+    plan = SurgeryPlan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
     return plan, [*notes, *told.values(), *notes_on(module, plan)]
 
 
@@ -119,7 +121,7 @@ def _attempts(units: Sequence[Unit]) -> Iterator[tuple[Sequence[str], list[Unit]
             yield kinds, [unit for unit in some if unit.kind in kinds]
 
 
-def _split_copy(plan: Plan, copy: nn.Module, rank: int, seam: Seam) -> None:
+def _split_copy(plan: SurgeryPlan, copy: nn.Module, rank: int, seam: Seam) -> None:
     """Split a miniature, which lacks some layers of each stack.
 
     Raises ValueError if it lacks all of the layers that are alike.
@@ -142,7 +144,7 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def kept_sizes(module: nn.Module, plan: Plan, rank: int) -> dict[int, int]:
+def kept_sizes(module: nn.Module, plan: SurgeryPlan, rank: int) -> dict[int, int]:
     """Elements that a rank keeps of each weight that is split, by the weight's id."""
     kept: dict[int, int] = {}
     for change in plan.changes:
@@ -162,7 +164,7 @@ def _choose(
     ran: set[str],
     size: int,
     grain: int,
-) -> Plan:
+) -> SurgeryPlan:
     """The plan with units whose layers are among the patterns that `ran`, or are vouched for.
 
     Other layers are split by themselves, freely if they are among those.
@@ -186,7 +188,7 @@ def _choose(
             changes += unit.changes
             taken.update(layers)
     changes += _alone(module, taken, why, ran, size, grain)
-    return _without_torn_ties(module, Plan(size, tuple(changes), why))
+    return _without_torn_ties(module, SurgeryPlan(size, tuple(changes), why))
 
 
 def _alone(
@@ -266,7 +268,7 @@ def _vocab_sizes(module: nn.Module, size: int) -> set[int]:
     return {count for count in found if count >= _LEAST_ROWS * size}
 
 
-def _without_torn_ties(module: nn.Module, plan: Plan) -> Plan:
+def _without_torn_ties(module: nn.Module, plan: SurgeryPlan) -> SurgeryPlan:
     """The plan less what would split one of two tied weights, or each in another way."""
     users: dict[int, list[tuple[str, str]]] = {}
     for path, part in module.named_modules():

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .changes import Change, Plan
+from .changes import Change, SurgeryPlan
 from .layouts import extent
 from .miniature import pattern
 from .surgery import split_axis
@@ -39,7 +39,7 @@ class Line(NamedTuple):
     reason: str
 
 
-def table(module: nn.Module, plan: Plan) -> list[Line]:
+def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
     """The plan as lines, layers alike in one."""
     lines: dict[tuple[Any, ...], list[str]] = {}
     for change in plan.changes:
@@ -89,7 +89,7 @@ def weight_of(module: nn.Module, change: Change) -> tuple[nn.Module, Any]:
     return owner, owner._parameters[key]
 
 
-def notes_on(module: nn.Module, plan: Plan) -> list[str]:
+def notes_on(module: nn.Module, plan: SurgeryPlan) -> list[str]:
     """The table in short form for the report."""
     lines = table(module, plan)
     split = {f"{x.path} ({x.becomes})": None for x in lines if x.becomes != "replicated"}
@@ -118,7 +118,7 @@ def _by_reason(lines: Sequence[Line]) -> str:
     )
 
 
-def hf_differences(module: nn.Module, plan: Plan) -> dict[str, tuple[str, str]]:
+def hf_differences(module: nn.Module, plan: SurgeryPlan) -> dict[str, tuple[str, str]]:
     """Where HF's own tp_plan says something else: its style and ours, by pattern of the path."""
     theirs: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     ours = {pattern(change.path): change.becomes for change in plan.changes}
