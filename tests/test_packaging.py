@@ -19,7 +19,7 @@ from setuptools import build_meta
 build_meta.build_editable("editable")
 build_meta.build_sdist("source")
 """
-PARTS = ("dualinfer", "tests", "docs", "benchmarks", "training")
+PARTS = ("dualinfer", "tests", "docs", "examples", "benchmarks", "training")
 
 
 @pytest.fixture(scope="module")
