@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: on PyPI the README's links and pictures are the repository's files."""
+"""What pyproject.toml cannot say: the README's links and pictures on PyPI are the repository's."""
 
 import re
 import tomllib

@@ -1,6 +1,6 @@
 """A model split over a mesh of JAX devices, called as a pure function: `python examples/mesh.py`.
 
-Needs four devices: four GPUs, or a CPU that is told to act as four.
+Needs four devices: four GPUs, or a CPU that acts as four (JAX_PLATFORMS=cpu chooses the CPU).
 """
 
 import os
