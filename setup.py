@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: on PyPI the README's links lead to the repository's files."""
+"""What pyproject.toml cannot say: the README's links and pictures on PyPI are the repository's."""
 
 import re
 import tomllib
@@ -8,10 +8,11 @@ from setuptools import setup
 
 HERE = Path(__file__).parent
 project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-files = f"{project['urls']['Repository']}/blob/HEAD/"
+repository = project["urls"]["Repository"]
 readme = (HERE / "README.md").read_text(encoding="utf-8")
+readme = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:)", rf"\1{repository}/raw/HEAD/", readme)
 
 setup(
-    long_description=re.sub(r"\]\((?![a-z]+:|#)", rf"]({files}", readme),
+    long_description=re.sub(r"\]\((?![a-z]+:|#)", rf"]({repository}/blob/HEAD/", readme),
     long_description_content_type="text/markdown",
 )

@@ -19,7 +19,7 @@ from setuptools import build_meta
 build_meta.build_editable("editable")
 build_meta.build_sdist("source")
 """
-PARTS = ("dualinfer", "tests", "docs", "benchmarks", "training")
+PARTS = ("dualinfer", "tests", "docs", "examples", "benchmarks", "training")
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,37 @@ def test_source_release_is_the_repository(built):
     assert said["License-Expression"] == "Apache-2.0"
     links = re.findall(r"\]\(([^)]*)\)", str(said.get_payload()))
     assert links and all(re.match("https://|#", link) for link in links)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", str(said.get_payload()))
+    assert pictures and all("/raw/HEAD/" in link for link in pictures)
+
+
+PAGES = ["README.md", "docs/coming-from-deepspeed.md", "docs/config.md", "docs/jax.md"]
+PAGES += ["docs/many-devices.md", "docs/models.md", "docs/text.md"]
+
+
+def prose(text):
+    """The lines outside of code and tables."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+def anchors(path):
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_for_users_are_readable_and_their_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [line for line in prose(text) if len(line) > 110] == []
+    links = re.findall(r"\]\((?![a-z]+:)([^)#]*)#?([^)]*)\)", text)
+    assert links
+    for name, anchor in links:
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
