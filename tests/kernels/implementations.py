@@ -133,7 +133,7 @@ class Jax(Implementation):
             return function(*its_args, **its_kwargs)
 
         arrays = [a.astype(np.int32) if a.dtype == np.int64 else a for a in arrays]
-        rest = repr(over_arrays(lambda _: None, (args, kwargs)))
+        rest = repr(over_arrays(lambda _: "array", (args, kwargs)))
         compiled = self._compiled.setdefault((function, rest), jax.jit(call))
         return jax.tree.map(np.asarray, compiled(arrays))
 
