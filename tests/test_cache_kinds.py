@@ -28,7 +28,8 @@ from .models import BACKENDS, CASES, make_model, random_ids, relative_rms  # noq
 SIZE = 4  # tokens of a block
 OPTIONS = {"dtype": "fp32", "replace_with_kernel_inject": True}
 FAMILIES = {case.family: case.name for case in reversed(CASES.values()) if case.generates}
-REPEATING = ("mistral", "qwen2", "qwen3")  # families that on JAX show what others show
+# Families that on JAX show what others show.
+REPEATING = ("mistral", "qwen2", "qwen3", "opt", "gptj", "gpt_neo")
 PROMPTS = [random_ids(1, tokens, seed=tokens)[0].tolist() for tokens in (5, 9, 2)]
 
 

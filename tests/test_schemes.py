@@ -40,7 +40,8 @@ FAMILIES = (
     *("llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "opt-post", "gptj", "gpt-neo"),
     *("neox", "bloom", "gemma2", "gemma3", "bert-masked"),
 )
-REPEATING = ("mistral-window", "qwen2", "qwen3")  # on JAX they show what others show
+# On JAX they show what others show.
+REPEATING = ("mistral-window", "qwen2", "qwen3", "opt", "gptj", "gpt_neo")
 SPLIT = ("llama-gqa", "gpt2", "bloom", "bert-masked")
 LIMIT = 1e-5
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
