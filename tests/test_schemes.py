@@ -41,7 +41,7 @@ FAMILIES = (
     *("neox", "bloom", "gemma2", "gemma3", "bert-masked"),
 )
 # On JAX they show what others show.
-REPEATING = ("mistral-window", "qwen2", "qwen3", "opt", "gptj", "gpt_neo")
+REPEATING = ("mistral-window", "qwen2", "qwen3", "opt-post", "gptj", "gpt-neo")
 SPLIT = ("llama-gqa", "gpt2", "bloom", "bert-masked")
 LIMIT = 1e-5
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
