@@ -13,14 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 CODE = {"dualinfer", "tests", "benchmarks", "training"}
-# Pages whose examples go on from one another, and the tests of what they add.
+CONTRIBUTING = ROOT / "docs" / "contributing"
+# Chains of pages whose examples go on from one another, and the tests of what the last one adds.
 EXAMPLES = {
-    "adding-a-family": "tests/parity tests/test_report.py -k pebble",
-    "adding-an-op": "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
+    ("family",): "tests/parity tests/test_report.py tests/test_hostile_configs.py -k pebble",
+    ("family", "op"): "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
     "tests/kernels/test_implementations.py -k 'pebble or damped or ops'",
-    "adding-a-kernel": "tests/kernels tests/test_kernel_ops.py tests/test_pallas_ops.py "
-    "tests/test_decoder.py -k 'damp or pebble or ops_take or (lowering and (spill or 16))'",
+    ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py tests/test_pallas_ops.py "
+    "tests/test_decoder.py -k 'damp or pebble or ops_take or spills'",
+    ("scheme",): "tests/test_rows8.py tests/test_schemes.py -k 'rows8 or refused or llama'",
+    ("cache-kind",): "tests/test_by_token.py tests/parity tests/test_cache_kinds.py "
+    "-k 'by_token or window or gemma2 or different_kinds'",
 }
+WHOLE = [("family", "op", "kernel"), ("scheme",), ("cache-kind",)]
 
 
 def files() -> list[str]:
@@ -50,36 +55,47 @@ def apply(root: Path, kind: str, path: str, text: str) -> None:
 
 
 @pytest.fixture
-def copy(tmp_path):
-    """A copy of the package and its tests."""
+def example(names, tmp_path):
+    """A copy of the package and its tests, with the examples of some pages in it."""
     for folder in ("dualinfer", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pyc*"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in names:
+        (article,) = CONTRIBUTING.glob(f"adding-a*-{name}.md")
+        for example in examples(article):
+            apply(tmp_path, *example)
     return tmp_path
+
+
+def run(folder: Path, command: str) -> None:
+    """Run a Python module there; its output is the message of a failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page):
+    text = page.read_text()
     known = [*files(), *(path for _, path, _ in examples(page))]
-    named = re.findall(r"`([\w./-]+\.py)`", page.read_text())
+    named = re.findall(r"`([\w./-]+\.py)`", text)
     assert not [n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in known)]
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
-def test_examples_fit_the_files_that_they_change(copy):
-    for name in EXAMPLES:
-        for example in examples(ROOT / "docs" / "contributing" / f"{name}.md"):
-            apply(copy, *example)
+@pytest.mark.parametrize("names", WHOLE, ids=lambda names: names[-1])
+def test_examples_fit_what_they_change(example):
+    run(example, "ruff check --no-cache .")
+    run(example, "ruff format --no-cache --check .")
 
 
 @pytest.mark.slow
-def test_examples_run(copy):
-    for name, tests in EXAMPLES.items():
-        for example in examples(ROOT / "docs" / "contributing" / f"{name}.md"):
-            apply(copy, *example)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", *shlex.split(tests)]
-        run = subprocess.run(
-            command, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stdout[-5000:]
+@pytest.mark.parametrize("names", EXAMPLES, ids=lambda names: names[-1])
+def test_examples_run(names, example):
+    run(example, f"pytest -q -x {EXAMPLES[names]}")
