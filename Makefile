@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow lint format package clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dualinfer demo
@@ -28,6 +28,17 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
+
+# What would go to PyPI, built by what is installed: no other environment is made.
+package: $(VENV)/.release
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation
+	$(VENV)/bin/python -m twine check --strict dist/*
+
+$(VENV)/.release: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[release]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info

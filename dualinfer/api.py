@@ -2,69 +2,71 @@
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, overload
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import backends
-from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
+from .checkpoint.files import read_json
+from .checkpoint.hf_config import (
+    check_sizes,
+    read_config,
+    read_generation_config,
+    read_other_config,
+)
+from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
+from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, make_config
 from .config.refusals import check_config
 from .engine.base import About
 from .engine.fused import FusedEngine
 from .engine.module import ModuleEngine
 from .engine.origin import Origin
-from .errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
-from .model.families import describe_model
+from .errors import (
+    ConfigError,
+    DualinferError,
+    ModelError,
+    OutOfMemoryError,
+    shortened,
+    shown,
+    warn_caller,
+)
+from .model.families import describe_model, find_architecture
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
 from .model.live import Watch
 from .model.spec import ModelSpec
 from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
-from .parallel.agreement import Peers
+from .parallel.agreement import Peers, in_turn
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-@overload
-def init_inference(
-    model: str | os.PathLike[str],
-    config: _Config = None,
-    backend: str | None = None,
-    **kwargs: Any,
-) -> FusedEngine: ...
-
-
-@overload
 def init_inference(
     model: Any,
     config: _Config = None,
     backend: str | None = None,
     *,
     params: Any = None,
-    **kwargs: Any,
-) -> FusedEngine | ModuleEngine: ...
-
-
-def init_inference(
-    model: Any,
-    config: _Config = None,
-    backend: str | None = None,
-    *,
-    params: Any = None,
+    revision: str | None = None,
     **kwargs: Any,
 ) -> FusedEngine | ModuleEngine:
-    """An engine that runs `model` on `backend` ("torch", the default, or "jax").
+    """An engine that runs `model` on `backend`, "torch" or "jax"; unset: what is installed.
 
-    `model` is the folder of a HF checkpoint, a live HF module, any other nn.Module (torch), or a
-    Flax module (JAX): nnx, Linen bound to its variables, or Linen with them as `params`. A folder
-    always runs in fused mode, by dualinfer's own decoder; so do HF modules on JAX, and on torch
-    with `replace_with_kernel_inject=True`, and stay as they are, their weights shared where layout,
-    dtype and device agree. Everything else runs in module mode: on torch the module itself, cast
-    and moved in place. `config` is a dict, an InferenceConfig or the path of a JSON file; keyword
-    arguments are its fields. Raises ConfigError, ModelError, CheckpointError,
+    `model` is the folder of a HF checkpoint, the name of a model of the hub, which is fetched where
+    the local cache does not hold it (`revision` is its branch, tag or commit), a live HF module,
+    any other nn.Module (torch), or a Flax module (JAX): nnx, Linen bound to its variables, or Linen
+    with them as `params`. A checkpoint runs in fused mode, by dualinfer's own decoder; so do HF
+    modules on JAX, and on torch with `replace_with_kernel_inject=True`, and stay as they are, their
+    weights shared where layout, dtype and device agree. Everything else runs in module mode: on
+    torch the module itself, cast and moved in place, or one that is made of a checkpoint whose
+    family fused mode does not know. `config` is a dict, an InferenceConfig or the path of a JSON
+    file; keyword arguments are its fields. Raises ConfigError, ModelError, CheckpointError,
     BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
@@ -78,9 +80,58 @@ def init_inference(
                 "Leave params out."
             )
         model = (model, params)
-    fused = kind == "folder" or (
-        kind == "torch" and (settings.backend == "jax" or settings.replace_with_kernel_inject)
-    )
+    if not isinstance(revision, str | None):
+        raise ModelError(
+            f"revision={shown(revision)}: expected the name of a branch, a tag or a commit."
+        )
+    if revision is not None and kind != "folder" and settings.checkpoint is None:
+        raise ModelError(
+            f"revision={revision!r} is that of a model of the hub; a {_class_name(model)} has "
+            "none. Leave revision out."
+        )
+    peers = backends.join(settings)
+    try:
+        find = partial(_find, model, kind, settings, revision)
+        model, settings = in_turn(peers, "Finding the model", find)
+        with peers.together("The models and configs"):
+            make, model, settings, notes = _choose_mode(model, kind, settings)
+        return make(model, settings, peers, notes)
+    except BaseException:
+        peers.close()
+        raise
+
+
+def _find(
+    model: Any, kind: str, settings: InferenceConfig, revision: str | None
+) -> tuple[Any, InferenceConfig]:
+    """The model and the config with folders in the place of names of the hub."""
+    if kind == "folder":
+        return find_checkpoint(model, revision), settings
+    if isinstance(settings.checkpoint, str):
+        weights = find_weights(settings.checkpoint, revision)
+        return model, settings.model_copy(update={"checkpoint": weights})
+    return model, settings
+
+
+_Make = Callable[[Any, InferenceConfig, Peers, list[str]], FusedEngine | ModuleEngine]
+
+
+def _choose_mode(
+    model: Any, kind: str, settings: InferenceConfig
+) -> tuple[_Make, Any, InferenceConfig, list[str]]:
+    """What makes the engine, and of what: model, config without open choices, notes.
+
+    A folder whose family fused mode does not know becomes a module, on the meta device, and what
+    fills it. What cannot be honoured is refused.
+    """
+    asked, on_jax = settings.replace_with_kernel_inject, settings.backend == "jax"
+    unknown = _unknown_family(model) if kind == "folder" else None
+    if unknown is not None and (on_jax or asked):
+        way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
+        raise ModelError(f"{unknown} {way} transformers' own model runs, in module mode.")
+    fused = (kind == "folder" and unknown is None) or (kind == "torch" and bool(on_jax or asked))
+    kernels = fused if asked is None else asked
+    settings = settings.model_copy(update={"replace_with_kernel_inject": kernels})
     check_config(settings, "fused" if fused else "module", backends.device_kind(settings.backend))
     if settings.dtype is not None:
         backends.check_dtype(settings.backend, settings.dtype)
@@ -89,13 +140,55 @@ def init_inference(
             f"replace_with_kernel_inject=True replaces HF models; a {_class_name(model)} runs as "
             "it is. Leave it unset."
         )
-    peers = backends.join(settings)
+    if unknown is not None:
+        make = partial(_make_module_engine, is_checkpoint=True)
+        return make, *_module_of_folder(model, settings, unknown)
+    return _make_fused_engine if fused else _make_module_engine, model, settings, []
+
+
+def _unknown_family(folder: Path) -> ModelError | None:
+    """Why fused mode does not serve a folder's model; None where it knows the family."""
+    written = read_json(folder / "config.json")
     try:
-        make = _make_fused_engine if fused else _make_module_engine
-        return make(model, settings, peers)
-    except BaseException:
-        peers.close()
+        find_architecture(written.get("model_type"), written.get("architectures"))
+    except ModelError as error:
+        return error
+    return None
+
+
+def _module_of_folder(
+    folder: Path, settings: InferenceConfig, unknown: ModelError
+) -> tuple[Any, InferenceConfig, list[str]]:
+    """The HF model that config.json describes, without values yet, to be filled from the folder."""
+    _refuse_checkpoint(settings)
+    names = read_json(folder / "config.json").get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        raise unknown
+    try:
+        config = _overlay(read_other_config(folder), settings.config)
+        module = backends.make_empty_module(name, config)
+        if module.can_generate():
+            module.generation_config = read_generation_config(folder, module.config)
+    except DualinferError as error:
+        if isinstance(error, ModelError):
+            raise ModelError(f"{unknown} Nor does module mode serve it: {error}") from error
         raise
+    except Exception as error:  # transformers' classes raise many kinds
+        raise ModelError(
+            f"{unknown} Nor could module mode make a {name} of it: {shortened(error)}"
+        ) from error
+    update = {"checkpoint": str(folder), "config": None}
+    notes = [f"module mode, with transformers' {name}: {unknown}"]
+    return module, settings.model_copy(update=update), notes
+
+
+def _refuse_checkpoint(settings: InferenceConfig) -> None:
+    if settings.checkpoint is not None:
+        raise ConfigError(
+            f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder already. Pass "
+            "one of them."
+        )
 
 
 def _kind_of_model(model: Any, backend: str) -> str:
@@ -111,9 +204,22 @@ def _kind_of_model(model: Any, backend: str) -> str:
             raise ModelError(f"A Flax module ({_class_name(model)}) needs backend='jax'.")
         return "flax"
     raise ModelError(
-        f"model is a {type(model).__name__}; expected the folder of a HF checkpoint, an nn.Module "
-        "or, with backend='jax', a Flax module."
+        f"model is a {type(model).__name__}; expected the folder of a HF checkpoint, a hub id, an "
+        "nn.Module or, with backend='jax', a Flax module."
     )
+
+
+def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | None:
+    """What loads the model's tokenizer; None where it lies in no folder on this machine.
+
+    It is looked for where the model is, was loaded from, or is filled from.
+    """
+    if isinstance(model, Path):
+        return partial(load_tokenizer, model)
+    for place in (getattr(model, "name_or_path", None), settings.checkpoint):
+        if isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place)):
+            return partial(load_tokenizer, place)
+    return None
 
 
 def _class_name(model: Any) -> str:
@@ -128,6 +234,7 @@ class _Model(NamedTuple):
     generation_config: Any
     open_source: Callable[[], TensorSource]
     other_way: str
+    is_checkpoint: bool = False
 
 
 _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
@@ -136,16 +243,13 @@ _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
 def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> _Described:
     """What is known of a model before its weights are read; `notes` gets what users should know."""
     other_way = _other_way(model, settings)
-    if isinstance(model, str | os.PathLike):
+    if isinstance(model, Path):
         found = _from_folder(model, other_way)
     else:
         found = _from_module(model, other_way)
     if settings.checkpoint is not None:
-        if isinstance(model, str | os.PathLike):
-            raise ConfigError(
-                f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder "
-                "already. Pass one of them."
-            )
+        if isinstance(model, Path):
+            _refuse_checkpoint(settings)
         found = found._replace(open_source=partial(open_weights, str(settings.checkpoint)))
     found = found._replace(config=_overlay(found.config, settings.config))
     return _describe(found, settings, notes)
@@ -157,6 +261,9 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
+    most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
+    if asked is not None and asked > most:
+        notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
     source = found.open_source()
     notes.extend(source.notes)
     plan = make_load_plan(table, source)
@@ -164,22 +271,24 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
         notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    stored = {source.dtype(names[0]) for _, names in plan.rows if names}
-    return _with_dtype(settings, notes, stored), found, spec, plan, source
+    stored = _elements(source, [name for _, names in plan.rows for name in names])
+    own = _own_dtype(found.config, stored) if found.is_checkpoint else None
+    return _with_dtype(settings, notes, stored, own), found, spec, plan, source
 
 
-def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> FusedEngine:
-    notes: list[str] = []
+def _make_fused_engine(
+    model: Any, settings: InferenceConfig, peers: Peers, notes: list[str]
+) -> FusedEngine:
     watch = None
     saving = settings.save_mp_checkpoint_path if peers.copy == 0 else None
-    folder = model if isinstance(model, str | os.PathLike) else settings.checkpoint
+    folder = model if isinstance(model, Path) else settings.checkpoint
 
     with peers.together("The models and configs") as work:
         if saving:
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
         settings, found, spec, plan, source = described
-        if not isinstance(model, str | os.PathLike):
+        if not isinstance(model, Path):
             notes.extend(warn_of_hooks(model, found.other_way))
             watch = Watch(model) if settings.checkpoint is None else None
         work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
@@ -192,7 +301,8 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
             if spec.can_generate:
                 _check_memory(runner, settings, notes)
             engine_type = backends.engine_type(settings.backend, FusedEngine)
-            about = About(settings, peers, config, own, source.description, notes)
+            load = _tokenizer_of(model, settings)
+            about = About(settings, peers, config, own, source.description, notes, load)
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
             saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
@@ -204,7 +314,7 @@ def _make_fused_engine(model: Any, settings: InferenceConfig, peers: Peers) -> F
 def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
     """Where the weights are read again from; a live module is held no longer than by its owner."""
     settings, found, spec, plan, _ = described
-    folder = model if isinstance(model, str | os.PathLike) else None
+    folder = model if isinstance(model, Path) else None
     filled = found if settings.checkpoint is not None else None
 
     def read() -> tuple[ModelSpec, LoadPlan, TensorSource]:
@@ -221,12 +331,20 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
     return Origin(spec, plan, read, watch)
 
 
-def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> ModuleEngine:
-    notes: list[str] = []
+def _make_module_engine(
+    model: Any,
+    settings: InferenceConfig,
+    peers: Peers,
+    notes: list[str],
+    is_checkpoint: bool = False,
+) -> ModuleEngine:
+    """`is_checkpoint`: the user passed the checkpoint, and `model` was made for it."""
     with peers.together("The models and configs") as work:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
         notes.extend(source.notes if source else ())
-        settings = _with_dtype(settings, notes, _stored_dtypes(model, source))
+        stored = _stored_dtypes(model, source)
+        dtype = _own_dtype(model.config, stored) if is_checkpoint else None
+        settings = _with_dtype(settings, notes, stored, dtype)
         work.meet(lambda: (_class_name(model), _shared(settings)))
     with ExitStack() as stack, peers.together("Loading") as work:
         runner = backends.create_module_runner(settings, model, source, peers)
@@ -236,7 +354,9 @@ def _make_module_engine(model: Any, settings: InferenceConfig, peers: Peers) -> 
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
-        engine = engine_type(runner, About(settings, peers, config, own, description, notes))
+        load = _tokenizer_of(model, settings)
+        about = About(settings, peers, config, own, description, notes, load, is_checkpoint)
+        engine = engine_type(runner, about)
         work.meet()
         stack.pop_all()
     return engine
@@ -258,33 +378,65 @@ def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
     """How to run a model that fused mode does not serve."""
-    if isinstance(model, str | os.PathLike):
+    if isinstance(model, Path):
         return "Load it with transformers and pass the module, with backend='torch'."
     if settings.backend == "jax":
         return "With backend='torch' any module runs as it is."
     return "Leave replace_with_kernel_inject unset to run the module as it is."
 
 
-def _with_dtype(settings: InferenceConfig, notes: list[str], stored: set[str]) -> InferenceConfig:
-    """The config with its dtype resolved; `stored` are the checkpoint's."""
+def _with_dtype(
+    settings: InferenceConfig, notes: list[str], stored: Counter[str], own: str | None
+) -> InferenceConfig:
+    """The config with its dtype resolved; `own` is that of a checkpoint passed as the model.
+
+    `stored` counts the elements of each dtype.
+    """
     if settings.dtype is not None:
         return settings
-    dtype = backends.default_dtype(settings.backend)
-    notes.append(f"dtype was unset: {dtype}")
-    if dtype == "float16" and "bfloat16" in stored:
-        warn_caller(
-            "The checkpoint is bfloat16 and dtype is unset, so that it is float16 on a GPU, "
-            'whose range is smaller. Pass dtype="bf16" to keep its own.'
-        )
+    dtype = backends.default_dtype(settings.backend)  # the contract's
+    if own is None:
+        notes.append(f"dtype was unset: {dtype}")
+        if dtype == "float16" and "bfloat16" in stored:
+            warn_caller(
+                "The model is bfloat16 and dtype is unset, so that it is float16 on a GPU, whose "
+                'range is smaller. Pass dtype="bf16" to keep its own.'
+            )
+        return settings.model_copy(update={"dtype": dtype})
+    why = f"the checkpoint is {own}"
+    if dtype == "float16" and own in ("float16", "bfloat16"):
+        try:
+            backends.check_dtype(settings.backend, own)
+            dtype, why = own, "the checkpoint's own"
+        except ConfigError:  # a GPU without bfloat16
+            why += ", in which the device does not compute"
+    notes.append(f"dtype was unset: {dtype}, {why}")
     return settings.model_copy(update={"dtype": dtype})
 
 
-def _stored_dtypes(model: Any, source: TensorSource | None) -> set[str]:
-    """The dtypes of what a torch module will hold, before it is cast."""
+def _own_dtype(config: Any, stored: Counter[str]) -> str:
+    """A checkpoint's dtype, as in transformers: its config's, else that of most of its elements."""
+    said = config.to_dict().get("dtype")
+    return said or next((dtype for dtype, _ in stored.most_common()), "float32")
+
+
+def _elements(source: TensorSource, names: Iterable[str]) -> Counter[str]:
+    """How many elements of each dtype a source holds under these names."""
+    found: Counter[str] = Counter()
+    for name in names:
+        found[source.dtype(name)] += prod(source.shape(name))
+    return found
+
+
+def _stored_dtypes(model: Any, source: TensorSource | None) -> Counter[str]:
+    """The dtypes of what a torch module will hold, before it is cast, by their elements."""
     if source is not None:
-        return {source.dtype(name) for name in source.names()}
-    parameters = getattr(model, "parameters", tuple)
-    return {str(getattr(p, "dtype", "")).removeprefix("torch.") for p in parameters()}
+        return _elements(source, source.names())
+    found: Counter[str] = Counter()
+    for parameter in getattr(model, "parameters", tuple)():
+        dtype = str(getattr(parameter, "dtype", "")).removeprefix("torch.")
+        found[dtype] += prod(getattr(parameter, "shape", ()))
+    return found
 
 
 def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:
@@ -363,9 +515,10 @@ def _from_module(module: Any, other_way: str) -> _Model:
     return _Model(module.config, class_names(module), generation, open_source, other_way)
 
 
-def _from_folder(path: Any, other_way: str) -> _Model:
-    folder = check_folder(path)
+def _from_folder(folder: Path, other_way: str) -> _Model:
+    check_folder(folder)
     config = read_config(folder)
     names = config.architectures
     source = partial(open_checkpoint, folder)
-    return _Model(config, names, read_generation_config(folder, config), source, other_way)
+    own = read_generation_config(folder, config)
+    return _Model(config, names, own, source, other_way, is_checkpoint=True)

@@ -716,7 +716,7 @@ ROWS: list[Row] = [
         "tests/test_generate.py -k 'published_noise and torch'",
     ),
     Row(
-        "cli/tokenizer.py",
+        "engine/text.py",
         "        self._start = max(0, self._read - _CONTEXT)\n        return",
         "        self._start = self._read\n        return",
         "Tokenizers that mark a word's beginning by a blank lose the blanks between words.",
@@ -981,7 +981,7 @@ ROWS: list[Row] = [
         "tests/test_modules.py",
     ),
     Row(
-        "cli/tokenizer.py",
+        "checkpoint/tokenizer.py",
         '"vocab.json", "vocab.txt", "spiece.model")',
         '"vocab.json", "spiece.model")',
         "A folder with BERT's vocabulary is said to hold no tokenizer.",

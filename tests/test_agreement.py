@@ -1,13 +1,15 @@
 """What processes say to each other: here threads of this process, which is enough to disagree."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from dualinfer.errors import ArgumentError, DistributedError
-from dualinfer.parallel.agreement import Peers, fingerprint, share_inputs
+from dualinfer.parallel import agreement
+from dualinfer.parallel.agreement import Peers, fingerprint, in_turn, share_inputs
 
 
 class Thread(Peers):
@@ -70,6 +72,41 @@ def test_the_others_are_told_what_failed_here():
     )
     assert isinstance(here, KeyError) and isinstance(there, DistributedError)
     assert "The models failed elsewhere. rank 0: KeyError: 'no such folder'" in str(there)
+
+
+def test_the_first_one_works_alone_for_as_long_as_it_takes(monkeypatch):
+    monkeypatch.setattr(agreement, "_BEAT", 0.05)
+    order, shared = (
+        [],
+        ([b"", b""], threading.Barrier(2, timeout=1), threading.Barrier(2, timeout=1)),
+    )
+
+    def work(rank):
+        order.append(f"{rank} begins")
+        time.sleep(1.5 if rank == 0 else 0.1)  # longer than the others wait for a message
+        order.append(f"{rank} ends")
+        return rank
+
+    with ThreadPoolExecutor(2) as pool:
+        peers = [Thread(rank, *shared) for rank in range(2)]
+        found = pool.map(lambda p: in_turn(p, "The models", lambda: work(p.rank)), peers)
+        assert list(found) == [0, 1]
+    assert order == ["0 begins", "0 ends", "1 begins", "1 ends"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_work_that_fails_in_turn_fails_in_all(rank):
+    done = []
+
+    def work(peers):
+        if peers.rank == rank:
+            raise KeyError("no such folder")
+        done.append(peers.rank)
+
+    found = both(lambda peers: in_turn(peers, "The models", lambda: work(peers)))
+    assert isinstance(found[rank], KeyError) and isinstance(found[1 - rank], DistributedError)
+    assert f"The models failed elsewhere. rank {rank}: KeyError" in str(found[1 - rank])
+    assert done == [0] * rank
 
 
 def gone_after(count):

@@ -196,13 +196,15 @@ def test_life_of_a_split_module(crew):
 
 
 def _filled(folder):
-    """The error of a module that was empty and is filled from a checkpoint, in bfloat16 as well."""
+    """Errors of a module that is filled from a checkpoint, of one made of it, and in bfloat16."""
     whole = make_model("phi-3")
     ids = _inputs("phi-3")["input_ids"]
     with torch.device("meta"):
         empty = type(whole)(whole.config)
     with _split(empty, 2, checkpoint=folder) as engine, torch.no_grad():
         filled = relative_rms(engine(ids).logits, whole(ids).logits)
+    with _split(folder, 2) as engine, torch.no_grad():
+        made = relative_rms(engine(ids).logits, whole(ids).logits)
     tp = {"tp_size": 2}
     with (
         dualinfer.init_inference(make_model("phi-3"), tensor_parallel=tp, dtype="bf16") as engine,
@@ -210,13 +212,13 @@ def _filled(folder):
     ):
         logits = engine(ids).logits
         low = relative_rms(logits.float(), whole.bfloat16()(ids).logits.float())
-    return filled, low, str(logits.dtype)
+    return filled, made, low, str(logits.dtype)
 
 
 def test_checkpoint_fills_before_the_split(crew, tmp_path):
     make_model("phi-3").save_pretrained(tmp_path)
-    for filled, low, dtype in crew.run(_filled, str(tmp_path)):
-        assert filled < 1e-5
+    for filled, made, low, dtype in crew.run(_filled, str(tmp_path)):
+        assert filled < 1e-5 and made < 1e-5
         assert low < 2e-2 and dtype == "torch.bfloat16"
 
 

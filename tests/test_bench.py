@@ -1,6 +1,7 @@
 """`dualinfer bench`: what it counts, what it measures, and what it writes."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
@@ -670,8 +672,10 @@ def test_ops_that_cannot_run_are_skipped_with_the_reason(monkeypatch):
     assert rows[1]["us"] > 0
     assert not any("error" in row for row in rows)
     assert "skipped: it runs on" in bench_cli._line(rows[0])
-    assert next(iter(make_table("ops", rows).columns[4].cells)) == "[dim]skipped[/]"
-    assert list(make_table("ops", rows).columns[3].cells) == ["dualinfer jax", "XLA"]
+    table = make_table("ops", rows)
+    assert next(iter(table.columns[3].cells)) == "[dim]skipped[/]"
+    assert list(table.columns[2].cells) == ["dualinfer jax", "XLA"]
+    assert table.caption == "dtype float32"  # the same in all rows
 
 
 def test_ops_need_a_device_that_runs_kernels(monkeypatch):
@@ -754,6 +758,43 @@ def test_two_processes_share_a_model_and_one_speaks(tmp_path):
     assert limits[0] == pytest.approx(2 * limits[1])
     labels = list(make_table("decode", [one, two]).columns[0].cells)
     assert labels == ["dualinfer torch", "dualinfer torch on 2"]
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_table_fits_a_terminal_of_80_columns(models):
+    """What is the same in all rows, and what has no room, is said below."""
+    about = {"kind": "decode", "dtype": "bfloat16", "batch": 1, "tokens": 128, "tp": 1}
+    figures = {"ms_per_token": 5.1, "tokens_per_s": 1960.0, "of_limit": 0.95, "weight_bytes": 1e10}
+    figures |= {"kv_bytes": 1e8, "first_token_ms": 208.5, "peak_bytes": None if models == 1 else 1}
+    rows = [
+        about | figures | {"system": system, "model": model, "kernels": False}
+        for model in ("gpt-neo-1.3b", "llama-3-8b")[:models]
+        for system in ("torch", "hf-compile")
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(make_table("decode", rows, 80))
+    shown = console.file.getvalue()
+    assert "…" not in shown and "dualinfer torch, no kernels" in shown
+    assert "ms/token" in shown and "tokens/s" in shown
+    assert ("model gpt-neo-1.3b" in shown) == (models == 1)
+    assert ("no room for: " in shown) == (models == 2)
+    assert "peak" not in shown or models == 2
+
+
+def test_a_shape_that_the_host_cannot_hold_is_refused(monkeypatch):
+    monkeypatch.setattr(worker, "host_free_bytes", lambda: 1000)
+    monkeypatch.setattr(worker, "opened", lambda *args: pytest.fail("weights were made"))
+    device: Any = SimpleNamespace(
+        kind="cpu", name="CPU", backend="torch", settle=lambda: None, limits=lambda dtype: None
+    )
+    task = Task("decode", "torch", "tiny", "float32", 1, 4, 2, 1, True)
+    ((_, row), _) = worker.run([task], device)
+    assert row and "It is a shape for a GPU" in row["error"]
+
+
+def test_bench_ops_names_the_command_of_a_whole_model():
+    result = bench("ops", "prefill")
+    assert result.exit_code == 1 and "dualinfer bench prefill" in result.stderr
 
 
 def test_json_is_replaced_as_a_whole(tmp_path):

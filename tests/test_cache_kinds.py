@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends import base, caches  # noqa: E402
+from dualinfer.backends import caches, slots  # noqa: E402
 from dualinfer.backends.caches import Buffer, CacheSpec  # noqa: E402
 from dualinfer.backends.jax import cache as jax_cache  # noqa: E402
 from dualinfer.backends.torch import cache as torch_cache  # noqa: E402
@@ -149,7 +149,7 @@ def add_blocks(monkeypatch):
 
     Then there is no other kind. Buckets begin at 16 tokens, so that a cache grows soon.
     """
-    monkeypatch.setattr(base, "RESERVED", 8)
+    monkeypatch.setattr(slots, "RESERVED", 8)
     for module in (dualinfer.backends.torch.runner, dualinfer.backends.jax.runner):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
 
@@ -241,12 +241,12 @@ def test_logits_from_blocks_are_those_from_a_full_cache(backend, hf_model, add_b
         sampler = getattr(dualinfer.backends, backend).sampler
         original = sampler.sample
 
-        def sample(scores, state, position, features):
+        def sample(scores, state, position, *more):
             if backend == "jax":
                 jax.debug.callback(note, position, scores)
             else:
                 note(position, scores)
-            return original(scores, state, position, features)
+            return original(scores, state, position, *more)
 
         with monkeypatch.context() as patch:
             patch.setattr(sampler, "sample", sample)

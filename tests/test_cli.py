@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer import embedded
+from dualinfer.checkpoint.tokenizer import load_tokenizer
 from dualinfer.cli import main as cli
+from dualinfer.cli import texts
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -25,18 +27,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     """A function that runs the command line, and gives its result."""
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the callback sets it for good
 
-    def invoke(*arguments: object):
-        return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    def invoke(*arguments: object, **options):
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments], **options)
 
     return invoke
 
 
 def expected_text(folder: Path, new_tokens: int, **options) -> str:
     """The continuation by generate and one decode at the end."""
-    tokenizer = cli.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer(PROMPT)["input_ids"]
     with dualinfer.init_inference(folder) as engine:
         whole = engine.generate([ids], max_new_tokens=new_tokens, **options)[0].tolist()
@@ -57,7 +59,14 @@ def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
     result = run("generate", folder, PROMPT, "--backend", backend, "--max-new-tokens", 20)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected_text(folder, 20, do_sample=False) + "\n"
-    assert result.stderr == ""
+    said = r"20 new tokens, [\d,]+ tokens/s: LlamaForCausalLM, fused mode, (.+)\n"
+    found = re.fullmatch(said, result.stderr)
+    assert found and found[1].startswith(f"{backend}, float32, ")
+
+
+def test_generate_reads_standard_input(run, folder):
+    result = run("generate", folder, "-", "--max-new-tokens", 4, input=PROMPT + "\n")
+    assert result.stdout == expected_text(folder, 4, do_sample=False) + "\n"
 
 
 def test_generate_on_both_shows_one_after_the_other(run, folder):
@@ -66,6 +75,7 @@ def test_generate_on_both_shows_one_after_the_other(run, folder):
     text = expected_text(folder, 8, do_sample=False)
     assert result.stdout.count(text) == 2
     assert result.stdout.index(" torch ") < result.stdout.index(" jax ")
+    assert result.stderr.endswith("The texts agree.\n")
 
 
 def test_generate_samples_the_same_text_from_one_seed(run, folder):
@@ -80,7 +90,7 @@ def test_generate_samples_the_same_text_from_one_seed(run, folder):
 
 def test_generate_says_the_seed_it_drew(run, folder):
     first = run("generate", folder, PROMPT, "--temperature", 1.0, "--max-new-tokens", 12)
-    seed = re.fullmatch(r"To get this again: --seed (\d+)\n", first.stderr)
+    seed = re.search(r"^To get this again: --seed (\d+)$", first.stderr, re.MULTILINE)
     assert seed
     again = ("--temperature", 1.0, "--max-new-tokens", 12, "--seed", seed[1])
     assert run("generate", folder, PROMPT, *again).stdout == first.stdout
@@ -91,6 +101,27 @@ def test_generate_ends_at_a_stop_string(run, folder):
     stop = next(c for c in whole[len(PROMPT) :] if c.isascii() and c.isprintable())
     result = run("generate", folder, PROMPT, "--max-new-tokens", 30, "--stop", stop)
     assert result.stdout == whole[: whole.index(stop, len(PROMPT)) + 1] + "\n"
+
+
+def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
+    import torch
+    import transformers as hf
+
+    vocab = write_byte_tokenizer(tmp_path)
+    sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    torch.manual_seed(0)
+    model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **ends)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = cli.load_tokenizer(tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=9, do_sample=False)[0])
+    result = run("generate", tmp_path, PROMPT, "--max-new-tokens", 9)
+    assert (result.exit_code, result.stdout) == (0, text + "\n")
+    sampled = ("--seed", 3, "--max-new-tokens", 9)
+    first, again = (run("generate", tmp_path, PROMPT, *sampled).stdout for _ in range(2))
+    assert first == again != result.stdout
+    assert "JAX does not run it" in one_message(run("parity", tmp_path))
 
 
 def test_generate_fits_the_default_length_to_the_model(run, folder):
@@ -106,6 +137,102 @@ def test_generate_with_one_argument_continues_it_with_the_embedded_model(run, fo
     assert result.stdout == expected_text(folder, 5, do_sample=False) + "\n"
 
 
+def test_generate_asks_whether_the_prompt_should_be_quoted(run):
+    assert "Did you mean to quote the prompt?" in one_message(run("generate", "import", "os"))
+    result = run("generate", "a", "b", "c")
+    assert result.exit_code == 2 and "Did you mean to quote the prompt?" in result.stderr
+
+
+def test_generate_takes_kernels_or_none(run, folder, monkeypatch):
+    asked = []
+
+    def init_inference(*args, replace_with_kernel_inject, **options):
+        asked.append(replace_with_kernel_inject)
+        return dualinfer.init_inference(*args, **options)
+
+    monkeypatch.setattr(texts, "init_inference", init_inference)
+    for option in ((), ("--kernels",), ("--no-kernels",)):
+        assert run("generate", folder, PROMPT, "--max-new-tokens", 1, *option).exit_code == 0
+    assert asked == [None, True, False]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a chat template."""
+    path = tmp_path_factory.mktemp("talking")
+    write_llama(path, write_byte_tokenizer(path))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def answers(folder: Path, *chats: str) -> list[str]:
+    """What follows these texts, by generate."""
+    with dualinfer.init_inference(folder) as engine:
+        return [engine.generate_text(chat, max_new_tokens=6) for chat in chats]
+
+
+def test_generate_applies_the_chat_template(run, talking, folder):
+    result = run("generate", talking, "hello", "--chat", "--max-new-tokens", 6)
+    assert result.stdout == answers(talking, "user: hello|")[0] + "\n"
+    message = one_message(run("generate", folder, "hello", "--chat"))
+    assert "no chat template" in message
+
+
+def test_chat_keeps_the_history_and_obeys(run, talking):
+    first, again = answers(talking, "system: Be kind.|user: hello|", "system: New.|user: you|")
+    (second,) = answers(talking, f"system: Be kind.|user: hello|assistant: {first}|user: more|")
+    lines = "/retry", "hello", "more", "/retry", "/help", "/what", "/system", "/reset", "/retry"
+    lines += "/system New.", "you", "", "/exit", "never"
+    options = ("--system", "Be kind.", "--max-new-tokens", 6)
+    result = run("chat", talking, *options, input="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "".join(f"{text}\n" for text in (first, second, second, again))
+    assert result.stderr.count("There is no answer yet.") == 2
+    assert result.stderr.count(" tokens/s: ") == 4
+    assert "There is no /what." in result.stderr and "Be kind." in result.stderr
+
+
+def test_chat_stops_an_answer_and_goes_on(talking, monkeypatch, capsys):
+    with dualinfer.init_inference(talking) as engine:
+        talk = texts._Talk(engine, None, 6, {})
+        real = type(engine).stream_chat
+
+        def stopped(self, *args, **options):
+            yield next(real(self, *args, **options)) + "a"
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(engine), "stream_chat", stopped)
+        for line in ("one", "two"):
+            talk._messages.append({"role": "user", "content": line})
+            talk._answer()
+        assert [m["role"] for m in talk._messages] == ["user", "assistant"] * 2
+        assert talk._messages[1]["content"].endswith("a")
+        assert capsys.readouterr().out.count(" [stopped]\n") == 2
+
+
+def test_chat_that_is_too_long_says_how_to_begin_anew(run, talking):
+    message = one_message(run("chat", talking, "--max-new-tokens", 6, input="x" * 200))
+    assert "Or begin anew with /reset." in message
+
+
+def test_chat_needs_a_template(run, folder):
+    assert "no chat template" in one_message(run("chat", folder, input="hello"))
+
+
+@pytest.mark.parametrize("options", [("-h",), ("generate", "-h"), ("bench", "decode", "-h")])
+def test_help_is_whole_at_80_columns(run, options):
+    shown = run(*options).stdout
+    assert "…" not in shown and "<" not in shown.partition("Options:")[2].replace("<torch", "")
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_version(run):
+    assert run("--version").stdout == f"dualinfer {dualinfer.__version__}\n"
+
+
 def test_generate_notices_a_forgotten_prompt(run, folder):
     result = run("generate", folder)
     assert result.exit_code == 2
@@ -115,7 +242,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere", "x"), "'nowhere' does not exist"),
+        (("nowhere", "x"), "'nowhere' is no folder here"),
         (("MODEL", ""), "The prompt is empty"),
         (("MODEL", "x", "--max-new-tokens", 500), "over the model's max_position_embeddings"),
         (("MODEL", "x", "--dtype", "int3"), "dtype='int3': a model computes in"),
@@ -152,13 +279,13 @@ def test_demo_fails_where_tokens_differ(run, folder, tmp_path, monkeypatch):
     other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
     real = cli.init_inference
 
-    def unequal(model, backend, dtype):
-        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
+    def unequal(model, backend, **options):
+        return real(other if backend == "jax" else model, backend=backend, **options)
 
     monkeypatch.setattr(embedded, "path", lambda: folder)
     monkeypatch.setattr(cli, "init_inference", unequal)
     result = run("demo", "--max-new-tokens", 16)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
 
 
 def test_parity_prints_a_row_a_layer(run, folder):
@@ -174,8 +301,8 @@ def test_parity_fails_where_the_backends_are_apart(run, folder, tmp_path, monkey
     other = write_llama(tmp_path, write_byte_tokenizer(tmp_path), dtype="bfloat16")
     real = cli.init_inference
 
-    def unequal(model, backend, dtype):
-        return real(other if backend == "jax" else model, backend=backend, dtype=dtype)
+    def unequal(model, backend, **options):
+        return real(other if backend == "jax" else model, backend=backend, **options)
 
     monkeypatch.setattr(cli, "init_inference", unequal)
     result = run("parity", folder, "--prompt", PROMPT)

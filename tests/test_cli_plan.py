@@ -24,7 +24,7 @@ from .ranks import ROOT
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
 
     def invoke(*arguments, **options):
         return CliRunner().invoke(cli.app, [str(a) for a in arguments], **options)
@@ -100,9 +100,11 @@ def test_plan_prints_what_goes_where(run, tmp_path):
     assert result.exit_code == 0, result.output
     text = re.sub(r"\s+", " ", result.stdout)
     assert "LlamaForCausalLM in float16 on 4 devices, torch" in text
-    assert "layers.0-1.qkv.weight │ q+k+v embed │ [96, 48] │ [24|24|32|32, 48] │ q+k+v │" in text
-    assert "│ embed.weight │ vocab embed │ [101, 48] │ [26|25|25|25, 48] │ vocab │" in text
-    assert "│ final_norm.weight │ embed │ [48] │ [48] │ replicated │ 96 B │" in text
+    assert "layers.0-1.qkv.weight [96, 48] [24 | 24 | q+k+v 2 x 9.0 KiB 32 | 32, 48]" in text
+    assert "embed.weight [101, 48] [26 | 25 | vocab 9.5 KiB 25 | 25, 48]" in text
+    assert "final_norm.weight [48] [48] replicated 96 B" in text
+    assert "…" not in text and max(map(len, result.stdout.splitlines()[:24])) <= 80
+    assert "all devices together: " in text and "the rest being what several hold" in text
     assert "per token: 5 sums of 96 B over the devices and one gather of the logits" in text
     assert "note: KV heads are fewer than devices" in text
     on_jax = re.sub(r"\s+", " ", run("plan", folder, "--tp", 4, "--backend", "jax").stdout)
@@ -152,10 +154,10 @@ def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     config.save_pretrained(tmp_path)
     shown = run("plan", tmp_path, "--tp", 3).stdout
     assert "PhiForCausalLM on 3 devices in module mode" in shown
-    rows = [line.split("│") for line in shown.splitlines() if "│" in line]
-    becomes = {row[1].strip(): row[4].strip() for row in rows}
-    assert becomes["model.layers.*.self_attn.q_proj"] == "column"
-    assert becomes["model.layers.*.mlp.fc2"] == "row"
+    lines = shown.splitlines()
+    for path, kind in (("self_attn.q_proj", "column"), ("mlp.fc2", "row")):
+        at = lines.index(f"2 x model.layers.*.{path}")
+        assert f" becomes {kind}: " in lines[at + 1]
 
 
 CODE = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n"
@@ -239,7 +241,7 @@ import torch
 import dualinfer
 from tests.ranks import listeners
 from dualinfer import embedded
-from dualinfer.cli.tokenizer import load_tokenizer
+from dualinfer.checkpoint.tokenizer import load_tokenizer
 
 torch.set_num_threads(1)
 assert sys.argv[1:] == ["--seed", "3", "--", "--tp"], sys.argv
@@ -338,6 +340,6 @@ def test_launch_refuses_what_cannot_run(run, tmp_path, monkeypatch):
 
 def test_launch_needs_torch(run, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr("dualinfer.backends._is_installed", lambda module: False)
+    monkeypatch.setattr("dualinfer.config.installed._is_installed", lambda module: False)
     result = run("launch", "--tp", 2, tmp_path / "script.py")
     assert result.exit_code == 1 and "Install `dualinfer[torch]`" in result.stderr

@@ -14,8 +14,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from dualinfer.backends.base import SamplingFeatures  # noqa: E402
-from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax import ahead, compilation_cache  # noqa: E402
 from dualinfer.backends.jax import executables as graphs  # noqa: E402
 from dualinfer.backends.jax.cache import Cache, FullCache  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
@@ -214,32 +213,53 @@ def entries(folder):
     return [p for p in folder.rglob("*") if p.is_file()]
 
 
-def test_executables_are_kept_in_a_private_folder(tmp_path):
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_executables_are_kept_in_a_private_folder(tmp_path, platform):
     """Those of the CPU stand for a GPU's here."""
-    folder = tmp_path / ".cache" / "dualinfer" / "jax"
-    said, _ = kept(tmp_path)
+    said, _ = kept(tmp_path, platform)
+    (folder,) = (tmp_path / ".cache" / "dualinfer" / "jax").iterdir()
     assert said == [
         "changed: jax_compilation_cache_dir",
         f"folder: {folder}",
         "result: 6.0",
         "hits: 0",
     ]
-    for made in (folder, folder.parent):
+    for made in (folder, folder.parent, folder.parent.parent):
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
     assert entries(folder)
-    assert kept(tmp_path)[0][-2:] == ["result: 6.0", "hits: 1"]
+    assert kept(tmp_path, platform)[0][-2:] == ["result: 6.0", "hits: 1"]
     said, _ = kept(tmp_path, XDG_CACHE_HOME=str(tmp_path / "xdg"))
-    assert said[1] == f"folder: {tmp_path / 'xdg' / 'dualinfer' / 'jax'}"
+    assert said[1] == f"folder: {tmp_path / 'xdg' / 'dualinfer' / 'jax' / folder.name}"
+
+
+def test_each_kind_of_processor_has_a_folder(tmp_path, monkeypatch):
+    """The order of cores and flags apart; where nothing tells, nothing of a CPU is kept."""
+    described = tmp_path / "cpuinfo"
+    kinds = []
+    for text in ("flags\t: a b\nprocessor\t: 0", "processor\t: 1\nflags\t: a b", "flags\t: a b c"):
+        described.write_text(text)
+        kinds.append(compilation_cache._processor.__wrapped__(described))
+    assert kinds[0] == kinds[1] != kinds[2]
+    described.write_text("model name\t: x")
+    assert compilation_cache._processor.__wrapped__(described) is None
+    monkeypatch.setattr(compilation_cache, "_processor", lambda: None)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation_cache.use_compilation_cache(DEVICE)
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.parametrize(
     ("platform", "environment"),
     [
-        ("cpu", {}),
+        ("cpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
         ("gpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
         ("gpu", {"JAX_ENABLE_COMPILATION_CACHE": "0"}),
     ],
-    ids=["cpu", "off", "off for JAX"],
+    ids=["off on a CPU", "off", "off for JAX"],
 )
 def test_nothing_is_kept(tmp_path, platform, environment):
     said, warned = kept(tmp_path, platform, **environment)
@@ -290,24 +310,19 @@ class Counting:
 
     device = DEVICE
 
-    def make_buffers(self, slots, tokens, eos_width, penalty):
+    def make_buffers(self, slots, tokens, eos_width):
         buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
-        state = SlotState.make(slots, eos_width, 11, penalty)
+        state = SlotState.make(slots, eos_width, 11)
         return Cache([FullCache(buffer, buffer)], slots, tokens), state
 
     def prefill_job(self, requests, slots, cache, state):
         ids = np.stack([r.tokens for r in requests])
         assert list(slots) == list(range(len(requests)))
-        key = (
-            "prefill",
-            ids.shape[1],
-            SamplingFeatures.of(requests).noise,
-            (cache.slots, cache.tokens),
-        )
+        key = "prefill", ids.shape[1], (cache.slots, cache.tokens)
         return Job(key, double, (cache, state, ids))
 
-    def decode_job(self, steps, features, cache, state):
-        key = "decode", features.noise, (cache.slots, cache.tokens)
+    def decode_job(self, steps, alone, mode, cache, state):
+        key = "one" if alone else "decode", (cache.slots, cache.tokens)
         return Job(key, double, (cache, state, np.int32(steps)))
 
 
@@ -324,24 +339,23 @@ def test_what_a_request_needs_is_compiled_ahead():
 
     # The cache may start at any bucket from the prompt's to that of what is reserved at most.
     assert keys(batch_sizes=[3], prompt_lengths=[5], new_tokens=100) == [
-        ("prefill", 5, False, (4, 64)),
-        ("decode", False, (4, 64)),
-        ("prefill", 5, False, (4, 128)),
-        ("decode", False, (4, 128)),
+        ("prefill", 5, (4, 64)),
+        ("decode", (4, 64)),
+        ("prefill", 5, (4, 128)),
+        ("decode", (4, 128)),
     ]
     # A single token takes no decoding.
     assert keys(batch_sizes=[1], prompt_lengths=[64, 65], new_tokens=1) == [
-        ("prefill", 64, False, (1, 64)),
-        ("prefill", 65, False, (1, 128)),
+        ("prefill", 64, (1, 64)),
+        ("prefill", 65, (1, 128)),
     ]
     # Batches that share a bucket share everything; beyond 2,048 tokens the cache grows.
-    found = keys(batch_sizes=[3, 4], prompt_lengths=[900], new_tokens=5000, do_sample=True)
+    found = keys(batch_sizes=[3, 4], prompt_lengths=[900], new_tokens=5000, stream=True)
     assert found == [
-        (what, *length, noise, (4, size))
-        for noise in (False, True)
+        (what, *length, (4, size))
         for size in (1024, 2048, 4096, 8192)
-        for what, length in (("prefill", (900,)), ("decode", ()))
-        if what == "decode" or size <= 2048
+        for what, length in (("prefill", (900,)), ("decode", ()), ("one", ()))
+        if what != "prefill" or size <= 2048
     ]
 
 
@@ -360,7 +374,7 @@ def test_compile_kwargs_say_what_is_wrong():
         ("prompt_lengths", [0]),
         ("prompt_lengths", [True]),
         ("new_tokens", "3"),
-        ("do_sample", 1),
+        ("stream", 1),
     ):
         with pytest.raises(ArgumentError, match=name):
             ahead.Wanted.of(None, {**sizes, name: value})
@@ -414,24 +428,38 @@ def test_what_was_compiled_ahead_serves_every_size_asked_for():
             for mine, expected in zip(found, texts_of(other), strict=True):
                 np.testing.assert_array_equal(mine, expected)
             assert other.report().compilations <= made
-        engine.generate([[5, 6, 7]], max_new_tokens=30, do_sample=True, top_k=50)
+        engine.generate([[5, 6, 7]], max_new_tokens=100, do_sample=False)
         assert engine.report().compilations > made
 
 
-def test_sampling_is_compiled_ahead_where_asked_for():
+WAYS = [
+    {"do_sample": False},
+    {"do_sample": True, "top_k": 0},
+    {"do_sample": True, "top_k": 9, "top_p": 0.7, "min_p": 0.01},
+    {"do_sample": False, "repetition_penalty": 1.3},
+    {"do_sample": False, "min_new_tokens": 4, "eos_token_id": [7, 8]},
+]
+
+
+def test_what_serves_one_request_serves_every_kind_and_a_stream_takes_one_step_more():
+    """Nothing compiles because of noise, filters, a penalty or a least number of tokens."""
+    sizes = {"batch_sizes": [2, 1], "prompt_lengths": [5], "new_tokens": 35, "stream": True}
     with tiny_engine("llama-mqa") as engine:
-        engine.compile(
-            compile_kwargs={
-                "batch_sizes": [2],
-                "prompt_lengths": [5],
-                "new_tokens": 9,
-                "do_sample": True,
-            }
-        )
+        engine.compile(compile_kwargs=sizes)
         made = engine.report().compilations
-        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 9, "top_p": 0.7}):
-            engine.generate([[5, 6, 7], [8] * 5], max_new_tokens=9, eos_token_id=None, **options)
+        for way in WAYS:
+            options = {"eos_token_id": None, "max_new_tokens": 34, "seed": 3} | way
+            engine.generate([[5, 6, 7], [8] * 5], pad_token_id=0, **options)
+            text = np.asarray(engine.generate([[5, 6, 7]], **options))[0, 3:]
+            assert list(engine.stream([[5, 6, 7]], **options)) == text.tolist()
         assert engine.report().compilations == made
+    with tiny_engine("llama-mqa") as engine:
+        counts = []
+        for call in (engine.generate, lambda *a, **k: list(engine.stream(*a, **k))):
+            for way in WAYS:  # the last of 34 tokens is a step alone, and no stream's
+                call([[5, 6, 7]], **{"eos_token_id": None, "max_new_tokens": 34} | way)
+                counts.append(engine.report().compilations)
+        assert counts == [2] * len(WAYS) + [3] * len(WAYS)
 
 
 def test_an_engine_refuses_what_it_cannot_compile():

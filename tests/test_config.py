@@ -140,7 +140,7 @@ def test_unset_fields_keep_their_defaults():
     config = make_config(None, {})
     assert (config.backend, config.dtype, config.max_out_tokens) == ("torch", None, None)
     assert (config.enable_cuda_graph, config.use_triton, config.quant) == (None, None, None)
-    assert config.replace_with_kernel_inject is False and config.return_tuple is True
+    assert config.replace_with_kernel_inject is None and config.return_tuple is True
     assert config.tensor_parallel.degree == 1 and config.min_out_tokens == 1
     assert config.moe.enabled and config.moe.moe_experts == [1]
     assert config.model_fields_set == set()

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -420,3 +421,39 @@ def test_a_forked_process_uses_a_torch_engine_on_the_cpu(hf_model):
     with dualinfer.init_inference(module, dtype="fp32") as engine:
         expected = engine(x).tolist()
         assert in_a_forked_process(lambda: engine(x).tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "threads"), [(3_000_000, 2, 1), (3_000_000, 3, 2)]
+)
+def test_a_small_pass_takes_one_thread_and_leaves_the_callers_number(parameters, tokens, threads):
+    from dualinfer.backends.torch.threads import few_threads, threads_note
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with few_threads(torch.device("cpu"), parameters, tokens):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+        (note,) = threads_note(torch.device("cpu"), parameters)
+        assert "at most 2 tokens takes one of torch's 2 threads" in note
+        assert threads_note(torch.device("cpu"), 10**8) == ()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_slow_work_says_so_where_somebody_reads_it(monkeypatch, capsys):
+    from dualinfer.system.patience import told_if_slow
+
+    for asked, expected in (("", ""), ("1", "dualinfer: compiling ...\n"), ("0", "")):
+        monkeypatch.setenv("DUALINFER_PROGRESS", asked)
+        with told_if_slow("compiling", patience=0.01):
+            time.sleep(0.1)
+        with told_if_slow("compiling", patience=60):
+            pass
+        assert capsys.readouterr().err == expected
+    monkeypatch.setenv("DUALINFER_PROGRESS", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with told_if_slow("compiling", patience=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "\x1b7\x1b8\x1b[K[compiling: 0 s]\x1b8\x1b[K"

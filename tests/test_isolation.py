@@ -190,3 +190,27 @@ def test_demo_without_jax_says_what_to_install():
     )
     assert "`dualinfer[jax]`" in error
     assert "Traceback" not in error
+
+
+def test_the_command_imports_no_more_than_it_needs(checkpoint: Path):
+    """With everything installed; and a plan needs neither framework."""
+    text = run(
+        """
+        from dualinfer.cli.main import app
+        from dualinfer.cli.quick_start import OWN_PROCESS
+
+        def call(*arguments):
+            app([*arguments], obj=OWN_PROCESS, standalone_mode=False)
+
+        model = sys.argv[1]
+        call("plan", model, "--tp", "2")
+        assert not {"torch", "jax"} & set(sys.modules)
+        call("generate", model, "ab", "--backend", "jax", "--max-new-tokens", "3")
+        assert "torch" not in sys.modules
+        call("generate", model, "ab", "--backend", "torch", "--max-new-tokens", "3")
+        assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+        """,
+        checkpoint,
+    )
+    first, second = text.splitlines()[-2:]
+    assert first == second and first.startswith("ab")

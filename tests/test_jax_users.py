@@ -248,9 +248,9 @@ def test_apply_leaves_the_engine_as_it_is(hf_model, ids):
     with make_engine(hf_model(CAUSAL)) as engine:
         options = dict(max_new_tokens=5, do_sample=False)
         expected = np.asarray(engine.generate(ids[:1], **options))[0, 7:].tolist()
-        before = engine.report()
         stream = engine.stream(ids[:1], **options)
         tokens = [int(next(stream))]
+        before = engine.report()
         for shape in ((1, 3), (2, 5)):
             jax.jit(engine.apply)(engine.params, jnp.ones(shape, jnp.int32))
         tokens += map(int, stream)

@@ -32,10 +32,11 @@ FLOORS: dict[str, str] = {
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
     "": "config embedded engine api",
-    "bench": "embedded config model checkpoint backends api",
+    "bench": "embedded system config model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
     "bench.jax": "kernels.pallas model backends backends.jax bench",
-    "cli": "embedded config quantization model parallel checkpoint backends engine api bench",
+    "cli": "embedded system config quantization model parallel checkpoint backends engine api "
+    "bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}

@@ -1,13 +1,19 @@
 """ModuleEngine: the guard around a module's own generate, whatever that takes."""
 
+import copy
+import json
+
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer import init_inference
+from dualinfer import ConfigError, ModelError, init_inference
 
+from .checkpoints import write_llama
+from .models import BACKENDS
 from .test_pipelines import make_gpt2
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -180,6 +186,134 @@ def test_unset_dtype_warns_where_the_modules_own_is_bfloat16(monkeypatch):
     with pytest.warns(UserWarning, match="bfloat16 and dtype is unset"):
         engine = init_inference(torch.nn.Linear(2, 2).bfloat16())
     assert engine.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("stored", "config", "expected", "why"),
+    [
+        ("bfloat16", None, "bfloat16", "own"),
+        ("float16", None, "float16", "own"),
+        ("float32", None, "float16", "the checkpoint is float32"),
+        ("float32", "bfloat16", "bfloat16", "own"),
+    ],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_unset_dtype_of_a_folder_is_the_checkpoints_own_on_a_gpu(
+    fused, stored, config, expected, why, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("dualinfer.backends.default_dtype", lambda name: "float16")  # as on a GPU
+    write_llama(tmp_path, 40, stored)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    if not fused:
+        fields["architectures"] = ["LlamaForSequenceClassification"]
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["score.weight"] = tensors.pop("lm_head.weight")[:2]
+        save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | ({"dtype": config} if config else {}))
+    )
+    with init_inference(tmp_path, dtype="auto") as engine:
+        assert engine.dtype == getattr(torch, expected)
+        assert any("dtype was unset" in n and n.endswith(why) for n in engine.report().notes)
+        assert f"{'fused' if fused else 'module'} mode, torch, {expected}" in repr(engine)
+
+
+def test_gpu_without_bfloat16_computes_a_bfloat16_checkpoint_in_float16(monkeypatch, tmp_path):
+    def refuse(backend, dtype):
+        if dtype == "bfloat16":
+            raise ConfigError("not here")
+
+    monkeypatch.setattr("dualinfer.backends.default_dtype", lambda name: "float16")
+    monkeypatch.setattr("dualinfer.backends.check_dtype", refuse)
+    with init_inference(write_llama(tmp_path, 40, "bfloat16")) as engine:
+        assert engine.dtype == torch.float16
+        assert any("in which the device does not compute" in n for n in engine.report().notes)
+
+
+def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=59)
+    model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **heads, **ends)).eval()
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(2, 59, (2, 5))
+    live = init_inference(copy.deepcopy(model), dtype="fp32")
+    engine = init_inference(tmp_path, dtype="fp32")
+    assert (
+        repr(engine)
+        == repr(live)
+        == ("InferenceEngine(Phi3ForCausalLM, module mode, torch, float32)")
+    )
+    assert torch.equal(engine(ids).logits, live(ids).logits)
+    assert torch.equal(engine.generate(ids), live.generate(ids))
+    assert engine.generate(ids).shape == (2, 12)
+    report = engine.report()
+    assert report.source == str(tmp_path)
+    with pytest.raises(dualinfer.UnsupportedError, match="does not read again"):
+        engine.refresh()
+    assert any(
+        "module mode, with transformers' Phi3ForCausalLM: model_type='phi3'" in n
+        for n in report.notes
+    )
+    assert init_inference(tmp_path, args={"sliding_window": 3}).config.sliding_window == 3
+    for options, way in (
+        ({"kernel_inject": True}, "Without replace_with_kernel_inject"),
+        ({"backend": "jax"}, "With backend='torch'"),
+    ):
+        with pytest.raises(ModelError, match=f"'phi3'.*{way} transformers' own model runs"):
+            init_inference(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "tiny", "auto_map": {"AutoConfig": "x.y"}},
+            "Python code of the checkpoint",
+        ),
+        ({"architectures": ["Phi3ForNothing"]}, "transformers .* has no model Phi3ForNothing"),
+        ({"architectures": ["pipeline"]}, "has no model pipeline"),
+        ({"architectures": None}, "model_type='phi3' is not supported"),
+        ({"hidden_size": "wide"}, "is not a valid config"),
+        ({"architectures": ["ViTModel"]}, "Nor could module mode make a ViTModel of it"),
+    ],
+)
+def test_folder_that_no_mode_serves_is_told_why(fields, message, tmp_path):
+    sound = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(sound | fields))
+    with pytest.raises(ModelError, match=message):
+        init_inference(tmp_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_are_wanted_for_folders_unless_they_are_refused(backend, tmp_path, hf_model):
+    write_llama(tmp_path, 40)
+
+    def wants(model, **options):
+        with init_inference(model, backend=backend, dtype="fp32", **options) as engine:
+            assert "fused mode" in repr(engine) and "no kernels" in repr(engine)  # on a CPU
+            return engine.inference_config.replace_with_kernel_inject
+
+    assert wants(tmp_path) is True and wants(tmp_path, kernel_inject=False) is False
+    if backend == "jax":
+        assert wants(hf_model("llama-mqa")) is True
+
+
+def test_unset_backend_is_the_one_that_is_installed(monkeypatch, tmp_path):
+    write_llama(tmp_path, 40)
+    with init_inference(tmp_path) as engine:
+        assert engine.report().backend == "torch"
+    absent = {"torch"}
+    monkeypatch.setattr("dualinfer.config.installed._is_installed", lambda m: m not in absent)
+    with init_inference(tmp_path) as engine:
+        assert engine.report().backend == "jax"
+    absent.add("flax")
+    with pytest.raises(
+        dualinfer.BackendNotAvailableError, match=r"needs torch.*dualinfer\[torch\]"
+    ):
+        init_inference(tmp_path)
 
 
 def test_jax_modules_generate_takes_what_it_takes():

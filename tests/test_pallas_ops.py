@@ -167,9 +167,9 @@ def with_logits(
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
 
-    def sample(logits: Any, state: Any, position: Any, features: Any) -> Any:
+    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
         jax.debug.callback(note, position, logits)
-        return original(logits, state, position, features)
+        return original(logits, state, position, *how)
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "sample", sample)

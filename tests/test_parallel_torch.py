@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import dualinfer
 from dualinfer.backends.torch.parallel import Ranks, Split
@@ -16,6 +17,7 @@ from dualinfer.errors import DistributedError
 from dualinfer.model.families import describe_model
 from dualinfer.parallel.sharding import make_plan
 
+from .checkpoints import write_byte_tokenizer, write_llama
 from .models import ALL, GENERATING, PAD, make_model, random_ids, relative_rms
 from .ranks import RankError
 
@@ -406,6 +408,34 @@ def test_ranks_that_pass_none_take_rank_0s_inputs(crew, engine_of):
         assert ragged_text == ragged
         assert sampled == drawn.tolist()
         assert stream == streamed
+
+
+def texts_of_rank_0(folder):
+    alone = os.environ["RANK"] == "0"
+    said = []
+    for module in (False, True):
+        model = folder
+        if module:
+            model = transformers.LlamaForCausalLM.from_pretrained(folder)
+        with dualinfer.init_inference(
+            model, dtype="fp32", tensor_parallel={"tp_size": 2}
+        ) as engine:
+            options = {"max_new_tokens": 5, "do_sample": False}
+            said.append(engine.generate_text(["one", "a longer one"] if alone else None, **options))
+            said.append("".join(engine.stream_text("one" if alone else None, **options)))
+            with pytest.raises(dualinfer.DualinferError, match="The prompt is empty"):
+                engine.generate_text("" if alone else None, **options)
+    return said
+
+
+def test_ranks_that_pass_none_take_rank_0s_text(crew, tmp_path):
+    """In both modes; what is wrong with it is raised in all of them."""
+    write_llama(tmp_path, write_byte_tokenizer(tmp_path))
+    with dualinfer.init_inference(tmp_path, dtype="fp32") as engine:
+        options = {"max_new_tokens": 5, "do_sample": False}
+        texts = engine.generate_text(["one", "a longer one"], **options)
+    for said in crew.run(texts_of_rank_0, tmp_path):
+        assert said == [texts, texts[0]] * 2
 
 
 def inputs_of_rank_0_as_they_are(kind):

@@ -1,4 +1,4 @@
-"""How the torch runner cuts prompts: groups of them, and pieces of a long one, give the whole.
+"""How runners cut prompts: groups of them, and on torch pieces of a long one, give the whole.
 
 What is replayed from a graph is in test_gpu_kernels.py.
 """
@@ -155,3 +155,60 @@ def test_text_does_not_depend_on_how_prompts_were_cut(engine_of, passes, monkeyp
     monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
     np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), np.asarray(expected))
     assert len(passes) == 5
+
+
+@pytest.fixture(scope="module")
+def jax_engine():
+    pytest.importorskip("flax")
+    model = make_model("llama-mqa", num_hidden_layers=1, vocab_size=VOCAB)
+    with dualinfer.init_inference(model, backend="jax", dtype="fp32") as engine:
+        yield engine
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, engine: Any, tokens: int, outputs: int = 0) -> None:
+    """Have a pass of JAX take so many tokens of sequences of 64."""
+    from dualinfer.backends.jax import prompts as panels
+
+    monkeypatch.setattr(panels, "MOST_BYTES", 1 << 40)
+    monkeypatch.setattr(panels, "_MOST_TOKENS", tokens)
+    assert engine.runner._most_tokens_of(64, outputs) == tokens
+
+
+def temporaries(engine: Any, step: str) -> list[int]:
+    """Bytes that each executable of a kind holds while it runs, in the order of compiling."""
+    made = engine.runner._executables._made
+    found = [x.memory_analysis() for key, x in made.items() if key[0] == step]
+    return [x.temp_size_in_bytes for x in found]
+
+
+def test_a_batch_in_panels_on_jax_says_what_it_says_as_one(jax_engine, monkeypatch):
+    ways = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5, "seed": 9}
+    rows = [row.tolist() for row in rows_of(5, 40, 9, 17, 33, 40, 1)]
+    for sampling in ({"do_sample": False}, {"do_sample": True, "repetition_penalty": 1.3}):
+        monkeypatch.undo()
+        expected = np.asarray(jax_engine.generate(rows, **ways, **sampling))
+        bound(monkeypatch, jax_engine, 64)
+        found = np.asarray(jax_engine.generate(rows, **ways, **sampling))
+        np.testing.assert_array_equal(found, expected)
+    whole, *parts = temporaries(jax_engine, "prefill")
+    assert parts and max(parts) < whole / 4
+
+
+def test_panels_hold_prompts_of_like_lengths():
+    from dualinfer.backends.jax.prompts import panels
+
+    assert panels([5, 30, 9], 128) == [[0, 1, 2]]
+    assert panels([5, 30, 9, 17, 3, 100, 2], 64) == [[5], [1, 3], [2, 0, 4, 6]]
+
+
+def test_forward_in_panels_on_jax_gives_what_it_gives_as_one(jax_engine, monkeypatch):
+    ids = random_ids(5, 50, seed=3, vocab=VOCAB)
+    mask = np.ones_like(ids)
+    mask[1, :7] = 0
+    how = {"attention_mask": mask, "output_hidden_states": True}
+    expected = jax_engine(ids, **how)
+    bound(monkeypatch, jax_engine, 64)
+    found = jax_engine(ids, **how)
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    for mine, its in zip(found.hidden_states, expected.hidden_states, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-5)

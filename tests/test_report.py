@@ -62,6 +62,7 @@ def test_bucket_is_compiled_once(hf_model):
     engine = dualinfer.init_inference(hf_model("llama-mqa"), backend="jax", kernel_inject=True)
     engine(random_ids(3, 9))
     engine.generate(random_ids(3, 9), max_new_tokens=20)
+    list(engine.stream(random_ids(3, 9), max_new_tokens=4))
     before = engine.runner.compilations
     assert before > 0
     for rows, tokens, new in ((3, 9, 20), (4, 16, 40), (3, 1, 3), (4, 12, 33)):

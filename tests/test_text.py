@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 
 import dualinfer
-from dualinfer import CheckpointError
-from dualinfer.cli.tokenizer import TextStream, load_tokenizer
+from dualinfer import ArgumentError, CheckpointError, UnsupportedError
+from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.engine.text import TextStream
 
-from .checkpoints import write_byte_tokenizer
+from .checkpoints import write_byte_tokenizer, write_llama
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +93,161 @@ def test_load_tokenizer_runs_no_code_of_the_folder(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="trust_remote_code=True"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_plain_tokenizer_is_what_auto_tokenizer_gives(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_llama(tmp_path, write_byte_tokenizer(tmp_path))
+    own, auto = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    embedded = dualinfer.embedded_model()
+    for one, other in (
+        (own, auto),
+        (load_tokenizer(embedded), AutoTokenizer.from_pretrained(embedded)),
+    ):
+        assert type(one) is type(other) and one.special_tokens_map == other.special_tokens_map
+        for text in ("", "def f(x):\n    return  x", "größer 🙂 日本"):
+            assert one(text)["input_ids"] == other(text)["input_ids"]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{{ more }}"
+TEXTS = ["one", "a longer one"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("model")
+    write_llama(path, write_byte_tokenizer(path))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module", params=["torch", "jax", "module"])
+def engine(request, folder):
+    """Both backends, and a live module in module mode."""
+    if request.param != "module":
+        with dualinfer.init_inference(folder, backend=request.param) as engine:
+            yield engine
+        return
+    from transformers import LlamaForCausalLM
+
+    with dualinfer.init_inference(LlamaForCausalLM.from_pretrained(folder)) as engine:
+        yield engine
+
+
+def continued(engine, text: str, count: int, **options) -> str:
+    """The continuation by generate and one decode."""
+    ids = engine.tokenizer(text, return_tensors="pt" if engine.report().mode == "module" else "np")
+    whole = engine.generate(ids, max_new_tokens=count, do_sample=False, **options)
+    new = whole[0, ids["input_ids"].shape[1] :].tolist()
+    return engine.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_text_goes_in_and_text_comes_out(engine):
+    """Without the prompt; a list gives a list; streamed it is the same."""
+    expected = [continued(engine, text, 9) for text in TEXTS]
+    options = {"max_new_tokens": 9, "do_sample": False}
+    assert engine.generate_text(TEXTS[0], **options) == expected[0]
+    assert engine.generate_text(TEXTS, **options) == expected
+    assert engine.generate_text(TEXTS[:1], **options) == expected[:1]
+    assert "".join(engine.stream_text(TEXTS[1], **options)) == expected[1]
+    pieces = list(engine.stream_text(TEXTS, **options))
+    assert ["".join(column) for column in zip(*pieces, strict=True)] == expected
+
+
+def test_a_chat_goes_by_its_template(engine):
+    """And ends at the tokenizer's EOS, beside the model's own."""
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = continued(engine, "user: hi|", 9)
+    assert engine.chat(messages, **options) == expected
+    assert "".join(engine.stream_chat(messages, **options)) == expected
+    more = continued(engine, "user: hi|x", 9)
+    assert engine.chat([messages], template_options={"more": "x"}, **options) == [more]
+    ids = engine.tokenizer("user: hi|")["input_ids"]
+    given = torch.tensor([ids]) if engine.report().mode == "module" else [ids]
+    new = engine.generate(given, **options)[0, len(ids) :].tolist()
+    before, engine.tokenizer.eos_token_id = engine.tokenizer.eos_token_id, new[2]
+    try:
+        pieces = list(engine.stream_chat(messages, **options))
+    finally:
+        engine.tokenizer.eos_token_id = before
+    assert "".join(pieces).rstrip("\ufffd") in expected
+    assert len(pieces) in (new.index(new[2]) + 1, new.index(new[2]) + 2)  # what is left of a letter
+
+
+def test_stop_strings_need_no_tokenizer_here(engine):
+    whole = engine.generate_text("one", max_new_tokens=20, do_sample=False)
+    stop = next(c for c in whole if c.isascii() and c.isprintable())
+    stopped = engine.generate_text("one", max_new_tokens=20, do_sample=False, stop_strings=[stop])
+    assert stopped == whole[: whole.index(stop) + 1]
+
+
+def test_a_stream_of_text_that_is_left_frees_what_it_held(engine):
+    stream = engine.stream_text("one", max_new_tokens=50, do_sample=False)
+    next(stream)
+    stream.close()
+    assert engine.generate_text("one", max_new_tokens=2, do_sample=False) is not None
+
+
+def test_text_has_a_length_of_its_own(engine):
+    """At most 256 new tokens where nobody asks, less where the positions end: here 128."""
+    if engine.report().mode == "fused":
+        ids = engine.tokenizer("one")["input_ids"]
+        pieces = list(engine.stream_text("one", do_sample=False, eos_token_id=None))
+        assert len(pieces) - 1 <= engine.max_tokens - len(ids) <= len(pieces) + 1
+        assert engine.generate([ids], do_sample=False, eos_token_id=None).shape[1] == len(ids) + 20
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.generate_text(""), "The prompt is empty"),
+        (lambda e: e.generate_text([]), "expected a str, or a list of several"),
+        (lambda e: e.generate_text(5), "expected a str, or a list of several"),
+        (lambda e: e.generate_text([5]), "A prompt is a int"),
+        (lambda e: e.generate_text(), "The prompt is missing"),
+        (lambda e: e.generate_text("x", tokenizer="gpt2"), "expected a HF tokenizer"),
+        (lambda e: e.chat("hi"), "messages is 'hi'; expected dicts"),
+        (lambda e: e.chat([{"content": "x"}]), "expected dicts"),
+        (lambda e: e.generate("import os"), r"engine\.generate_text"),
+    ],
+)
+def test_what_is_no_text_is_refused(engine, call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call(engine)
+
+
+def test_a_template_that_fails_or_is_not_there_is_told(engine, folder):
+    messages = [{"role": "user", "content": "x"}]
+    wrong = {"chat_template": "{{ raise_exception('no such role') }}"}
+    with pytest.raises(ArgumentError, match="does not take these messages: no such role"):
+        engine.chat(messages, template_options=wrong)
+    plain = load_tokenizer(folder)
+    plain.chat_template = None
+    with pytest.raises(ArgumentError, match="no chat template"):
+        engine.chat(messages, tokenizer=plain)
+
+
+def test_a_model_from_nowhere_asks_for_its_tokenizer(tokenizer):
+    from .models import make_model
+
+    with dualinfer.init_inference(make_model("llama-gqa"), dtype="fp32") as engine:
+        with pytest.raises(UnsupportedError, match=r"set engine\.tokenizer"):
+            engine.generate_text("x")
+        with pytest.raises(UnsupportedError, match=r"torch\.manual_seed"):
+            engine.generate_text("x", tokenizer=tokenizer, seed=1)
+        engine.tokenizer = tokenizer
+        assert engine.tokenizer is tokenizer
+
+
+def test_generate_shows_what_it_takes():
+    import inspect
+
+    from dualinfer.engine import options
+    from dualinfer.engine.fused import FusedEngine
+
+    for name in ("generate", "stream", "generate_text", "stream_text", "chat", "stream_chat"):
+        shown = inspect.signature(getattr(FusedEngine, name)).parameters
+        assert {*options._DEFAULTS, "seed"} <= set(shown)
+        assert shown["temperature"].kind is inspect.Parameter.KEYWORD_ONLY

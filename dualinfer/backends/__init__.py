@@ -1,42 +1,30 @@
 """Choosing a backend: imports it, or says what to install."""
 
 import importlib
-import importlib.util
 from typing import Any
 
 from ..config import InferenceConfig
+from ..config.installed import BACKENDS as BACKENDS
+from ..config.installed import default_backend as default_backend
+from ..config.installed import missing
+from ..config.installed import requirements as requirements
 from ..errors import BackendNotAvailableError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
 from ..parallel.agreement import Peers
 from .base import ModuleRunner, Runner
 
-BACKENDS = ("torch", "jax")
-_NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
-
-
-def requirements(name: str) -> tuple[str, ...]:
-    """The packages that a backend imports."""
-    return _NEEDS[name]
-
 
 def check_backend(name: str) -> None:
     """Raise BackendNotAvailableError, with what to install, if a backend cannot be imported."""
-    missing = [m for m in _NEEDS[name] if not _is_installed(m)]
-    if missing:
+    absent = missing(name)
+    if absent:
         other = next(b for b in BACKENDS if b != name)
-        which = "which is" if len(missing) == 1 else "which are"
+        which = "which is" if len(absent) == 1 else "which are"
         raise BackendNotAvailableError(
-            f"backend={name!r} needs {' and '.join(missing)}, {which} not installed. Install "
+            f"backend={name!r} needs {' and '.join(absent)}, {which} not installed. Install "
             f"`dualinfer[{name}]`, or use backend={other!r}."
         )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a finder may refuse it, a stub may have no spec
-        return False
 
 
 def default_dtype(name: str) -> str:
@@ -70,6 +58,11 @@ def describe_split(class_name: str, config: Any, size: int) -> list[Any]:
     By its config alone, on torch; a line for layers alike. See `torch.autotp.table.Line`.
     """
     return _import("torch").describe_split(class_name, config, size)
+
+
+def make_empty_module(class_name: str, config: Any) -> Any:
+    """A HF model of this class on torch's meta device; ModelError where transformers has none."""
+    return _import("torch").make_empty_module(class_name, config)
 
 
 def join(config: InferenceConfig) -> Peers:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..model.spec import Activation, Attention, ModelSpec, Norm
 from ..model.weights import Leaf, Weight
-from .base import SamplingFeatures
 from .caches import CacheView
 
 Array: TypeAlias = Any
@@ -206,17 +205,16 @@ class Ops(BlockOps, Protocol):
         """
         ...
 
-    def sample(
-        self, logits: Array, state: Any, position: Array, features: SamplingFeatures
-    ) -> Array:
+    def sample(self, logits: Array, state: Any, position: Array, features: Any) -> Array:
         """The next tokens, int [N], from float32 logits [N, V]; `position` [N] is the tokens' own.
 
-        Only the parts of sampling that `features` names are computed.
+        `features` says which parts of sampling any row needs: SamplingFeatures, or what the backend
+        makes of them. Rows that need none of a part are as without it.
         """
         ...
 
     def advance(
-        self, logits: Array, state: Any, features: SamplingFeatures, out: Array, step: Array
+        self, logits: Array, state: Any, features: Any, out: Array, step: Array
     ) -> tuple[Any, Array]:
         """Choose each active slot's next token from float32 logits [N, V]: the state, and `out`.
 

@@ -1,7 +1,6 @@
 """`dualinfer bench decode | prefill | forward | ops`."""
 
 import importlib.util
-import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,20 +21,22 @@ from .tables import label, limit_lines, make_table, side_by_side, write_plot
 
 app = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     help="Measure speed as a fraction of what the device can do, beside other systems.",
 )
 
-_FILE_WIDTH = 150  # columns of a table that goes to a file or a pipe
+_FIGURES_OF_MODELS = ("decode", "prefill", "forward")
 
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[
-    Path | None, typer.Argument(show_default=False, help="A checkpoint's folder.")
+    str | None,
+    typer.Argument(show_default=False, help="A checkpoint's folder, or owner/name of the hub."),
 ]
 ShapeOption = Annotated[
     list[str] | None,
     typer.Option(
         show_default=False,
+        metavar="NAME",
         help=f"Random weights of this shape; several times for several. {', '.join(SHAPES)}, "
         f"each also as NAME:LAYERS, or {EMBEDDED}, the model shipped with the package.",
     ),
@@ -43,30 +44,47 @@ ShapeOption = Annotated[
 BackendOption = Annotated[Choice, typer.Option(help="What runs dualinfer; both: one by one.")]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(help="bf16, fp16 or fp32; unset: the shape's own, float32 on a CPU."),
+    typer.Option(
+        metavar="NAME", help="bf16, fp16 or fp32; unset: the shape's own, float32 on a CPU."
+    ),
 ]
 BatchOption = Annotated[
-    list[int] | None, typer.Option(min=1, help="Sequences; several times for several rows. [1]")
+    list[int] | None,
+    typer.Option(metavar="COUNT", min=1, help="Sequences; several times for several rows. [1]"),
 ]
 PromptOption = Annotated[
-    list[int] | None, typer.Option(min=1, help="Tokens a sequence; several times for several rows.")
+    list[int] | None,
+    typer.Option(metavar="COUNT", min=1, help="Tokens a sequence; several times for several rows."),
 ]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs after the warm-up.")]
+RepeatsOption = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs after the warm-up.")]
 PeerOption = Annotated[
     list[str] | None,
-    typer.Option(help=f"Another system beside it: {', '.join(PEERS)}. Several times for several."),
+    typer.Option(
+        metavar="NAME",
+        help=f"Another system beside it: {', '.join(PEERS)}. Several times for several.",
+    ),
 ]
 KernelsOption = Annotated[
-    bool, typer.Option("--kernels/--no-kernels", help="Fused kernels, or plain operations.")
+    bool,
+    typer.Option(
+        "--kernels/--no-kernels", help="Fused kernels, which need a GPU, or plain operations."
+    ),
 ]
 TpOption = Annotated[
     list[int] | None,
-    typer.Option(min=1, help="Devices that share the model; several times for several rows. [1]"),
+    typer.Option(
+        metavar="COUNT",
+        min=1,
+        help="Devices that share the model; several times for several rows. [1]",
+    ),
 ]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write all figures to this file, row by row.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write all figures to this file, row by row."),
 ]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw the fractions of the limit (.png).")]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the fractions of the limit (.png).")
+]
 
 
 @app.command()
@@ -77,7 +95,9 @@ def decode(
     dtype: DtypeOption = None,
     batch: BatchOption = None,
     prompt: PromptOption = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=2, help="Tokens to generate.")
+    ] = 128,
     repeats: RepeatsOption = 5,
     peer: PeerOption = None,
     kernels: KernelsOption = True,
@@ -150,7 +170,9 @@ def ops(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Single ops beside other implementations, with rotating inputs that no cache holds."""
+    """Single ops beside other implementations, on a GPU, with inputs that no cache holds."""
+    if only in _FIGURES_OF_MODELS:
+        raise ArgumentError(f"{only} is no op. A whole model: dualinfer bench {only}.")
     tasks = [
         Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
     ]
@@ -173,7 +195,7 @@ def _dtype(given: str | None) -> str | None:
 
 def _tasks(
     kind: str,
-    folder: Path | None,
+    name: str | None,
     shapes: list[str] | None,
     default: str,
     backend: str,
@@ -187,7 +209,7 @@ def _tasks(
     degrees: list[int] | None,
 ) -> list[Task]:
     """Every combination of model, system, devices, batch and prompt; peers have one device."""
-    models = [*([str(folder)] if folder else []), *(shapes or [])] or [default]
+    models = [*([name] if name else []), *(shapes or [])] or [default]
     for model in models:
         check_model(model)
     for peer in peers or []:
@@ -199,9 +221,9 @@ def _tasks(
         except BackendNotAvailableError as error:
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
     systems: list[str] = list(dict.fromkeys([*_chosen(backend), *(peers or [])]))
-    name = _dtype(dtype)
+    computed = _dtype(dtype)
     return [
-        Task(kind, system, model, name, batch, tokens, new_tokens, repeats, kernels, tp)
+        Task(kind, system, model, computed, batch, tokens, new_tokens, repeats, kernels, tp)
         for model, system, tp, batch, tokens in product(
             dict.fromkeys(models),
             systems,
@@ -231,12 +253,11 @@ def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -
 
     rows = side_by_side(run_tasks(tasks, keep))
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_FILE_WIDTH)
-    console.print(make_table(kind, rows))
+    if any("op" in row or row["kind"] != "ops" for row in rows):  # else nothing was measured
+        console.print(make_table(kind, rows, console.width))
     for line in limit_lines(rows):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
-    if any(row.get("device_kind") == "cpu" for row in rows):
+    if any(row.get("device_kind") == "cpu" and "of_limit" in row for row in rows):
         console.print("[dim]Figures from a CPU are no benchmark.[/]", highlight=False)
     if plot is not None:
         write_plot(kind, rows, plot)

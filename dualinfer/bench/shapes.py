@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded
+from ..checkpoint.hub import find_checkpoint
 from ..errors import ArgumentError, ModelError
 from ..model.families import describe_model
 from ..model.spec import ModelSpec
@@ -195,25 +196,34 @@ def find_shape(name: str) -> Shape | None:
 
 
 def check_model(name: str) -> None:
-    """Raise ArgumentError if `name` is neither a shape's name nor the folder of a checkpoint."""
+    """Raise ArgumentError for no shape's name, folder of a checkpoint or model of the hub.
+
+    The last is fetched where the local cache does not hold it.
+    """
     if find_shape(name) or name == EMBEDDED or (Path(name) / "config.json").is_file():
+        return
+    if "/" in name:
+        find_checkpoint(name)
         return
     near = difflib.get_close_matches(name, [*SHAPES, EMBEDDED], 1)
     raise ArgumentError(
-        f"{name!r} is no folder with a config.json and no shape's name."
+        f"{name!r} is no folder with a config.json, no owner/name of the hub and no shape's name."
         + (f" Did you mean {near[0]}?" if near else "")
         + f" Shapes: {', '.join([*SHAPES, EMBEDDED])}."
     )
 
 
 def open_model(name: str) -> Model:
-    """The model of a shape's name, or of a checkpoint's folder; no weights are read or made."""
+    """The model of a shape's name, of a checkpoint's folder or of the hub.
+
+    No weights are read or made.
+    """
     from transformers import AutoConfig
 
     check_model(name)
     shape = find_shape(name)
     if shape is None:
-        folder = embedded.path() if name == EMBEDDED else Path(name)
+        folder = embedded.path() if name == EMBEDDED else find_checkpoint(name)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = None  # HF would fetch one that it does not have
         if not config.architectures:

@@ -4,10 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 Row = dict[str, Any]
+
+_WIDE = 1000
 
 _TITLES = {
     "decode": "Decode: the first token taken off, sampling included, medians",
@@ -37,37 +41,37 @@ def _gb(*names: str) -> Callable[[Row], str]:
 _WORKLOAD: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row["model"],
     "dtype": lambda row: row["dtype"] or "",
-    "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
+    "batch x\ntokens": lambda row: f"{row['batch']} x {row['tokens']}",
 }
 _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
     "decode": {
         "ms/token": _ms("ms_per_token"),
         "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-        "of limit": _share,
-        "to read, GB": _gb("weight_bytes", "kv_bytes"),
-        "first token, ms": _ms("first_token_ms"),
-        "peak, GB": _gb("peak_bytes"),
+        "of\nlimit": _share,
+        "first\ntoken, ms": _ms("first_token_ms"),
+        "to read,\nGB": _gb("weight_bytes", "kv_bytes"),
+        "peak,\nGB": _gb("peak_bytes"),
     },
     "prefill": {
         "ms": _ms("ms"),
         "TFLOP": lambda row: f"{row['flops'] / 1e12:.3g}",
         "TFLOP/s": lambda row: f"{row['tflops']:.4g}",
-        "of limit": _share,
-        "peak, GB": _gb("peak_bytes"),
+        "of\nlimit": _share,
+        "peak,\nGB": _gb("peak_bytes"),
     },
     "forward": {
         "ms": _ms("ms"),
-        "limit, ms": _ms("limit_ms"),
-        "of limit": _share,
-        "first call, ms": _ms("first_call_ms"),
-        "peak, GB": _gb("peak_bytes"),
+        "limit,\nms": _ms("limit_ms"),
+        "of\nlimit": _share,
+        "first\ncall, ms": _ms("first_call_ms"),
+        "peak,\nGB": _gb("peak_bytes"),
     },
     "ops": {
         "by": lambda row: _whose(row),
         "µs": lambda row: f"{row['us']:.2f}",
         "GB/s": lambda row: f"{row['gb_per_s']:,.0f}",
         "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
-        "of limit": _share,
+        "of\nlimit": _share,
     },
 }
 
@@ -92,9 +96,12 @@ def side_by_side(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: first[workload(row)])
 
 
-def make_table(kind: str, rows: Sequence[Row]) -> Table:
-    """The rows that were measured; those that failed, or cannot run here, say so."""
-    table = Table(title=_TITLES[kind])
+def make_table(kind: str, rows: Sequence[Row], width: int = _WIDE) -> Table:
+    """The rows that were measured; those that failed, or cannot run here, say so.
+
+    What is the same in all rows stands in the caption. Where `width` is too narrow, the last
+    columns go, and the caption names them.
+    """
     if kind == "ops":
         lead: dict[str, Callable[[Row], str]] = {
             "op": lambda row: row.get("op", row["model"]),
@@ -103,11 +110,38 @@ def make_table(kind: str, rows: Sequence[Row]) -> Table:
         }
     else:
         lead = {"system": label, **_WORKLOAD}
-    figures = _FIGURES[kind]
+    first = next(iter(lead))
+    said = []
+    for column in [column for column in lead if column not in (first, "size")]:
+        values = {lead[column](row) for row in rows if lead[column](row)}
+        if len(values) <= 1:
+            show = lead.pop(column)
+            said += [f"{_line(column)} {show(row)}" for row in rows[:1] if values]
+    figures = dict(_FIGURES[kind])
+    shown = [row for row in rows if "error" not in row and "skipped" not in row]
+    figures = {n: f for n, f in figures.items() if not shown or {f(row) for row in shown} != {"-"}}
+    left_out: list[str] = []
+    table = _filled(kind, rows, lead, figures)
+    while len(figures) > 1 and _width_of(table) > width:
+        left_out.insert(0, _line(figures.popitem()[0]))
+        table = _filled(kind, rows, lead, figures)
+    if left_out:
+        said.append(f"no room for: {'; '.join(left_out)}")
+    table.caption = escape("; ".join(said)) or None
+    return table
+
+
+def _filled(
+    kind: str,
+    rows: Sequence[Row],
+    lead: dict[str, Callable[[Row], str]],
+    figures: dict[str, Callable[[Row], str]],
+) -> Table:
+    table = Table(title=_TITLES[kind], box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in lead:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column != "size")
     for column in figures:
-        table.add_column(column, justify="left" if column == "by" else "right")
+        table.add_column(column, justify="left" if column == "by" else "right", no_wrap=True)
     for row in rows:
         first = [escape(show(row)) for show in lead.values()]
         if "error" in row:
@@ -117,6 +151,24 @@ def make_table(kind: str, rows: Sequence[Row]) -> Table:
         else:
             table.add_row(*first, *(show(row) for show in figures.values()))
     return table
+
+
+def _line(header: str) -> str:
+    return header.replace("\n", " ")
+
+
+def _width_of(table: Table) -> int:
+    """Columns that the table takes where nothing is cut; sizes of ops may be folded."""
+    console = Console(width=_WIDE)
+    widths = [console.measure(cell).maximum for cell in map(_least_wide, table.columns)]
+    return sum(widths) + 2 * len(widths)
+
+
+def _least_wide(column: Column) -> str:
+    cells = [str(column.header), *map(str, column.cells)]
+    if not column.no_wrap:
+        cells = [word for cell in cells for word in cell.split()]
+    return "\n".join(cells)
 
 
 def limit_lines(rows: Iterable[Row]) -> list[str]:

@@ -12,12 +12,15 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from .. import backends
+from ..arrays import numpy_dtype
 from ..config.dtypes import dtype_name
-from ..errors import DualinferError
+from ..errors import DualinferError, OutOfMemoryError
+from ..system.memory import host_free_bytes
 from .counts import Counts
 from .limits import Device, open_device
 from .measure import Task, measure
@@ -90,6 +93,7 @@ def _measure_group(
         if task.model in folders:
             model = replace(model, folder=Path(folders[task.model]))
         dtype = _resolved_dtype(task, model, device)
+        _check_room(model, dtype, device)
         counts = Counts.of(*model.describe())
         limits = device.limits(dtype)  # before anything is loaded
         with opened(task.system, model, dtype, task.kernels, task.kind, task.tp) as system:
@@ -106,6 +110,22 @@ def _measure_group(
         error = _text(failure)
     for index, task in waiting.items():
         yield index, _row(task, task.dtype, device, {"error": error})
+
+
+def _check_room(model: Model, dtype: str, device: Device) -> None:
+    """Raise OutOfMemoryError before weights are made that the host cannot hold."""
+    free = host_free_bytes()
+    if device.kind != "cpu" or free is None:
+        return
+    _, table = model.describe()
+    elements = sum(prod(table.shape(row)) for row in table.rows)
+    needed = elements * numpy_dtype(dtype).itemsize
+    if needed > free:
+        raise OutOfMemoryError(
+            f"The weights of {model.name} take {needed / 2**30:,.1f} GiB in {dtype}, and "
+            f"{free / 2**30:,.1f} GiB of this machine's memory are free. It is a shape for a GPU: "
+            "take a smaller one, fewer layers (NAME:LAYERS), or a smaller --dtype."
+        )
 
 
 def _measure_ops(task: Task, device: Device) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, CheckpointError, ModelError, shown
+from ..errors import ArgumentError, CheckpointError, ModelError, UnsupportedError, shown
 from ..model.families import check_model_type
 from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
@@ -55,12 +55,18 @@ def read_config(folder: Path) -> Any:
 
 
 def read_other_config(folder: Path) -> Any:
-    """config.json of a family that fused mode does not know, for a look at its layers.
+    """config.json of a family that fused mode does not know.
 
-    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError.
+    As `read_config`, it runs nothing of the folder and looks for no other file. Raises ModelError,
+    and UnsupportedError for a quantized model.
     """
     path = folder / "config.json"
     written = _without_code(read_json(path))
+    if read_quantization(written) is not None:
+        raise UnsupportedError(
+            f"{path} has a quantization_config, which is served in fused mode only, and its family "
+            "is not. Pass the model that the weights were made from."
+        )
     from transformers import CONFIG_MAPPING
 
     model_type = written.get("model_type")
@@ -76,13 +82,11 @@ def read_other_config(folder: Path) -> Any:
         )
     check_counts(written)
     try:
-        config = CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
-        config._attn_implementation = "eager"
+        return CONFIG_MAPPING[model_type](**usable_fields(model_type, written))
     except ModelError:
         raise
     except Exception as error:  # transformers' validation raises many kinds
         raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
-    return config
 
 
 def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         if name == "backbone" and value:
             raise ModelError(
                 f"config.json has backbone={shown(value)}, another model that transformers would "
-                "look for on the hub; the plan shows models that are whole."
+                "look for on the hub; dualinfer makes models that are whole."
             )
         counts = "size" not in name and any(part in name for part in _COUNTED)
         inner = value if isinstance(value, list | tuple) else [value]
@@ -112,8 +116,8 @@ def check_counts(fields: Mapping[str, Any]) -> None:
                 check_counts(one)
             if counts and isinstance(one, int) and one > _MOST_PARTS:
                 raise ModelError(
-                    f"config.json has {name[:80]}={shown(value)}; the plan shows models of at most "
-                    f"{_MOST_PARTS} parts of a kind."
+                    f"config.json has {name[:80]}={shown(value)}; dualinfer makes models of at "
+                    f"most {_MOST_PARTS} parts of a kind."
                 )
 
 

@@ -200,6 +200,12 @@ def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan) -> dict[str, Any]:
     }
 
 
+def piece_files(index: Path) -> list[str]:
+    """The files that an index of pieces names."""
+    tensors = _read_index(index).values()
+    return sorted({piece.file for tensor in tensors for piece in tensor.pieces})
+
+
 class ShardedSource:
     """Tensors of a sharded checkpoint: each read puts together the pieces that it touches."""
 

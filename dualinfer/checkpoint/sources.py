@@ -11,11 +11,11 @@ from .files import StoredFile, TensorFile, check_inside, read_json
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file
 
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-_ADAPTER = "adapter_config.json"
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+ADAPTER = "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of peft's names
 # Of several, transformers takes the first (modeling_utils._get_resolved_checkpoint_files).
-_FORMS = (
+FORMS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -128,12 +128,11 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     if not os.path.isdir(folder):
         kind = "is a file" if os.path.isfile(folder) else "does not exist"
         raise CheckpointNotFoundError(
-            f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint. "
-            "dualinfer downloads nothing: fetch a model first, for instance with "
-            "huggingface_hub.snapshot_download()."
+            f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint, or a "
+            "model of the hub such as 'Qwen/Qwen3-0.6B'."
         )
     if not os.path.isfile(folder / "config.json"):
-        if os.path.isfile(folder / _ADAPTER):
+        if os.path.isfile(folder / ADAPTER):
             raise _adapter_error(folder, f"{folder} holds no model, but", "pass the model's folder")
         raise CheckpointNotFoundError(f"{folder} holds no config.json, so it is no HF checkpoint.")
     return folder
@@ -147,10 +146,10 @@ def open_checkpoint(folder: Path) -> TensorSource:
     and are read with `weights_only=True`. Raises CheckpointError for a folder with an adapter,
     which transformers would load too.
     """
-    if os.path.isfile(folder / _ADAPTER):
+    if os.path.isfile(folder / ADAPTER):
         held = f"{folder} holds, beside the model,"
-        raise _adapter_error(folder, held, f"remove {_ADAPTER}")
-    forms = [form for form in _FORMS if os.path.isfile(folder / form)]
+        raise _adapter_error(folder, held, f"remove {ADAPTER}")
+    forms = [form for form in FORMS if os.path.isfile(folder / form)]
     if os.path.isfile(folder / INDEX):
         if forms:
             raise CheckpointError(
@@ -165,7 +164,7 @@ def open_checkpoint(folder: Path) -> TensorSource:
     opener = TensorFile if "safetensors" in form else open_torch_file
     if not form.endswith(".json"):
         return FilesSource({form: opener(folder / form)}, str(folder), notes=notes)
-    index = _read_index(folder / form)
+    index = read_index(folder / form)
     files = {file: opener(folder / file) for file in sorted(set(index.values()))}
     return FilesSource(files, str(folder), index, notes)
 
@@ -186,12 +185,12 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
         )
     if file.suffix == ".safetensors":
         opener = TensorFile
-    elif file.suffix in _TORCH_SUFFIXES:
+    elif file.suffix in TORCH_SUFFIXES:
         opener = open_torch_file
     else:
         raise CheckpointError(
             f"{said} is no checkpoint by its name; expected a folder, .safetensors, "
-            f"{', '.join(_TORCH_SUFFIXES)}."
+            f"{', '.join(TORCH_SUFFIXES)}."
         )
     source = FilesSource({file.name: opener(file)}, str(file))
     names = list(source.names())
@@ -203,7 +202,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
 def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     """The error of an adapter, with the model that it is made for if that is known."""
     try:
-        said = read_json(folder / _ADAPTER)
+        said = read_json(folder / ADAPTER)
     except CheckpointError:
         said = {}
     kind, base = said.get("peft_type"), said.get("base_model_name_or_path")
@@ -217,13 +216,13 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
 
 
 def _no_weights(folder: Path) -> CheckpointNotFoundError:
-    kinds = (".safetensors", *_TORCH_SUFFIXES, ".gguf")
+    kinds = (".safetensors", *TORCH_SUFFIXES, ".gguf")
     found = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
     held = f" It holds {listing(found)}: rename what is the model." if found else ""
-    return CheckpointNotFoundError(f"{folder} holds none of {', '.join(_FORMS)}.{held}")
+    return CheckpointNotFoundError(f"{folder} holds none of {', '.join(FORMS)}.{held}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor that an index names."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

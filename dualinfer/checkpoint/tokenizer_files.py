@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 
-_NAMES = (
+NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     *("chat_template.jinja", "chat_template.json"),
@@ -35,7 +35,7 @@ def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
     if not os.path.isdir(given):
         return
     home = Path(given).resolve()
-    for name in _NAMES:
+    for name in NAMES:
         if os.path.lexists(home / name):
             try:
                 content, mode = _read(home / name, home)

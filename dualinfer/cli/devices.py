@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,24 +15,34 @@ from rich.text import Text
 from ..backends import check_backend, describe_split
 from ..checkpoint.files import read_json
 from ..checkpoint.hf_config import read_config, read_other_config
-from ..checkpoint.sources import check_folder
+from ..checkpoint.hub import find_checkpoint
 from ..config import make_config
 from ..errors import ConfigError, ModelError, printable
 from ..model.families import check_model_type, describe_model
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
+from .options import RevisionOption
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
+from .quick_start import OWN_PROCESS, start_sooner
 
-_FILE_WIDTH = 150
 _MOST_DEVICES = 1024  # of a plan; each is counted through
 _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="A folder with a config.json; no weights needed.")],
+    ctx: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a config.json, or a model of the hub; no weights needed.",
+        ),
+    ],
     tp: Annotated[
-        int, typer.Option(min=1, max=_MOST_DEVICES, help="Devices that share the model.")
+        int,
+        typer.Option(
+            metavar="COUNT", min=1, max=_MOST_DEVICES, help="Devices that share the model."
+        ),
     ],
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; unset: the checkpoint's own.")
@@ -39,9 +50,12 @@ def plan(
     backend: Annotated[
         Literal["torch", "jax"], typer.Option(help="torch splits unevenly, jax pads with zeros.")
     ] = "torch",
+    revision: RevisionOption = None,
 ) -> None:
     """Show which device would hold what of a model, and what they say to each other."""
-    folder = check_folder(model)
+    folder = find_checkpoint(model, revision, weights=False)
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)  # so that neither framework is imported
     written = read_json(folder / "config.json")
     try:
         read_quantization(written)
@@ -55,12 +69,12 @@ def plan(
     name = make_config({"dtype": dtype or own}, {}).dtype
     assert name is not None
     found = make_plan_table(table, tp, name, equal=backend == "jax")
-    console = _wide_console()
+    console = Console()
     many = f"{tp} devices" if tp > 1 else "one device"
     title = f"{found.architecture} in {name} on {many}, {backend}"
     console.print(_weights_table(found, title))
     console.print(_devices_table(found))
-    for line in (*_collectives(found), *(f"note: {note}" for note in found.notes)):
+    for line in (*_held(found), *_collectives(found), *(f"note: {note}" for note in found.notes)):
         _print_plain(console, line)
 
 
@@ -84,18 +98,16 @@ def _plan_module(
         raise ModelError(
             f"{error} Module mode does not know it either: {str(reason)[:_LONGEST]}"
         ) from reason
-    table = Table(title=_literal(f"{name} on {tp} devices in module mode, torch"))
-    for name in ("layer", "count", "class", "becomes", "whole", "on each device", "why"):
-        table.add_column(name, overflow="fold")
+    console = Console()
+    console.print(_literal(f"{name} on {tp} devices in module mode, torch"), style="bold")
     for line in lines:
-        shapes = dict.fromkeys(map(_shape, line.shapes))
-        cells = (
-            *(line.path, str(line.layers), line.kind, line.becomes, _shape(line.whole)),
-            *(" ".join(shapes), line.reason),
-        )
-        table.add_row(*map(_literal, cells))
-    console = _wide_console()
-    console.print(table)
+        shapes = " ".join(dict.fromkeys(map(_shape, line.shapes)))
+        times = f"{line.layers} x " if line.layers > 1 else ""
+        _print_plain(console, f"{times}{line.path}")
+        what = f"{line.kind} becomes {line.becomes}: {_shape(line.whole)}, on each {shapes}"
+        _print_plain(console, f"    {what}")
+        if line.reason:
+            _print_plain(console, f"    {line.reason}")
     _print_plain(console, f"note: {error}")
     _print_plain(
         console,
@@ -105,33 +117,42 @@ def _plan_module(
 
 
 def _weights_table(found: PlanTable, title: str) -> Table:
-    table = Table(title=_literal(title))
-    for name in ("weight", "axes", "whole", "on each device", "split by"):
-        table.add_column(name, overflow="fold")
-    table.add_column("bytes", justify="right")
+    """A row for each weight, what it is split by on a line of its own where that is long."""
+    table = Table(title=_literal(title), box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("weight", no_wrap=True)
+    for name in ("whole", "on each device", "split by"):
+        table.add_column(name)
+    table.add_column("bytes", justify="right", no_wrap=True)
     for row in found.rows:
         split = row.split or ("" if len(row.shapes) == 1 else "replicated")
         times = f"{row.count} x " if row.count > 1 else ""
         size = times + _bytes(row.size // row.count)
-        cells = row.name, " ".join(row.axes), _shape(row.shape), _on_each(row), split, size
-        table.add_row(*map(_literal, cells))
+        table.add_row(*map(_literal, (row.name, _shape(row.shape), _on_each(row), split, size)))
     return table
 
 
 def _devices_table(found: PlanTable) -> Table:
     """A line for each run of devices that hold as much."""
-    names = [own.name for own in found.devices[0].shares]
-    table = Table("device", "weights", "cache per token", *names)
+    names = [own.name.replace(" ", "\n") for own in found.devices[0].shares]
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("device", "weights", "cache\nper token", *names):
+        table.add_column(name)
     first = 0
     for part, run in groupby(found.devices):
         last = first + len(list(run)) - 1
         numbers = str(first) if first == last else f"{first}-{last}"
         table.add_row(numbers, _bytes(part.weights), _bytes(part.cache), *_shares(part))
         first = last + 1
-    if len(found.devices) > 1:
-        held = sum(part.weights for part in found.devices)
-        table.add_row("all", f"{_bytes(held)} of {_bytes(found.whole)}")
     return table
+
+
+def _held(found: PlanTable) -> list[str]:
+    """What all devices hold together, where they are several, and why that is more."""
+    if len(found.devices) == 1:
+        return []
+    held = sum(part.weights for part in found.devices)
+    more = ", the rest being what several hold, and padding" if held > found.whole else ""
+    return [f"all devices together: {_bytes(held)}, of a model of {_bytes(found.whole)}{more}"]
 
 
 def _shares(part: DevicePart) -> list[str]:
@@ -153,20 +174,12 @@ def _on_each(row: PlanRow) -> str:
     parts = []
     for extents in zip(*row.shapes, strict=True):
         alike = len(set(extents)) == 1
-        parts.append(str(extents[0]) if alike else "|".join(map(str, extents)))
+        parts.append(str(extents[0]) if alike else " | ".join(map(str, extents)))
     return f"[{', '.join(parts)}]"
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def _wide_console() -> Console:
-    """Wide where what is shown goes to a file or a pipe."""
-    console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(width=_FILE_WIDTH)
 
 
 def _literal(text: str) -> Text:
@@ -187,7 +200,9 @@ def _bytes(count: int) -> str:
 
 
 def launch(
-    tp: Annotated[int, typer.Option(min=1, help="Processes to start, one for each device.")],
+    tp: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Processes to start, one for each device.")
+    ],
     script: Annotated[Path, typer.Argument(help="The Python script that each of them runs.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script gets, options too.")

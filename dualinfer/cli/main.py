@@ -1,37 +1,40 @@
-"""The command line: dualinfer generate | demo | parity | bench | plan | launch | env."""
+"""The command line: dualinfer generate | chat | demo | parity | bench | plan | launch | env."""
 
+import importlib.metadata
 import os
-import secrets
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
+from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from ..engine.fused import FusedEngine
-from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, printable
+from ..engine.module import ModuleEngine
+from ..engine.text import TextStream, encode
+from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError, printable
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
+from .options import RevisionOption
 from .parity import Parity, compare, first_difference
-from .tokenizer import TextStream, has_tokenizer, load_tokenizer
-
-Choice = Literal["torch", "jax", "both"]
+from .quick_start import OWN_PROCESS, start_sooner
+from .texts import NEW_TOKENS, Generate, chat, generate
 
 _PROMPT = 'def copy_file(source, target):\n    """'
-_NEW_TOKENS = 64
 
 
 class _Commands(TyperGroup):
@@ -47,112 +50,33 @@ class _Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-class _Generate(TyperCommand):
-    """A command whose usage line shows that the first of two arguments may be left out."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
-
-
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 
-app.add_typer(bench, name="bench")
-app.command()(plan)
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=Generate)(generate)
+app.command()(chat)
 
-DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, float16 or bfloat16; unset: float16 on a GPU.")
-]
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dualinfer {importlib.metadata.version('dualinfer')}")
+        raise typer.Exit
 
 
 @app.callback()
-def _start() -> None:
+def _start(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
     """Run a Hugging Face model on PyTorch or on JAX."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-
-
-@app.command(cls=_Generate)
-def generate(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[MODEL] PROMPT",
-            show_default=False,
-            help="A checkpoint's folder, the embedded model if left out, and the text to continue.",
-        ),
-    ],
-    backend: Annotated[
-        Choice, typer.Option(help="What runs the model; both: one by one.")
-    ] = "torch",
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Unset: {_NEW_TOKENS}, less where the model ends before.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sample; below 1 the likely tokens gain.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k best tokens; unset: 50, as in HF.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the best tokens of this total probability.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Sample from this seed: the same text every time.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens that are there already lose.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End after this string; may be given several times.")
-    ] = None,
-    dtype: DtypeOption = None,
-) -> None:
-    """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
-    if len(arguments) > 2:
-        raise typer.BadParameter(f"{len(arguments)} arguments given. Put the prompt in quotes.")
-    if len(arguments) == 1 and (Path(arguments[0]) / "config.json").is_file():
-        raise typer.BadParameter(f"{arguments[0]} is a model's folder, and the prompt is missing.")
-    folder = Path(arguments[0]) if len(arguments) == 2 else embedded.path()
-    prompt = arguments[-1]
-    options: dict[str, Any] = {"do_sample": False}
-    drawn = False
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    if seed is not None or any(value is not None for value in sampling.values()):
-        options = {"do_sample": True, **{k: v for k, v in sampling.items() if v is not None}}
-        drawn = seed is None
-        seed = secrets.randbits(32) if drawn else seed
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    if stop:
-        options["stop_strings"] = stop
-    for name in _chosen(backend):
-        backends.check_backend(name)
-    tokenizer = load_tokenizer(folder)
-    ids = _encode(tokenizer, prompt)
-    for name in _chosen(backend):
-        if backend == "both":
-            Console().rule(f"[bold]{name}")
-        with init_inference(folder, backend=name, dtype=dtype) as engine:
-            count = max_new_tokens
-            if count is None:
-                count = max(1, min(_NEW_TOKENS, engine.max_tokens - ids.shape[1]))
-            tokens = engine.stream(
-                ids, max_new_tokens=count, seed=seed, tokenizer=tokenizer, **options
-            )
-            typer.echo(prompt, nl=False)
-            for piece in _pieces(tokenizer, ids, tokens):
-                typer.echo(piece, nl=False)
-                sys.stdout.flush()
-        typer.echo()
-    if drawn:
-        Console(stderr=True).print(f"[dim]To get this again: --seed {seed}[/]", highlight=False)
 
 
 @dataclass
@@ -167,17 +91,20 @@ class _Run:
 
 @app.command()
 def demo(
+    ctx: typer.Context,
     prompt: Annotated[
         str, typer.Option(show_default=False, help="The text to continue; unset: a function.")
     ] = _PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = _NEW_TOKENS,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = NEW_TOKENS,
 ) -> None:
     """Continue one prompt on both backends, side by side, and say whether they agree."""
     _check_both("The demo")
     console = Console()
     folder = embedded.path()
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)
     tokenizer = load_tokenizer(folder)
-    ids = _encode(tokenizer, prompt)
+    ids = _row(encode(tokenizer, prompt))
     with _engines(folder, "float32") as engines:
         runs = {name: _Run(engine) for name, engine in engines.items()}
         with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -216,26 +143,32 @@ def demo(
 
 @app.command()
 def parity(
+    ctx: typer.Context,
     model: Annotated[
-        Path | None, typer.Argument(show_default=False, help="A checkpoint's folder.")
+        str | None,
+        typer.Argument(show_default=False, help="A checkpoint's folder or a model of the hub."),
     ] = None,
     prompt: Annotated[
         str, typer.Option(show_default=False, help="The text to run both over.")
     ] = _PROMPT,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
     _check_both("parity")
-    folder = model or embedded.path()
+    folder = find_checkpoint(model or embedded.path(), revision)
     console = Console()
-    if folder.is_dir() and not has_tokenizer(folder):
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)
+    if not has_tokenizer(folder):
         ids = _row(range(1, 17))
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
-        ids = _encode(load_tokenizer(folder), prompt)
+        ids = _row(encode(load_tokenizer(folder), prompt))
     with _engines(folder, dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
-    table = Table("", "max error", "relative RMS", title=Text(f"jax against torch, {dtype}"))
+    title = Text(f"jax against torch, {dtype}")
+    table = Table("", "max error", "relative RMS", title=title, box=SIMPLE, pad_edge=False)
     for row in (*result.layers, *([result.logits] if result.logits else [])):
         table.add_row(row.name, f"{row.max_error:.2e}", f"{row.relative_rms:.2e}")
     console.print(table)
@@ -250,25 +183,28 @@ def parity(
         raise typer.Exit(1)
 
 
+app.add_typer(bench, name="bench")
+app.command()(plan)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
+
+
 @app.command()
 def env() -> None:
     """Show versions, devices, and which backends and kernels are usable."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     rows = [*describe_system()]
     for name in backends.BACKENDS:
         rows += describe_backend(name)
     for key, value in rows:
         table.add_row(f"[bold]{escape(key)}[/]", escape(value))
-    Console().print(table, highlight=False, soft_wrap=True)
+    Console().print(table, highlight=False)
 
 
 def main() -> None:
     """The `dualinfer` command."""
-    app()
-
-
-def _chosen(backend: str) -> tuple[str, ...]:
-    return backends.BACKENDS if backend == "both" else (backend,)
+    app(obj=OWN_PROCESS)
 
 
 def _check_both(what: str) -> None:
@@ -285,25 +221,18 @@ def _row(ids: Any) -> Any:
     return np.array([list(ids)], np.int64)
 
 
-def _encode(tokenizer: Any, prompt: str) -> Any:
-    try:
-        ids = tokenizer(prompt)["input_ids"]
-    except Exception as error:  # tokenizers raises many kinds
-        raise ArgumentError(
-            f"The tokenizer does not take the prompt {prompt!r}: {error}"
-        ) from error
-    if not ids:
-        raise ArgumentError("The prompt is empty; there is nothing to continue.")
-    return _row(ids)
-
-
 @contextmanager
 def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
-            engines[name] = init_inference(folder, backend=name, dtype=dtype)
+            engine = init_inference(folder, backend=name, dtype=dtype)
+            if isinstance(engine, ModuleEngine):
+                runs = str(engine)
+                engine.close()
+                raise UnsupportedError(f"{runs}: JAX does not run it, so nothing is compared.")
+            engines[name] = engine
         yield engines
     finally:
         for engine in engines.values():

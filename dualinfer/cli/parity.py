@@ -81,7 +81,7 @@ def difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference:
     return Difference(name, float(np.abs(a - b).max(initial=0.0)), relative)
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
     """Index of the first token that differs, or at which one of them ends; None if equal."""
     if list(a) == list(b):
         return None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from .dtypes import dtype_name
+from .installed import default_backend
 from .model import Place
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
 from .stale import StaleFields
@@ -41,21 +42,26 @@ class InferenceConfig(StaleFields):
         }
     )
 
-    backend: Literal["torch", "jax"] = "torch"
-    """The framework that runs the model. DeepSpeed has torch only."""
+    backend: Literal["torch", "jax"] = Field(default_factory=default_backend)
+    """The framework that runs the model. Unset: the one that is installed, torch where both are.
+    DeepSpeed has torch only."""
 
-    replace_with_kernel_inject: bool = Field(default=False, validation_alias="kernel_inject")
-    """Run dualinfer's own decoder in place of a live module's forward (fused mode).
+    replace_with_kernel_inject: bool | None = Field(default=None, validation_alias="kernel_inject")
+    """True: run dualinfer's own decoder (fused mode), on kernels where they can run. False: no
+    kernels, and on torch a live module runs itself.
 
-    A checkpoint's folder always runs it, and so does a live HF module on JAX. A model of no
-    supported family is refused where DeepSpeed replaces nothing and says nothing.
+    Unset: as True for a checkpoint's folder or hub id, and for a live HF module on JAX; as False
+    for every other module, and for a folder of no supported family. With True such a model is
+    refused, where DeepSpeed replaces nothing and says nothing.
     """
 
     dtype: Annotated[str, BeforeValidator(dtype_name)] | None = None
     """What the model computes in: float32, float16 or bfloat16, in any spelling or as a torch,
     NumPy or JAX dtype.
 
-    Unset: float16 on a GPU, as in the contract, and float32 on a CPU, where DeepSpeed fails.
+    Unset or "auto": for a folder or hub id the checkpoint's own, but on a GPU float16 for a float32
+    one, and on a CPU float32. For a live module float16 on a GPU, as in the contract, and float32
+    on a CPU, where DeepSpeed fails.
     """
 
     tensor_parallel: TensorParallelConfig = Field(
@@ -75,8 +81,8 @@ class InferenceConfig(StaleFields):
     use_triton: bool | None = None
     """Triton kernels: unset, where they can run; True, required; False, never.
 
-    They are those of `replace_with_kernel_inject=True` in fused mode on torch, and run on CUDA
-    devices from Ampere on. DeepSpeed's serve BERT only.
+    They are those of fused mode on torch, unless `replace_with_kernel_inject` is False, and run on
+    CUDA devices from Ampere on. DeepSpeed's serve BERT only.
     """
 
     triton_autotune: bool = False
@@ -97,7 +103,7 @@ class InferenceConfig(StaleFields):
     """Quantized weights, refused in this version. {} asks for nothing. DeepSpeed never reads it."""
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
-    """What fills the module, one on the meta device too: a HF folder or a state-dict file
+    """What fills the module, one on the meta device too: a HF folder, a hub id or a state-dict file
     (.safetensors, .bin, .pt, .pth). A Path is kept as a str.
 
     DeepSpeed's JSON, as a path or a dict, is refused in this version. DeepSpeed ignores the field

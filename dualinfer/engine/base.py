@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
@@ -10,6 +10,7 @@ from ..errors import ArgumentError, ClosedError
 from ..parallel.agreement import Peers
 from ..parallel.spmd import Call, Turns
 from .report import Report
+from .text import TextCalls
 
 CLOSED = "This engine was closed. Make a new one with init_inference()."
 
@@ -20,7 +21,9 @@ class About:
 
     `peers` are the processes that share it, and the engine's to close. `config` and
     `generation_config` are the model's own, HF's objects, or None; `source` says where the weights
-    are from, and `notes` what was decided for the user.
+    are from, and `notes` what was decided for the user. `load_tokenizer` gives the model's
+    tokenizer, and is None where nothing tells where that lies. A module that was `made_here` is
+    nobody else's: it was made of a checkpoint.
     """
 
     inference_config: InferenceConfig
@@ -29,15 +32,19 @@ class About:
     generation_config: Any
     source: str
     notes: Sequence[str]
+    load_tokenizer: Callable[[], Any] | None = None
+    made_here: bool = False
 
 
-class InferenceEngine:
+class InferenceEngine(TextCalls):
     """A model ready to run. Made by `init_inference`; usable as a context manager.
 
     `inference_config` is the InferenceConfig. `config` and `generation_config` are the model's own
     (HF's objects), or None. On torch the engine is an nn.Module as well. Calls from several threads
     take turns.
     """
+
+    _mode: ClassVar[str]  # "fused" or "module"
 
     def __init__(self, runner: Any, about: About) -> None:
         self._runner: Any = runner
@@ -49,6 +56,7 @@ class InferenceEngine:
         self.config = about.config
         self.generation_config = about.generation_config
         self._profiler = Profiler(runner.stopwatch)
+        self._kernels: str | None = getattr(runner, "kernels", None)  # None: the module's own ops
 
     @property
     def runner(self) -> Any:
@@ -157,6 +165,7 @@ class InferenceEngine:
 
     def _make_report(self, **facts: Any) -> Report:
         return Report(
+            mode=self._mode,
             backend=self.inference_config.backend,
             dtype=self.inference_config.dtype or "",
             source=self._about.source,
@@ -194,9 +203,11 @@ class InferenceEngine:
         self.close()
 
     def __repr__(self) -> str:
-        """What runs, on which backend, in which dtype."""
-        state = "closed" if self._runner is None else f"{self.inference_config.dtype}"
-        return f"InferenceEngine({self._name()}, {self.inference_config.backend}, {state})"
+        """What runs, in which mode, on which backend, in which dtype, by whose kernels."""
+        kernels = "" if self._kernels is None else f", {self._kernels or 'no'} kernels"
+        state = "closed" if self._runner is None else f"{self.inference_config.dtype}{kernels}"
+        mode, backend = self._mode, self.inference_config.backend
+        return f"InferenceEngine({self._name()}, {mode} mode, {backend}, {state})"
 
     def _name(self) -> str:
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -12,17 +12,35 @@ from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_outputs
 from .base import CLOSED, About, InferenceEngine
-from .inputs import Prompts, is_zero, make_forward_inputs, make_prompts, refuse_arguments
+from .inputs import (
+    Prompts,
+    by_name,
+    is_zero,
+    make_forward_inputs,
+    make_prompts,
+    refuse_arguments,
+)
 from .loop import Generation, Loop, StopStrings
-from .options import GenerationOptions, config_dict, make_options, over_limit
+from .options import (
+    GenerationArguments,
+    GenerationOptions,
+    config_dict,
+    make_options,
+    over_limit,
+    shorter,
+    with_arguments,
+)
 from .origin import Origin
 from .report import Report
+from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 
 
 class FusedEngine(InferenceEngine):
     """dualinfer's own decoder in the place of the model's forward."""
+
+    _mode = "fused"
 
     def __init__(self, runner: Runner, about: About, origin: Origin) -> None:
         super().__init__(runner, about)
@@ -121,6 +139,7 @@ class FusedEngine(InferenceEngine):
             return_dict = getattr(self.config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
+    @with_arguments
     def generate(
         self,
         input_ids: Any = None,
@@ -129,23 +148,23 @@ class FusedEngine(InferenceEngine):
         attention_mask: Any = None,
         streamer: Any = None,
         tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
+        **arguments: Unpack[GenerationArguments],
     ) -> Any:
         """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
 
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
-        a list of lists of any lengths, or None for the model's BOS alone; rows of the result are
-        left-padded, and filled up with the pad id after their end. Other arguments have HF's names
-        and meanings, with the model's own generation_config as defaults; `streamer` follows HF's
-        protocol, `tokenizer` is needed for
-        `stop_strings`. `seed` is an int below 2**64, or one for each prompt; None draws one for
-        each. Raises before anything runs, StaleWeightsError before the first new token; an argument
-        that is not supported is refused by name.
+        a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
+        alone; rows of the result are left-padded, and filled up with the pad id after their end.
+        Other arguments have HF's names and meanings, with the model's own generation_config as
+        defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
+        is an int below 2**64, or one for each prompt; None draws one for each. Raises before
+        anything runs, StaleWeightsError before the first new token; an argument that is not
+        supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
         prompts, requests, options, stop, chunk = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, chunk, streamer
+            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments), chunk),
+            streamer=streamer,
         )
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
@@ -167,6 +186,7 @@ class FusedEngine(InferenceEngine):
             streamer.end()
         return self._result(np.column_stack((block, *columns)), prompts)
 
+    @with_arguments
     def stream(
         self,
         input_ids: Any = None,
@@ -174,8 +194,7 @@ class FusedEngine(InferenceEngine):
         *,
         attention_mask: Any = None,
         tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        **kwargs: Any,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Any]:
         """An iterator of new tokens, as they are made; the arguments of `generate`.
 
@@ -184,10 +203,27 @@ class FusedEngine(InferenceEngine):
         `close()` on the iterator, frees what it holds.
         """
         _, requests, _, stop, chunk = self._prepare(
-            input_ids, generation_config, attention_mask, tokenizer, seed, kwargs, _STREAM_CHUNK
+            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
+            _STREAM_CHUNK,
         )
         self._check_model(alone=True)
         return self._stream(requests, stop, chunk)
+
+    def _begin(
+        self,
+        rows: list[list[int]],
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        whole: bool,
+    ) -> Sequences:
+        chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
+        _, requests, _, stop, chunk = self._prepare(
+            *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
+        )
+        self._check_model(alone=True)
+        prompts = [request.tokens.tolist() for request in requests]
+        return Sequences(prompts, self._steps(requests, stop, chunk))
 
     def _check_model(self, alone: bool) -> None:
         """Raise StaleWeightsError if the live model has changed, before a call has results.
@@ -201,13 +237,21 @@ class FusedEngine(InferenceEngine):
     def _stream(
         self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
     ) -> Iterator[Any]:
+        with closing(self._steps(requests, stop, chunk)) as steps:
+            for tokens in steps:
+                yield tokens[0] if len(tokens) == 1 else tokens
+
+    def _steps(
+        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
+    ) -> Generator[list[int | None], None, None]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
         with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
             for tokens in steps:
-                yield tokens[0] if len(tokens) == 1 else tokens
+                yield tokens
                 self._check_model(alone=True)  # the caller had the turn
+        self._origin.check_late()
 
     def _prepare(
         self,
@@ -215,15 +259,20 @@ class FusedEngine(InferenceEngine):
         config: Any,
         mask: Any,
         tokenizer: Any,
-        seed: Any,
         kwargs: dict[str, Any],
         chunk: int,
         streamer: Any = None,
+        default_length: int | None = None,
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
         """Everything that generate and stream check and derive before anything runs.
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
+        `default_length` stands for HF's 20 new tokens, where nobody names a length.
         """
+        seed = kwargs.pop("seed", None)
+        if (named := by_name(ids)) is not None:
+            ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
+            kwargs.setdefault("token_type_ids", named["token_type_ids"])
         inputs = {"input_ids": ids, "attention_mask": mask, "inputs": kwargs.pop("inputs", None)}
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
@@ -233,7 +282,7 @@ class FusedEngine(InferenceEngine):
                     "have."
                 )
             prompts, requests, options, stop = self._make_requests(
-                call.inputs, config, tokenizer, seed, kwargs
+                call.inputs, config, tokenizer, seed, kwargs, default_length
             )
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
@@ -254,6 +303,7 @@ class FusedEngine(InferenceEngine):
         tokenizer: Any,
         seed: Any,
         kwargs: dict[str, Any],
+        default_length: int | None,
     ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
@@ -269,7 +319,10 @@ class FusedEngine(InferenceEngine):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        options = make_options(config_dict(self.generation_config), config, kwargs, spec.vocab)
+        own = config_dict(self.generation_config)
+        if own.get("max_new_tokens") is None and own.get("max_length") is None:
+            own["max_new_tokens"] = default_length
+        options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
@@ -325,14 +378,14 @@ class FusedEngine(InferenceEngine):
         if longest + new_tokens <= limit:
             return
         table = self._spec.learned_positions
-        way = "" if table and limit == table + 1 else " or set a larger max_out_tokens"
+        way = "" if table and limit == table + 1 else "or set a larger max_out_tokens"
         if limit == asked:
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         raise LengthError(
             f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
-            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). Ask "
-            f"for fewer new tokens, a shorter prompt{way}."
+            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
+            f"{shorter(way)}"
         )
 
     def _seeds(self, seed: Any, prompts: int) -> list[int]:
@@ -367,7 +420,6 @@ class FusedEngine(InferenceEngine):
     def report(self) -> Report:
         """What runs, where, and what it holds."""
         return self._make_report(
-            mode="fused",
             family=self._spec.family,
             architecture=self._spec.architecture,
             layers=len(self._spec.layers),

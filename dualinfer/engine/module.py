@@ -1,19 +1,29 @@
 """ModuleEngine: the user's own module, with the contract's guard around its own generate."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from ..arrays import kind_of
+import numpy as np
+
+from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
-from ..errors import LengthError
+from ..errors import LengthError, UnsupportedError
 from .base import About, InferenceEngine
+from .inputs import by_name
 from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
 from .report import Report
+from .text import DEFAULT_TEXT_TOKENS, Sequences
+
+_PATIENCE = 1.0  # seconds for a thread to end; it may wait for a turn that its reader has
 
 
 class ModuleEngine(InferenceEngine):
     """Module mode: what the caller's module computes, cast and placed, without gradients."""
+
+    _mode = "module"
 
     def __init__(self, runner: ModuleRunner, about: About) -> None:
         super().__init__(runner, about)
@@ -38,9 +48,15 @@ class ModuleEngine(InferenceEngine):
 
         On torch it is his own module that runs, so that there is nothing to do. On JAX the engine
         keeps arrays of its own until this is called, and nothing is compiled again; a Linen
-        module's variables are values: UnsupportedError. Raises ModelError where the module is gone
-        or has other parts or shapes.
+        module's variables are values, and a checkpoint that the module was made of is not read
+        again: UnsupportedError. Raises ModelError where the module is gone or has other parts or
+        shapes.
         """
+        if self._about.made_here:
+            raise UnsupportedError(
+                f"This {self._architecture} was made of {self._about.source}, which module mode "
+                "does not read again. Make a new engine with init_inference()."
+            )
         with self._turns:
             runner = self.runner
             with self._turns.together("Reading the weights again"):
@@ -64,7 +80,70 @@ class ModuleEngine(InferenceEngine):
         return self._generate
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else kwargs.get("input_ids")
+        is_text = _takes_length(self.runner.module) or not isinstance(first, str)
+        if is_text and (named := by_name(first)) is not None:
+            args, kwargs = args[1:], {k: v for k, v in named.items() if v is not None} | kwargs
+            kwargs["input_ids"] = named["input_ids"]
         return self._run("generate", args, kwargs)
+
+    def _begin(
+        self,
+        rows: list[list[int]],
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        whole: bool,
+    ) -> Sequences:
+        module = self.runner.module
+        if not self.can_generate():
+            raise UnsupportedError(
+                f"{self._architecture} has no generate that takes token ids, so that it makes no "
+                "text. Pass a causal or encoder-decoder model of HF's."
+            )
+        if arguments.pop("seed", None) is not None:
+            raise UnsupportedError(
+                "seed: in module mode the module's own generate draws. Call torch.manual_seed, or "
+                "transformers.set_seed, before it."
+            )
+        is_pair = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+        own = _options(self.generation_config)
+        asked = own | _options(config) | arguments
+        end = asked.get("eos_token_id")
+        ends = to_numpy(np.array([] if end is None else end, np.int64)).reshape(-1).tolist()
+        fill = next((i for i in (asked.get("pad_token_id"), *ends) if i is not None), 0)
+        width = max(map(len, rows))
+        if all(asked.get(name) is None for name in ("max_new_tokens", "max_length")):
+            limit = self.inference_config.max_out_tokens or width + DEFAULT_TEXT_TOKENS
+            room = limit - (1 if is_pair else width)
+            arguments["max_new_tokens"] = max(1, min(DEFAULT_TEXT_TOKENS, room))
+        if asked.get("stop_strings") is not None:
+            arguments["tokenizer"] = tokenizer
+        ids = np.full((len(rows), width), fill, np.int64)
+        mask = np.zeros_like(ids)
+        for i, row in enumerate(rows):
+            place = slice(None, len(row)) if is_pair else slice(width - len(row), None)
+            ids[i, place], mask[i, place] = row, 1
+        inputs = {"input_ids": self._placed(ids), "attention_mask": self._placed(mask)}
+        if config is not None:
+            arguments["generation_config"] = config
+        with self._turns:
+            self._check((), {**inputs, **arguments})
+        count = int(asked.get("num_return_sequences") or 1)
+        prompts = [[] if is_pair else row for row in rows for _ in range(count)]
+
+        def run(**more: Any) -> Any:
+            return self._generate(**inputs, **arguments, **more)
+
+        if whole:
+            return Sequences(prompts, _steps_of(run, 1 if is_pair else width, ends))
+        return Sequences(prompts, _streamed_steps(run, ends))
+
+    def _placed(self, array: np.ndarray) -> Any:
+        """An array of the backend's framework where the module is."""
+        if self.inference_config.backend == "torch":
+            return to_kind(array, "torch").to(self.device)
+        return to_kind(array, "jax")
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the runner's method gives; a process that has no arrays for it takes rank 0's."""
@@ -130,7 +209,6 @@ class ModuleEngine(InferenceEngine):
     def report(self) -> Report:
         """What runs, where, and what it holds."""
         return self._make_report(
-            mode="module",
             family="",
             architecture=self._architecture,
             layers=0,
@@ -143,6 +221,74 @@ class ModuleEngine(InferenceEngine):
 
 def _is_array(value: Any) -> bool:
     return kind_of(value) in ("torch", "jax", "numpy")
+
+
+def _steps_of(
+    run: Callable[..., Any], width: int, ends: Sequence[int]
+) -> Generator[list[int | None], None, None]:
+    """The new tokens of a generate, step by step, behind the `width` columns of the prompts."""
+    result = run()
+    columns = to_numpy(getattr(result, "sequences", result))[:, width:].T
+    yield from _until_the_end(columns, ends)
+
+
+def _until_the_end(columns: Any, ends: Sequence[int]) -> Generator[list[int | None], None, None]:
+    """Columns of tokens, None in the place of what fills a row up after its end."""
+    ended: list[bool] = []
+    for column in columns:
+        ended = ended or [False] * len(column)
+        yield [None if over else int(token) for over, token in zip(ended, column, strict=True)]
+        ended = [over or int(token) in ends for over, token in zip(ended, column, strict=True)]
+
+
+class _Left(Exception):
+    """Raised into a generate whose reader has gone."""
+
+
+class _Columns:
+    """HF's streamer protocol, read by another thread: the columns of new tokens."""
+
+    def __init__(self) -> None:
+        self.left, self._columns, self._begun = False, queue.SimpleQueue(), False
+
+    def put(self, value: Any) -> None:
+        """The prompts first, which nobody waits for, then a column at a time."""
+        if self.left:
+            raise _Left
+        if self._begun:
+            self._columns.put(to_numpy(value).reshape(-1))
+        self._begun = True
+
+    def end(self) -> None:
+        """The end is what `run` returns."""
+
+    def run(self, generate: Callable[..., Any]) -> None:
+        """Generate, then let the reader know that, and how, it ended."""
+        try:
+            generate(streamer=self)
+            self._columns.put(None)
+        except BaseException as error:  # the reader's to raise
+            self._columns.put(error)
+
+    def __iter__(self) -> Generator[np.ndarray, None, None]:
+        while (column := self._columns.get()) is not None:
+            if isinstance(column, BaseException):
+                raise column
+            yield column
+
+
+def _streamed_steps(
+    run: Callable[..., Any], ends: Sequence[int]
+) -> Generator[list[int | None], None, None]:
+    """As `_steps_of`, while they are made: a thread runs the module's generate."""
+    columns = _Columns()
+    thread = threading.Thread(target=columns.run, args=(run,), daemon=True)
+    thread.start()
+    try:
+        yield from _until_the_end(columns, ends)
+    finally:
+        columns.left = True
+        thread.join(_PATIENCE)
 
 
 def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

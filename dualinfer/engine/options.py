@@ -1,12 +1,64 @@
 """GenerationOptions: HF's generation arguments, resolved, and refused where not supported."""
 
 import difflib
+import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from ..errors import ArgumentError, UnsupportedError, shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GenerationArguments(TypedDict, total=False):
+    """The keyword arguments of generate and stream, of which HF's keep their names and meanings.
+
+    HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
+    an int below 2**64, or one for each prompt.
+    """
+
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int | None
+    min_length: int | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    num_return_sequences: int | None
+    stop_strings: str | Sequence[str] | None
+    seed: int | Sequence[int] | None
+    bos_token_id: int | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    inputs: Any
+    num_beams: int | None
+    token_type_ids: Any
+    use_cache: bool | None
+
+
+def with_arguments(function: F) -> F:
+    """`function` with the names of GenerationArguments in the signature that Python shows.
+
+    A type checker reads them from the annotation; help() and notebooks read the signature.
+    """
+    signature = inspect.signature(function)
+    *named, rest = signature.parameters.values()
+    taken = {parameter.name for parameter in named}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in get_type_hints(GenerationArguments).items()
+        if name not in taken
+    ]
+    rest = rest.replace(annotation=Any)  # HF's other names
+    shown: Any = function
+    shown.__signature__ = signature.replace(parameters=[*named, *added, rest])
+    return function
+
 
 # HF's own defaults for what neither the caller nor the model sets.
 _DEFAULTS: dict[str, Any] = {
@@ -251,12 +303,19 @@ def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> s
     if new == 0:
         return (
             f"A prompt of {prompt} tokens leaves no room for a new one within {name} ({limit}). "
-            f"Shorten the prompt{way}."
+            f"Shorten the prompt{', ' if way else ''}{way}."
         )
     return (
         f"A prompt of {prompt} tokens and {new} new ones make {prompt + new}, over {name} "
-        f"({limit}). Ask for fewer new tokens, a shorter prompt{way}."
+        f"({limit}). {shorter(way)}"
     )
+
+
+def shorter(way: str) -> str:
+    """What to ask for instead; `way` is one more thing to do, or empty."""
+    if not way:
+        return "Ask for fewer new tokens, or shorten the prompt."
+    return f"Ask for fewer new tokens, shorten the prompt, {way}."
 
 
 def _is_same(a: Any, b: Any) -> bool:

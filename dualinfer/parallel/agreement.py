@@ -7,14 +7,19 @@ inputs that differ are refused in all, so that no process waits for one that doe
 import base64
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from ..arrays import from_numpy, kind_of, numpy_dtype, to_numpy
 from ..errors import ArgumentError, DistributedError
+
+_BEAT = 1.0  # seconds
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -116,6 +121,61 @@ class Work:
             self._peers.exchange(message)
         except DistributedError as lost:
             error.add_note(f"The other processes could not be told. {lost}")
+
+
+def in_turn(peers: Peers, what: str, work: Callable[[], T]) -> T:
+    """The result of `work`, which rank 0 does first, and the others once it has succeeded there.
+
+    The work may take longer than the group waits for a message: every process says each second
+    that it is at it. Where one has failed nobody waits for the rest.
+    """
+    if peers.size == 1:
+        return work()
+    job = _Job(work)
+    if peers.rank == 0:
+        job.start()
+    states = ["waiting"]
+    while "failed" not in states and set(states) != {"done"}:
+        with peers.together(what) as beat:
+            state = job.wait(_BEAT)
+            states = beat.meet(state=state)["state"]
+        if states[0] == "done" and state == "waiting":
+            job.start()
+    with peers.together(what):
+        return job.result()
+
+
+class _Job:
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self._result, self._error = work, None, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin it."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float) -> str:
+        """`waiting` before the start, then `busy`, `done` or `failed`."""
+        if self._thread.ident is None:
+            return "waiting"
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return "busy"
+        return "done" if self._error is None else "failed"
+
+    def result(self) -> Any:
+        """What came out, None where it has not ended; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 def share_inputs(

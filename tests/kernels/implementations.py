@@ -140,7 +140,8 @@ class Jax(Implementation):
     def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
         words = {name: getattr(state, name).astype(np.uint32) for name in self.sampler.WORDS}
         columns = self.sampler.SlotState(**(vars(state) | words))
-        return self.run(self.sampler.sample, logits, columns, position, features)
+        mode = self.sampler.mode_of(features)
+        return self.run(self.sampler.sample, logits, columns, position, mode)
 
     def _words(self, *args: Any) -> tuple[Any, ...]:
         return tuple(a.astype(np.uint32) if isinstance(a, np.ndarray) else a for a in args)

@@ -107,7 +107,7 @@ def test_filters_leave_what_is_already_hidden(backend):
 
 
 def state_of(
-    requests: list[Request], new: np.ndarray | None = None, seen: np.ndarray | None = None
+    requests: list[Request], seen: np.ndarray, new: np.ndarray | None = None
 ) -> SimpleNamespace:
     """Slot state as both runners make it from requests."""
     count = len(requests)
@@ -162,7 +162,7 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, voc
     seen = np.zeros((len(rows), vocab), bool)
     for i in range(len(rows)):
         seen[i, prompts[i] + fresh[i]] = True
-    state = state_of(requests, np.array([len(f) for f in fresh], np.int32), seen)
+    state = state_of(requests, seen, np.array([len(f) for f in fresh], np.int32))
     position = np.array([20 + len(f) for f in fresh], np.int32)
 
     scores = np.stack(
@@ -198,7 +198,7 @@ def test_sample_needs_only_the_features_of_its_requests(backend, way):
     seen = np.zeros((9, 63), bool)
     seen[:, [1, 2]] = True
     features = SamplingFeatures.of(requests)
-    state = state_of(requests, seen=seen if features.penalty else None)
+    state = state_of(requests, seen)
     position = np.arange(9, dtype=np.int32)
     found = backend.sample(logits, state, position, features)
     np.testing.assert_array_equal(found, reference.sample(logits, state, position))
@@ -209,11 +209,11 @@ def test_sample_does_not_depend_on_the_batch(backend):
     logits = logits_without_ties(7, len(requests), 1000)
     position = np.arange(len(requests), dtype=np.int32)
     features = SamplingFeatures(noise=True, filters=True, hold_eos=True)
-    together = backend.sample(logits, state_of(requests), position, features)
+    seen = np.zeros(logits.shape, bool)
+    together = backend.sample(logits, state_of(requests, seen), position, features)
     some = [40, 3, 17]
-    apart = backend.sample(
-        logits[some], state_of([requests[i] for i in some]), position[some], features
-    )
+    state = state_of([requests[i] for i in some], seen[some])
+    apart = backend.sample(logits[some], state, position[some], features)
     np.testing.assert_array_equal(apart, together[some])
 
 
@@ -230,7 +230,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def test_sampled_tokens_have_the_frequencies_of_the_distribution(backend, varied):
     logits = np.random.default_rng(8).standard_normal(VOCAB).astype(np.float32)
     request = request_of({"do_sample": True, "min_new_tokens": 0, "eos_ids": ()}, [1], 1)
-    state = state_of([request] * DRAWS)
+    state = state_of([request] * DRAWS, np.zeros((DRAWS, VOCAB), bool))
     position = np.full(DRAWS, 9, np.int32)
     if varied == "position":
         position = np.arange(DRAWS, dtype=np.int32)
@@ -251,7 +251,7 @@ def test_sampled_tokens_have_the_frequencies_of_the_distribution(backend, varied
 def test_filtered_tokens_are_never_drawn(backend):
     logits = np.random.default_rng(9).standard_normal(VOCAB).astype(np.float32)
     way = {"do_sample": True, "temperature": 0.7, "top_k": 4, "min_new_tokens": 0, "eos_ids": ()}
-    state = state_of([request_of(way, [1], 1)] * DRAWS)
+    state = state_of([request_of(way, [1], 1)] * DRAWS, np.zeros((DRAWS, VOCAB), bool))
     position = np.arange(DRAWS, dtype=np.int32)
     features = SamplingFeatures(noise=True, filters=True)
     tokens = backend.sample(np.tile(logits, (DRAWS, 1)), state, position, features)

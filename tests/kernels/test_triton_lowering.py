@@ -109,14 +109,13 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
 
 
 def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) -> Variant:
-    """A sampling kernel, with every filter but for `arguments`."""
+    """A sampling kernel."""
     work = filters.make_workspace(1, vocab, "cpu")
-    flags: dict[str, Any] = {"PENALTY": True, "HOLD_EOS": True, "EOS_WIDTH": 2, "dtypes": WHOLE}
+    flags: dict[str, Any] = {"EOS_WIDTH": 2, "dtypes": WHOLE}
     blocks = {"BLOCK": work.block, "CHUNKS": work.chunks, "num_warps": max(4, work.block // 256)}
     return module, kernel, {"enable_fp_fusion": False} | flags | blocks | arguments
 
 
-GREEDY = {"NOISE": False, "FILTERS": False, "PENALTY": False, "HOLD_EOS": False, "EOS_WIDTH": 1}
 NORMED = {"NORM": "rms"}
 BIASED = {"NORM": "layer", "bias_ptr": "*x"}
 SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
@@ -194,9 +193,8 @@ VARIANTS: list[Variant] = [
     attending(128, 2048, window="i32"),
     attending(256, 2048),
     attending(256, 2048, softcap="fp32", window="i32"),
-    choosing("sampling", "_choose_kernel", STEP=True, SEEN=False, **GREEDY),
-    choosing("sampling", "_choose_kernel", STEP=True, SEEN=True, NOISE=True, FILTERS=False),
-    choosing("sampling", "_choose_kernel", 50304, STEP=True, SEEN=True, NOISE=True, FILTERS=True),
+    choosing("sampling", "_choose_kernel", STEP=True, FILTERS=False),
+    choosing("sampling", "_choose_kernel", 50304, STEP=True, FILTERS=True),
     choosing("filters", "_best_kernel", STEP=True),
     choosing("filters", "_narrow_kernel", DIGIT=0),
     choosing("filters", "_narrow_kernel", DIGIT=1),

@@ -93,7 +93,7 @@ def describe_kernels() -> str:
             "Pallas: not usable here; the kernels run on NVIDIA's data-centre GPUs (A100, H100, "
             "H200, B200); plain XLA"
         )
-    return "Pallas: usable, with replace_with_kernel_inject=True"
+    return "Pallas: usable"
 
 
 def _make_ops(

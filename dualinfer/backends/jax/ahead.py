@@ -9,24 +9,25 @@ import jax
 import numpy as np
 
 from ...errors import ArgumentError, LengthError, UnsupportedError
-from ..base import Request, Sampling, SamplingFeatures
+from ..base import Request
 from ..slots import RESERVED, SMALLEST_CACHE, bucket
 from .cache import Cache
 from .executables import Job
-from .sampler import SlotState
+from .sampler import BEST, SlotState
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Every size of a batch with every length of a prompt, for at most `new_tokens` tokens more.
 
-    With `do_sample` sampling as well, with filters, beside taking the best token.
+    One executable serves every kind of sampling. With `stream` also the step that streams take,
+    which is one by itself.
     """
 
     batch_sizes: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
     new_tokens: int
-    do_sample: bool = False
+    stream: bool = False
 
     @classmethod
     def of(cls, backend: Any, compile_kwargs: Mapping[str, Any] | None) -> "Wanted | None":
@@ -50,8 +51,8 @@ class Wanted:
         for name in ("batch_sizes", "prompt_lengths"):
             given[name] = _sizes(name, given[name])
         (given["new_tokens"],) = _sizes("new_tokens", [given["new_tokens"]])
-        if not isinstance(given.get("do_sample", False), bool):
-            raise ArgumentError(f"do_sample={given['do_sample']!r}; expected True or False.")
+        if not isinstance(given.get("stream", False), bool):
+            raise ArgumentError(f"stream={given['stream']!r}; expected True or False.")
         return cls(**given)
 
     def check_length(self, most: int) -> None:
@@ -77,9 +78,7 @@ class Steps(Protocol):
 
     device: jax.Device
 
-    def make_buffers(
-        self, slots: int, tokens: int, eos_width: int, penalty: bool
-    ) -> tuple[Cache, SlotState]:
+    def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; called under jax.eval_shape."""
         ...
 
@@ -89,42 +88,39 @@ class Steps(Protocol):
         """The step that serves `requests` in `slots`; its prompts are in host memory."""
         ...
 
-    def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
-        """Up to `steps` steps for every slot."""
+    def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
+        """Up to `steps` steps for every slot in a loop, or one `alone`."""
         ...
 
 
 def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
     """Every step that `wanted` passes through, each once, for abstract arrays."""
-    samplings = [Sampling()]
-    if wanted.do_sample:
-        samplings.append(Sampling(do_sample=True, top_k=50))
     found: dict[Any, Job] = {}
     for count in dict.fromkeys(map(bucket, wanted.batch_sizes)):
         for length in wanted.prompt_lengths:
-            for sampling in samplings:
-                request = Request(np.zeros(length, np.int32), wanted.new_tokens, sampling=sampling)
-                for job in _of_request(runner, request, count, eos_width):
-                    found.setdefault(job.key, job)
+            request = Request(np.zeros(length, np.int32), wanted.new_tokens)
+            for job in _of_request(runner, request, count, eos_width, wanted.stream):
+                found.setdefault(job.key, job)
     return [job._replace(args=_abstract(job, runner.device)) for job in found.values()]
 
 
-def _of_request(runner: Steps, request: Request, count: int, eos_width: int) -> Iterator[Job]:
+def _of_request(
+    runner: Steps, request: Request, count: int, eos_width: int, stream: bool
+) -> Iterator[Job]:
     """Prefill of `count` such requests, and decode in each size of the cache.
 
     The sizes are all that requests for fewer tokens start with or that the cache grows to.
     """
     started = max(len(request.tokens), min(request.cache_tokens, RESERVED))
     last_start, most = (bucket(n, SMALLEST_CACHE) for n in (started, request.cache_tokens))
-    features = SamplingFeatures.of([request])
     tokens = bucket(len(request.tokens), SMALLEST_CACHE)
     while tokens <= most:
-        make = partial(runner.make_buffers, count, tokens, eos_width, penalty=False)
-        buffers = jax.eval_shape(make)
+        buffers = jax.eval_shape(partial(runner.make_buffers, count, tokens, eos_width))
         if tokens <= last_start:
             yield runner.prefill_job([request] * count, range(count), *buffers)
         if request.max_new_tokens > 1:
-            yield runner.decode_job(1, features, *buffers)
+            for alone in (False, True) if stream else (False,):
+                yield runner.decode_job(1, alone, BEST, *buffers)
         tokens *= 2
 
 

@@ -1,10 +1,16 @@
 """JAX's persistent compilation cache in a folder that the user alone can write to.
 
 An entry is machine code that a later process runs as it is: whoever can write one runs as the user.
+What is compiled for the host may hold instructions that another one of the same home does not know,
+so that every kind of processor has a folder of its own, and every jaxlib.
 """
 
+import hashlib
 import os
+import platform
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -15,6 +21,11 @@ from ...system.private_folder import cache_folder, make_private
 
 SWITCH = "DUALINFER_COMPILATION_CACHE"
 _OFF = ("0", "false", "off", "no")
+# What compilers choose instructions by, as Linux names it on x86 and on Arm.
+_OF_A_CORE = {
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+}
 _SLOW = 1.0  # seconds from which on JAX itself, where nobody tells it more, keeps an executable
 
 
@@ -22,20 +33,24 @@ def use_compilation_cache(device: jax.Device) -> None:
     """Have JAX keep its executables on disk, unless it has a folder already or is told not to.
 
     `jax_compilation_cache_dir` is the one setting of JAX that dualinfer changes for the whole
-    process; the caller's own functions profit as well. Not for the CPU, where machine code may hold
-    instructions that another machine with the same home does not know.
+    process; the caller's own functions profit as well. Not for a CPU of which nothing tells what
+    instructions it knows.
     """
-    if device.platform == "cpu" or os.environ.get(SWITCH, "").lower() in _OFF:
+    if os.environ.get(SWITCH, "").lower() in _OFF:
+        return
+    if device.platform == "cpu" and _processor() is None:
         return
     values = jax.config.values
     if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
         return
     try:
         folder = _folder()
-        make_private(folder.parent)
-        if folder.is_symlink():
-            raise ValueError(f"{folder} is a link")
-        make_private(folder, closed=True)
+        shared = folder.parent
+        make_private(shared.parent)
+        for part in (shared, folder):
+            if part.is_symlink():
+                raise ValueError(f"{part} is a link")
+            make_private(part, closed=True)
     except (OSError, ValueError, RuntimeError) as error:
         warn_caller(
             f"What XLA compiles is not kept on disk: {error}. Set DUALINFER_CACHE to a folder of "
@@ -46,7 +61,22 @@ def use_compilation_cache(device: jax.Device) -> None:
 
 
 def _folder() -> Path:
-    return cache_folder().resolve() / "jax"  # a link might lead elsewhere later
+    kind = f"{version('jaxlib')} {platform.machine()} {_processor()}"
+    name = hashlib.sha256(kind.encode()).hexdigest()[:16]
+    return cache_folder().resolve() / "jax" / name  # a link might lead elsewhere later
+
+
+@cache
+def _processor(described: Path = Path("/proc/cpuinfo")) -> str | None:
+    """What Linux says of the kinds of cores and their instructions; None where nothing does."""
+    try:
+        lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    pairs = (line.partition(":") for line in lines)
+    found = {f"{key.strip()}:{value}" for key, _, value in pairs if key.strip() in _OF_A_CORE}
+    knows = any(line.startswith(("flags:", "Features:")) for line in found)
+    return "\n".join(sorted(found)) if knows else None
 
 
 def keep_all() -> AbstractContextManager[object]:

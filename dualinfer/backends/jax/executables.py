@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from ...errors import UnsupportedError
+from ...system.patience import told_if_slow
 from ...system.progress import track
 from .compilation_cache import keep_all
 
@@ -33,6 +34,7 @@ _MOST = 128
 _MOST_BYTES = 1 << 30  # of their code, which takes the device's memory from weights and cache
 _MOST_HELPERS = 32  # of one kind; quickly compiled again
 _THREADS = min(8, os.cpu_count() or 1)
+_SLOWLY = "XLA compiles a step for sizes that are new"
 _LOWERING = threading.RLock()  # of the process, as the filters of warnings are
 
 
@@ -141,7 +143,7 @@ class Executables:
         made, is_new = self._find(key)
         if is_new:
             job = Job(key, function, args, donate, results=results)
-            with self._book({key: made}):
+            with self._book({key: made}), told_if_slow(_SLOWLY):
                 self._compile(self._lower(job), made)
         if isinstance(made, Future):
             made = made.result()

@@ -1,5 +1,7 @@
 """What a dispatched step is computing, until the host asks for it."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -33,4 +35,21 @@ class PendingTokens:
     def block_until_ready(self) -> "PendingTokens":
         """Itself, once the step has run: what jax.block_until_ready asks of a leaf."""
         self._tokens.block_until_ready()
+        return self
+
+
+class PendingPanels:
+    """First tokens of prompts that went in several passes; `panels` numbers those of each."""
+
+    def __init__(self, passes: Sequence[PendingTokens], panels: Sequence[Sequence[int]]) -> None:
+        self._passes, self._panels = passes, panels
+
+    def fetch(self) -> np.ndarray:
+        """int32 [1, columns], a column a prompt, as `PendingTokens.fetch`."""
+        order = np.concatenate(self._panels)
+        return np.concatenate([p.fetch() for p in self._passes], axis=1)[:, np.argsort(order)]
+
+    def block_until_ready(self) -> "PendingPanels":
+        """See `PendingTokens.block_until_ready`."""
+        self._passes[-1].block_until_ready()
         return self

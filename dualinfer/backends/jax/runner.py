@@ -28,8 +28,9 @@ from .ops.plain import PlainOps
 from .ops.primitives import scheme_implementations
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
-from .pending import PendingTokens
-from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, prompt_rows
+from .pending import PendingPanels, PendingTokens
+from .prompts import most_tokens, panels
+from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
 from .steps import Steps, cut
 
 _SMALLEST_EOS = 4
@@ -63,7 +64,7 @@ class JaxRunner:
         self.spec, self.steps, self._peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
         self._most_tokens, self._tp_plan = most_tokens, tp_plan
-        self._exchange = ops.exchange
+        self._exchange, self.kernels = ops.exchange, ops.kernels
         self.params = params
         self._flatten()
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
@@ -76,6 +77,7 @@ class JaxRunner:
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()
+        self._longest = 1  # chunk of steps since the first of what is live began
 
     def _flatten(self) -> None:
         """Hold the weights as the steps take them, too."""
@@ -96,7 +98,7 @@ class JaxRunner:
 
     @property
     def compilations(self) -> int:
-        """Executables compiled so far: one for each bucket and set of features."""
+        """Executables compiled so far: one for each bucket."""
         return self._executables.compilations
 
     @in_place
@@ -130,10 +132,16 @@ class JaxRunner:
         keep = inputs.output_hidden_states
         outputs: Any = None
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            for layers in [None] if keep else self.steps.parts:
+            values = self.spec.vocab if self.spec.head else self.spec.embed
+            values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
+            rows = max(1, self._most_tokens_of(size[1], values) // size[1])
+            for layers in [None] if keep or rows < size[0] else self.steps.parts:
+                step = partial(self.steps.forward, keep=keep, layers=layers)
+                if rows < size[0]:
+                    step = partial(self.steps.forward_panels, keep=keep, rows=rows)
                 outputs, flags = self._executables.run(
-                    ("forward", size, tuple(x is None for x in arrays), keep, layers),
-                    self._of_leaves(partial(self.steps.forward, keep=keep, layers=layers)),
+                    ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
+                    self._of_leaves(step),
                     self._leaves,
                     *padded,
                     outputs,
@@ -178,43 +186,62 @@ class JaxRunner:
         return self._place.spread(forward, arguments, WHOLE)
 
     @in_place
-    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
+    def prefill(
+        self, requests: Sequence[Request], slots: Sequence[int]
+    ) -> PendingTokens | PendingPanels:
         """Fill the cache of `slots` and sample the first token of each request."""
         idle = not self._live
+        if idle:
+            self._longest = 1
         if self._state is None and not idle:
             raise StepError(_LOST)
         self._live.add(slots, requests)
         self._reserve(idle)
-        assert self._state is not None
-        with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-            found = self._advance(self.prefill_job(requests, slots, self._cache, self._state))
-        return PendingTokens(found[0], 1, len(requests), self._exchange, found[1])
+        passes, groups = [], self._panels([len(r.tokens) for r in requests])
+        for group in groups:
+            part = [requests[i] for i in group], [slots[i] for i in group]
+            assert self._state is not None
+            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+                found = self._advance(self.prefill_job(*part, self._cache, self._state))
+            passes.append(PendingTokens(found[0], 1, len(group), self._exchange, found[1]))
+        return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
+
+    def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Numbers of the prompts that one step serves at a time."""
+        width = bucket(max(lengths), SMALLEST_PROMPT)
+        return panels(lengths, self._most_tokens_of(width))
+
+    def _most_tokens_of(self, width: int, outputs: int = 0) -> int:
+        """Tokens that a pass takes at a time; see `prompts.most_tokens`."""
+        itemsize, scores = jnp.dtype(self.dtype).itemsize, self.steps.ops.holds_scores
+        return most_tokens(self.steps.spec, itemsize, width, scores, outputs)
 
     def prefill_job(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
     ) -> Job:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
-        features = SamplingFeatures.of(requests)
         free, eos_width = state.eos.shape
-        arrays = prompt_rows(requests, slots, free, eos_width, self.spec.vocab)
+        mode = mode_of(SamplingFeatures.of(requests))
+        arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
         ids = arrays[0]
 
         def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
-            ids, where, rows = unpack(packed, arrays)
-            return self.steps.prefill(params, cache, state, ids, where, rows, features)
+            return self.steps.prefill(params, cache, state, *unpack(packed, arrays))
 
-        return self._job(("prefill", ids.shape, features), step, cache, state, pack(arrays))
+        return self._job(("prefill", ids.shape), step, cache, state, pack(arrays))
 
-    def decode_job(self, steps: int, features: SamplingFeatures, cache: Any, state: Any) -> Job:
-        """Up to `steps` steps for every slot; see `ahead.Steps`."""
-        step = partial(self.steps.decode, features=features)
-        return self._job(("decode", features), step, cache, state, np.int32(steps))
+    def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
+        """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
+        if alone:
+            return self._job(("one",), self.steps.decode_one, cache, state, np.int32(mode))
+        limits = np.array([steps, mode], np.int32)
+        return self._job(("decode",), self.steps.decode, cache, state, limits)
 
     def _job(
         self, key: tuple, step: Callable[..., Any], cache: Cache, state: Any, *args: Any
     ) -> Job:
         """A step that takes over cache and state; `key` is what fixes it beside their shapes."""
-        key = (*key, cache.slots, cache.tokens, *state.eos.shape, state.seen is not None)
+        key = (*key, cache.slots, cache.tokens, *state.eos.shape)
         args = (self._leaves, cache, state, *args)
         whole, layers = self._shardings
         shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
@@ -256,18 +283,18 @@ class JaxRunner:
         self._live.advance(steps)
         if self._live.reach > self._cache.tokens:
             self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
-        features = SamplingFeatures.of(self._live.requests)
+        # The single step that ends a call of longer chunks is no stream's: their loop serves it.
+        self._longest = max(self._longest, steps)
+        how = steps, self._longest == 1, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            found = self._advance(self.decode_job(steps, features, self._cache, self._state))
+            found = self._advance(self.decode_job(*how, self._cache, self._state))
         return PendingTokens(found[0], steps, slots, self._exchange, found[1])
 
-    def make_buffers(
-        self, slots: int, tokens: int, eos_width: int, penalty: bool
-    ) -> tuple[Cache, SlotState]:
+    def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
         cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self._place)
-        return cache, SlotState.make(slots, eos_width, self.spec.vocab, penalty)
+        return cache, SlotState.make(slots, eos_width, self.spec.vocab)
 
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
@@ -278,7 +305,6 @@ class JaxRunner:
         requests = self._live.requests
         count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
         eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
-        penalty = any(r.sampling.repetition_penalty != 1 for r in requests)
         old = self._state
         if idle:
             held = self._cache
@@ -286,7 +312,7 @@ class JaxRunner:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(held)  # else its bytes still count as in use
                 self._cache = held = None
-            if old is not None and not old.fits(count, eos_width, penalty):
+            if old is not None and old.eos.shape != (count, eos_width):
                 old = None
         if self._cache is not None:
             self._grow(self._cache, count, tokens)
@@ -296,10 +322,9 @@ class JaxRunner:
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            penalty = penalty or old.seen is not None
-            if old.fits(count, eos_width, penalty):
+            if old.eos.shape == (count, eos_width):
                 return  # free rows in it are not active
-        state = SlotState.make(count, eos_width, self.spec.vocab, penalty)
+        state = SlotState.make(count, eos_width, self.spec.vocab)
         if old is not None:
             state = copy_rows(old, state)
         self._state = self._place.put(state)

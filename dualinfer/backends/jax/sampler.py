@@ -5,6 +5,7 @@ threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,26 @@ from ..slots import bucket, sampling_rows
 
 SMALLEST_PROMPT = 16
 WORDS = ("seed_low", "seed_high", "return_index")
+BEST, CHANGED, FILTERED = range(3)  # what a step does to logits before it takes the best: its mode
+
+
+def mode_of(needs: SamplingFeatures) -> int:
+    """The least mode that has what requests need.
+
+    BEST is for rows whose logits stay as they are. CHANGED has noise, penalty and a held EOS as
+    well, and FILTERED also top-k, top-p and min-p, each off in rows that do not ask for it.
+    """
+    if needs.filters:
+        return FILTERED
+    return CHANGED if needs.noise or needs.penalty or needs.hold_eos else BEST
 
 
 class SlotState(NamedTuple):
     """Decode state, a row a slot. `last` is sampled but not yet in the cache.
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
-    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
+    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens,
+    those of a chunk of steps once it has ended.
     """
 
     active: jax.Array
@@ -41,35 +55,32 @@ class SlotState(NamedTuple):
     seed_low: jax.Array
     seed_high: jax.Array
     return_index: jax.Array
-    seen: jax.Array | None = None
+    seen: jax.Array
 
     @classmethod
-    def make(cls, slots: int, eos_width: int, vocab: int, penalty: bool) -> "SlotState":
-        """All slots free, in host memory; `seen` only where a penalty needs it."""
+    def make(cls, slots: int, eos_width: int, vocab: int) -> "SlotState":
+        """All slots free, in host memory."""
         integers = ("last", "length", "new", "remaining", "minimum", "top_k")
         floats = ("temperature", "top_p", "min_p", "penalty")
         columns: dict[str, Any] = {
             "active": np.zeros(slots, bool),
             "noise": np.zeros(slots, bool),
             "eos": np.full((slots, eos_width), NO_TOKEN, np.int32),
-            "seen": np.zeros((slots, vocab), bool) if penalty else None,
+            "seen": np.zeros((slots, vocab), bool),
             **{name: np.zeros(slots, np.int32) for name in integers},
             **{name: np.zeros(slots, np.uint32) for name in WORDS},
             **{name: np.ones(slots, np.float32) for name in floats},
         }
         return cls(**columns)
 
-    def fits(self, slots: int, eos_width: int, penalty: bool) -> bool:
-        """Whether `make` of these would give arrays of the same shapes."""
-        return self.eos.shape == (slots, eos_width) and (self.seen is not None) == penalty
-
 
 def prompt_rows(
-    requests: Sequence[Request], slots: Sequence[int], free: int, eos_width: int, vocab: int
+    requests: Sequence[Request], slots: Sequence[int], free: int, eos_width: int
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:
     """Prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
 
-    Rows beyond the requests go to slot `free`, which there is not: they are dropped.
+    What they have seen is for the step to tell. Rows beyond the requests go to slot `free`, which
+    there is not: they are dropped.
     """
     count = bucket(len(requests))
     longest = max(len(r.tokens) for r in requests)
@@ -83,13 +94,9 @@ def prompt_rows(
     padded = [*requests, *[requests[0]] * (count - len(requests))]
     columns = sampling_rows(padded, eos_width)
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
-    penalty = SamplingFeatures.of(requests).penalty
-    rows = SlotState.make(count, 1, vocab, penalty)._replace(
+    rows = SlotState.make(count, 1, 0)._replace(
         active=np.ones(count, bool), length=lengths, **columns
     )
-    if rows.seen is not None:
-        for i, r in enumerate(requests):
-            rows.seen[i, r.tokens] = True
     return ids, where, rows
 
 
@@ -98,28 +105,23 @@ def book(state: SlotState, token: jax.Array) -> SlotState:
     active = state.active
     remaining = state.remaining - active.astype(jnp.int32)
     is_eos = (token[:, None] == state.eos).any(-1)
-    seen = state.seen
-    if seen is not None:
-        rows = jnp.arange(token.shape[0])
-        seen = seen.at[rows, token].max(active)
     return state._replace(
         active=active & ~is_eos & (remaining > 0),
         last=jnp.where(active, token, state.last),
         new=state.new + active.astype(jnp.int32),
         remaining=remaining,
-        seen=seen,
     )
 
 
 def advance(
     logits: jax.Array,
     state: SlotState,
-    features: SamplingFeatures,
+    mode: jax.Array | int,
     out: jax.Array,
-    step: jax.Array,
+    step: jax.Array | int,
 ) -> tuple[SlotState, jax.Array]:
     """Choose each active slot's next token and book it; row `step` of `out` int32 [R, N] has it."""
-    token = sample(logits, state, state.length + 1, features)
+    token = sample(logits, state, state.length + 1, mode, out)
     shown = jnp.where(state.active, token, NO_TOKEN)
     length = state.length + state.active.astype(jnp.int32)
     return book(state._replace(length=length), token), out.at[step].set(shown)
@@ -128,34 +130,56 @@ def advance(
 def copy_rows(old: SlotState, new: SlotState) -> SlotState:
     """`new` with the rows of a smaller `old`."""
     for name, column in old._asdict().items():
-        if column is not None:
-            getattr(new, name)[tuple(slice(n) for n in column.shape)] = np.asarray(column)
+        getattr(new, name)[tuple(slice(n) for n in column.shape)] = np.asarray(column)
     return new
+
+
+def mark(seen: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`seen` [N, V] with `tokens` int32 [R, N], of which NO_TOKEN is none."""
+    columns = jnp.where(tokens == NO_TOKEN, seen.shape[1], tokens)
+    return seen.at[jnp.arange(len(seen)), columns].set(True, mode="drop")
 
 
 @jax.named_scope("sampling")
 def sample(
-    logits: jax.Array, state: SlotState, position: jax.Array, features: SamplingFeatures
+    logits: jax.Array,
+    state: SlotState,
+    position: jax.Array,
+    mode: jax.Array | int,
+    unmarked: jax.Array | None = None,
 ) -> jax.Array:
-    """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own."""
-    if features.penalty:
-        assert state.seen is not None
-        penalty = state.penalty[:, None]
-        punished = jnp.where(logits < 0, logits * penalty, logits / penalty)
-        logits = jnp.where(state.seen, punished, logits)
-    if features.hold_eos:
-        held = (state.new < state.minimum)[:, None] & (state.eos != NO_TOKEN)
-        rows = jnp.arange(logits.shape[0])[:, None]
-        columns = jnp.where(held, state.eos, logits.shape[-1])
-        logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
-    if not features.noise:
+    """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own.
+
+    `mode` is the batch's, so that one executable serves every kind of request: a GPU takes the
+    branch without asking the host. `unmarked` [R, N] are tokens that `seen` lacks as yet.
+    """
+
+    def best() -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def changed() -> jax.Array:
+        seen = state.seen if unmarked is None else mark(state.seen, unmarked)
+        return _draw(logits, state._replace(seen=seen), position, mode)
+
+    return jax.lax.cond(mode == BEST, best, changed)
+
+
+def _draw(
+    logits: jax.Array, state: SlotState, position: jax.Array, mode: jax.Array | int
+) -> jax.Array:
+    penalty = state.penalty[:, None]
+    punished = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    logits = jnp.where(state.seen, punished, logits)
+    ids = jnp.arange(logits.shape[-1])
+    held = (state.new < state.minimum)[:, None] & (state.eos != NO_TOKEN)
+    is_held = (held[..., None] & (state.eos[..., None] == ids)).any(1)
+    logits = jnp.where(is_held, -jnp.inf, logits)
     # From the best one down, so that a tiny temperature gives -inf and no NaN.
-    logits = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
-    if features.filters:
-        logits = filter_logits(logits, state.top_k, state.top_p, state.min_p)
-    noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1])
-    scores = jnp.where(state.noise[:, None], logits + noise, logits)
+    warm = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
+    filters = state.top_k, state.top_p, state.min_p
+    warm = jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
+    noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
+    scores = jnp.where(state.noise[:, None], warm + noise, logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
@@ -167,16 +191,53 @@ def filter_logits(
     Each filter is a threshold, so that tied candidates stay or go together.
     """
     vocab = logits.shape[-1]
-    ascending = jnp.sort(logits, axis=-1)
-    k = jnp.minimum(jnp.where(top_k > 0, top_k, vocab), vocab)
-    floor = jnp.take_along_axis(ascending, (vocab - k)[:, None], axis=-1)
-    ascending = jnp.where(ascending < floor, -jnp.inf, ascending)
-    below = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1) <= (1 - top_p)[:, None]
-    below = below.at[:, -1].set(False) & (top_p < 1)[:, None]
-    first = below.sum(-1, keepdims=True)
-    floor = jnp.maximum(floor, jnp.take_along_axis(ascending, first, axis=-1))
-    floor = jnp.maximum(floor, ascending[:, -1:] + jnp.log(min_p)[:, None])
-    return jnp.where(logits < floor, -jnp.inf, logits)
+    keys, best = _keys(logits), logits.max(-1, keepdims=True)
+    k = jnp.minimum(jnp.where(top_k > 0, top_k, vocab), vocab)[:, None]
+    floor = _threshold(keys, jnp.ones_like(logits), vocab - k)
+    share = jax.nn.softmax(jnp.where(keys < floor, -jnp.inf, logits), axis=-1)
+    nucleus = _threshold(keys, share, (1 - top_p)[:, None])
+    nucleus = jnp.minimum(nucleus, keys.max(-1, keepdims=True))  # the best one stays
+    floor = jnp.maximum(floor, jnp.where(top_p[:, None] < 1, nucleus, 0))
+    dropped = (keys < floor) | (logits < best + jnp.log(min_p)[:, None])
+    return jnp.where(dropped, -jnp.inf, logits)
+
+
+def _keys(x: jax.Array) -> jax.Array:
+    """uint32 in the order of float32 `x`: zeros are equal, NaN is the greatest."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, jnp.abs(x)), jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(jnp.isnan(x), ~jnp.uint32(0), jnp.where(x < 0, ~(bits | top), bits | top))
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, most: jax.Array) -> jax.Array:
+    """The greatest uint32 [N, 1] below which keys [N, V] weigh at most `most` [N, 1].
+
+    Found digit by digit, without a sort. A GPU counts for many digits at once, and its steps are
+    laid out one after another, since a loop would have to ask the host.
+    """
+
+    def find(digit_bits: int, *arrays: jax.Array) -> jax.Array:
+        keys, weights, most = arrays
+        digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
+
+        def narrow(shift: Any, found: jax.Array) -> jax.Array:
+            tried = found | digits << shift
+            below = jnp.where(keys[:, None] < tried[..., None], weights[:, None], 0).sum(-1)
+            return found | (below <= most).sum(-1, keepdims=True, dtype=jnp.uint32) << shift
+
+        found = jnp.zeros(most.shape, jnp.uint32)
+        shifts = range(32 - digit_bits, -1, -digit_bits)
+        if digit_bits > 1:
+            for shift in shifts:
+                found = narrow(jnp.uint32(shift), found)
+            return found
+        return jax.lax.fori_loop(
+            0, 32, lambda i, found: narrow((31 - i).astype(jnp.uint32), found), found
+        )
+
+    arrays = keys, weights, most.astype(jnp.float32)
+    ways = {"cpu": partial(find, 1), "default": partial(find, 4)}
+    return jax.lax.platform_dependent(*arrays, **ways)
 
 
 def gumbel(

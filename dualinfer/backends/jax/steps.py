@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from ..base import MAX_STEPS, NO_TOKEN, SamplingFeatures
+from ..base import MAX_STEPS, NO_TOKEN
 from .cache import Cache
 from .executables import jit_few
 from .ops.plain import PlainOps
 from .params import Params
-from .sampler import SlotState, book
+from .sampler import SlotState, book, mark
 
 _BLOCK = 8
 _PARTS = 2
@@ -81,6 +81,19 @@ class Steps:
             return states[-1], ops.given_up()
         return decoder.outputs(*model, states, keep), ops.given_up()
 
+    def forward_panels(
+        self, params: Params, *arrays: Any, keep: bool, rows: int
+    ) -> tuple[Any, jax.Array | None]:
+        """As `forward`, of so many rows at a time: only the outputs have the size of all."""
+
+        def some(part: tuple[Any, ...]) -> Any:
+            return self.forward(params, *part, keep=keep)
+
+        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), arrays)
+        outputs, flags = jax.lax.map(some, parts)
+        whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        return whole, None if flags is None else flags.max(0)
+
     @jax.named_scope("dualinfer")
     def prefill(
         self,
@@ -90,11 +103,12 @@ class Steps:
         ids: jax.Array,
         slots: jax.Array,
         rows: SlotState,
-        features: SamplingFeatures,
+        mode: jax.Array | int,
     ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
-        `rows` is the state of the prompts, whose lengths tell ids from padding behind them.
+        `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
+        they have seen is filled in here.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -110,15 +124,17 @@ class Steps:
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(*model, last, wide=True)
-        token = ops.sample(scores, rows, rows.length, features)
+        real = jnp.arange(ids.shape[1]) < rows.length[:, None]
+        seen = jnp.zeros(scores.shape, bool)
+        rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
+        token = ops.sample(scores, rows, rows.length, mode)
         rows = book(rows, token)
+        rows = rows._replace(seen=mark(rows.seen, token[None]))
         merged = {
             name: column.at[slots].set(getattr(rows, name), mode="drop")
             for name, column in state._asdict().items()
-            if column is not None and getattr(rows, name) is not None
         }
-        cache = replace(cache, layers=filled)
-        return cache, state._replace(**merged), token[None], ops.given_up()
+        return replace(cache, layers=filled), SlotState(**merged), token[None], ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -126,15 +142,18 @@ class Steps:
         params: Params,
         cache: Cache,
         state: SlotState,
-        steps: jax.Array,
-        features: SamplingFeatures,
+        limits: jax.Array,
     ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
-        """Up to `steps` tokens for each active slot, [MAX_STEPS, N]; ends when all have ended."""
+        """Tokens for each active slot, [MAX_STEPS, N]; ends when all have ended.
+
+        `limits` int32 [2] holds the most steps to take, and the mode of sampling.
+        """
+        steps, mode = limits
 
         @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
-            given = cache, state, scratch, features, tokens, i
+            given = cache, state, scratch, mode, tokens, i
             cache, state, scratch, tokens = self._step(params, *given)
             return i + 1, cache, state, scratch, tokens
 
@@ -151,6 +170,22 @@ class Steps:
         if self.block > 1:
             carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
         _, cache, state, scratch, tokens = jax.lax.while_loop(unfinished, step, carry)
+        state = state._replace(seen=mark(state.seen, tokens))
+        return cache, state, tokens, self.ops.using(scratch).given_up()
+
+    @jax.named_scope("dualinfer")
+    def decode_one(
+        self, params: Params, cache: Cache, state: SlotState, mode: jax.Array
+    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
+        """One token for each active slot, [1, N], without a loop.
+
+        To run a loop the host waits for the device; this it leaves behind, and hands out tokens.
+        """
+        slots = state.active.shape[0]
+        tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
+        given = cache, state, self._scratch(params, slots), mode, tokens, 0
+        cache, state, scratch, tokens = self._step(params, *given)
+        state = state._replace(seen=mark(state.seen, tokens))
         return cache, state, tokens, self.ops.using(scratch).given_up()
 
     def _step(
@@ -159,9 +194,9 @@ class Steps:
         cache: Cache,
         state: SlotState,
         scratch: Any,
-        features: SamplingFeatures,
+        mode: jax.Array,
         tokens: jax.Array,
-        i: jax.Array,
+        i: jax.Array | int,
     ) -> tuple[Cache, SlotState, Any, jax.Array]:
         """One token for each active slot, in row `i` of `tokens`."""
         ops = self.ops.using(scratch)
@@ -177,7 +212,7 @@ class Steps:
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
-        state, tokens = ops.advance(scores, state, features, tokens, i)
+        state, tokens = ops.advance(scores, state, mode, tokens, i)
         return replace(cache, layers=filled), state, ops.scratch, tokens
 
 

@@ -55,14 +55,19 @@ def describe_split(class_name: str, config: Any, size: int) -> list[Line]:
 
     Raises ModelError where transformers has no such model.
     """
+    config._attn_implementation = "eager"
+    return describe(make_empty_module(class_name, config), size)
+
+
+def make_empty_module(class_name: str, config: Any) -> torch.nn.Module:
+    """A HF model on the meta device; ModelError where transformers has none of that name."""
     import transformers
 
     model_type = getattr(transformers, class_name, None)
     if not (isinstance(model_type, type) and issubclass(model_type, transformers.PreTrainedModel)):
         raise ModelError(f"transformers {transformers.__version__} has no model {class_name}.")
     with torch.device("meta"):
-        module = model_type(config)
-    return describe(module, size)
+        return model_type(config)
 
 
 def create_runner(
@@ -95,7 +100,7 @@ def describe_kernels() -> str:
         return "Triton is not installed; plain operations"
     if not runs_kernels(default_device()):
         return f"Triton: not usable here; {_KERNELS_NEED}; plain operations"
-    return "Triton: usable, with replace_with_kernel_inject=True"
+    return "Triton: usable"
 
 
 def _make_ops(

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, DualinferError, GraphError
+from ...system.patience import told_if_slow
 
 # More than the sizes that short prompts come in (about 50), and than a server's steps: batches of 1
 # to 16, caches of 64 to 2048, greedy and sampled, are 5 * 6 * 2 = 60. They share one memory.
@@ -205,7 +206,8 @@ class CallGraphs:
         args, kwargs = (
             (leaves, {}) if structure is None else pytree.tree_unflatten(leaves, structure)
         )
-        replay, outputs = self._capture(lambda: function(*args, **kwargs))
+        with told_if_slow(f"{self._name} is captured for arguments that are new"):
+            replay, outputs = self._capture(lambda: function(*args, **kwargs))
         self._graphs[key] = captured = _Captured(replay, inputs, outputs)
         self.captures += 1
         return captured

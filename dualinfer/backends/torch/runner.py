@@ -1,6 +1,7 @@
 """The torch runner: forward passes, prefill into the cache, decode steps over static buffers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ... import decoder
 from ...model.weights import LoadPlan, TensorSource, count_leaves
 from ...parallel.sharding import Shard
+from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, served
 from ..profiling import Stopwatch
@@ -26,6 +28,7 @@ from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts
 from .sampler import SlotState
+from .threads import few_threads, threads_note
 
 
 class PendingTokens:
@@ -76,7 +79,9 @@ class TorchRunner:
         spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
         self.dtype, self.device = dtype, device
-        self.notes = params.notes
+        self._parameters = count_leaves(params.leaves())["parameters"]
+        self.notes = params.notes + threads_note(device, self._parameters)
+        self.kernels = ops.kernels
         self._cache = Cache(cache_specs(spec) if spec.causal else (), dtype, device)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
@@ -89,6 +94,13 @@ class TorchRunner:
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
         self._compiled: Callable[..., dict[str, Any]] | None = None
 
+    @contextmanager
+    def _own_settings(self, tokens: int) -> Iterator[None]:
+        """The engine's precision and threads around a pass over `tokens`."""
+        threads = few_threads(self.device, self._parameters, tokens)
+        with threads, own_precision(self.dtype, self.device):
+            yield
+
     @in_order
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
@@ -97,7 +109,7 @@ class TorchRunner:
         tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         keep = inputs.output_hidden_states
-        with own_precision(self.dtype, self.device), span("forward"):
+        with self._own_settings(inputs.ids.size), span("forward"):
             if self._calls is not None:
                 found = self._calls.run(outputs, (*tensors, keep), {})
             else:
@@ -147,7 +159,7 @@ class TorchRunner:
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
-        with own_precision(self.dtype, self.device):
+        with self._own_settings(int(lengths.sum())):
             tokens = [r.tokens for r in requests]
             last = self._prompts.run(self.params, self._cache, tokens, rows)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
@@ -158,8 +170,7 @@ class TorchRunner:
         sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
             getattr(state, name)[rows] = getattr(part, name)
-        if state.seen is not None:
-            state.seen[rows, token] = True
+        state.seen[rows, token] = True
         return PendingTokens(token[None], self.ops)
 
     @in_order
@@ -174,20 +185,23 @@ class TorchRunner:
         self._cache.grow(slots, tokens)
         state, cache = self._state.view(slots), self._cache.view(slots, tokens)
         features = SamplingFeatures.of(self._live.requests)
-        key = slots, tokens, features
+        key = slots, tokens, self.ops.launches_of(features)
         out, step = self._tokens[:, :slots], self._row[:slots]
         out.fill_(NO_TOKEN)
         step.zero_()
         run = partial(self._step, state, cache, features, out, step)
-        with own_precision(self.dtype, self.device):
+        with self._own_settings(slots):
             for _ in range(steps):
                 if self.device.type == "cpu" and not state.active.any():
                     break  # on a GPU the question would wait for the device
                 if self._graphs and key in self._graphs:
                     self._graphs.replay(key)
                     continue
-                run()
-                if self._graphs is not None:
+                if self._graphs is None:
+                    run()
+                    continue
+                with told_if_slow("kernels and a graph are made for sizes that are new"):
+                    run()
                     self._graphs.capture(key, run)
         return PendingTokens(out[:steps], self.ops)
 
@@ -239,7 +253,7 @@ class TorchRunner:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            self._state = SlotState.make(count, eos_width, self.device)
+            self._state = SlotState.make(count, eos_width, self.spec.vocab, self.device)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
             self._row = torch.empty(count, **integers)
@@ -250,10 +264,6 @@ class TorchRunner:
         """Note the prompts' tokens for the repetition penalty."""
         state = self._state
         assert state is not None
-        if state.seen is None:
-            self._forget_steps()
-            shape = (state.active.shape[0], self.spec.vocab)
-            state.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for slot, request in zip(slots, requests, strict=True):
             state.seen[slot] = False
             state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True

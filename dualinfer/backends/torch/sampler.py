@@ -5,7 +5,6 @@ threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +39,10 @@ class SlotState:
     seed_low: torch.Tensor
     seed_high: torch.Tensor
     return_index: torch.Tensor
-    seen: torch.Tensor | None = None
+    seen: torch.Tensor
 
     @classmethod
-    def make(cls, slots: int, eos_width: int, device: torch.device) -> "SlotState":
+    def make(cls, slots: int, eos_width: int, vocab: int, device: torch.device) -> "SlotState":
         """All slots free."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -56,6 +55,7 @@ class SlotState:
             active=zeros(torch.bool),
             noise=zeros(torch.bool),
             eos=zeros(torch.int64, eos_width) + NO_TOKEN,
+            seen=zeros(torch.bool, vocab),
             **{name: zeros(torch.int64) for name in (*integers, *words)},
             **{name: zeros(torch.float32) + 1 for name in floats},
         )
@@ -66,11 +66,7 @@ class SlotState:
 
     def take(self, rows: slice | torch.Tensor) -> "SlotState":
         """Some rows: those of a slice share memory, those of an index [N] are copies."""
-        columns: dict[str, Any] = {}
-        for f in fields(self):
-            column = getattr(self, f.name)
-            columns[f.name] = None if column is None else column[rows]
-        return SlotState(**columns)
+        return SlotState(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def write(self, slots: torch.Tensor, rows: dict[str, np.ndarray]) -> None:
         """Set columns of `slots` in place."""
@@ -87,13 +83,7 @@ class SlotState:
         """Take over the rows of a smaller state."""
         for f in fields(self):
             old = getattr(other, f.name)
-            if f.name != "seen":
-                new = getattr(self, f.name)
-                new[tuple(slice(n) for n in old.shape)] = old
-            elif old is not None:
-                seen = old.new_zeros(self.active.shape[0], old.shape[1])
-                seen[: old.shape[0]] = old
-                self.seen = seen
+            getattr(self, f.name)[tuple(slice(n) for n in old.shape)] = old
 
 
 @named("sampling")
@@ -102,7 +92,6 @@ def sample(
 ) -> torch.Tensor:
     """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own."""
     if features.penalty:
-        assert state.seen is not None
         penalty = state.penalty[:, None]
         punished = torch.where(logits < 0, logits * penalty, logits / penalty)
         logits = torch.where(state.seen, punished, logits)
@@ -138,8 +127,7 @@ def advance(
     step.add_(1)
     state.last.copy_(torch.where(state.active, token, state.last))
     state.length.add_(state.active)
-    if state.seen is not None:
-        state.seen.scatter_(1, state.last[:, None], True)
+    state.seen.scatter_(1, state.last[:, None], True)
     count(state, token)
 
 

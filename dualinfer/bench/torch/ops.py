@@ -195,11 +195,11 @@ def samples(bench: Bench, slots: int, vocab: int) -> Iterator[OpCase]:
     }
     for kind, features in kinds.items():
 
-        def inputs() -> tuple[Any, ...]:
+        def inputs(features: SamplingFeatures = features) -> tuple[Any, ...]:
             logits = bench.draws(torch.float32)(slots, vocab, scale=4.0)
-            state = SlotState.make(slots, 1, bench.device)
-            for part in (state.active, state.noise):
-                part.fill_(True)
+            state = SlotState.make(slots, 1, vocab, bench.device)
+            state.active.fill_(True)
+            state.noise.fill_(features.noise)
             values = (state.temperature, 0.8), (state.top_k, 50), (state.top_p, 0.9)
             for column, value in (*values, (state.min_p, 0.0)):
                 column.fill_(value)

@@ -36,8 +36,8 @@ def _best_kernel(
     eos_ptr, eos_stride, new_ptr, minimum_ptr, active_ptr, noise_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
     vocab,
-    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    EOS_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each chunk's best logit; then the row's, and what its filters look for."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -52,7 +52,7 @@ def _best_kernel(
     if STEP:
         drawn &= tl.load(active_ptr + row) != 0
     if drawn:
-        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
+        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH)
         best = unordered(tl.max(tl.where(real, ordered(x), LOWEST)))
         tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
         if is_last(counters_ptr + row):
@@ -71,7 +71,7 @@ def _narrow_kernel(
     eos_ptr, eos_stride, new_ptr, minimum_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, counters_ptr, chunk_best_ptr, row_best_ptr, ints_ptr,
     masses_ptr, coarse_ptr, fine_ptr, scales_ptr, vocab,
-    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, DIGIT: tl.constexpr,
+    EOS_WIDTH: tl.constexpr, DIGIT: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One more digit of the threshold that each row looks for, if any."""
@@ -89,7 +89,7 @@ def _narrow_kernel(
     temperature = tl.load(temperature_ptr + row)
     if goal != 0:
         if may_count(of_chunk, best, temperature, prefix, DIGIT):
-            x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
+            x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH)
             histogram_ptr = coarse_ptr if DIGIT == 0 else fine_ptr
             count_digit(row, x, real, best, temperature, prefix, worst, histogram_ptr, ids, DIGIT)
         if is_last(counters_ptr + row):

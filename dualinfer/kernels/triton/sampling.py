@@ -47,8 +47,7 @@ def _choose_kernel(
     position_ptr,
     out_ptr, out_stride, out_rows, step_ptr, counters_ptr,
     keys_ptr, ids_ptr, chunk_best_ptr, row_best_ptr, ints_ptr, vocab,
-    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr, NOISE: tl.constexpr,
-    FILTERS: tl.constexpr, SEEN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    EOS_WIDTH: tl.constexpr, FILTERS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The token of each row; with STEP also everything that a decode step books of it."""
@@ -64,35 +63,34 @@ def _choose_kernel(
     if STEP:
         active = tl.load(active_ptr + row) != 0
     if active:
-        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS)
+        x = scores(row, ids, real, logits, seen, eos, EOS_WIDTH)
         key = tl.where(real, ordered(x), LOWEST)
-        if NOISE:
-            drawn = tl.load(noise_ptr + row) != 0
-            temperature = tl.load(temperature_ptr + row)
-            seed_low, seed_high = tl.load(seed_low_ptr + row), tl.load(seed_high_ptr + row)
-            return_index = tl.load(return_index_ptr + row)
-            position = tl.load(position_ptr + row) + (1 if STEP else 0)
-            if drawn:
-                if FILTERS:
-                    below = from_best(x, tl.load(row_best_ptr + row), temperature)
-                    far = distance(below)
-                    min_p = tl.load(min_p_ptr + row)
-                    least = tl.where(min_p > 0, log(min_p), float("-inf"))
-                    worst = tl.load(ints_ptr + row * ROW_INTS + WORST)
-                    kept = real & (far <= worst) & ((below >= least) | (below != below))
-                    key = tl.full((BLOCK,), LOWEST, tl.int32)
-                    if tl.max(kept.to(tl.int32)) != 0:
-                        noise = gumbel(seed_low, seed_high, return_index, position, ids)
-                        key = tl.where(kept, ordered(below + noise), LOWEST)
-                else:
-                    # From the chunk's best one down: the row's is not known yet. A tiny
-                    # temperature gives -inf and no NaN.
-                    best = unordered(tl.max(key))
-                    tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
-                    best = tl.where(best > float("-inf"), best, 0.0)
+        drawn = tl.load(noise_ptr + row) != 0
+        temperature = tl.load(temperature_ptr + row)
+        seed_low, seed_high = tl.load(seed_low_ptr + row), tl.load(seed_high_ptr + row)
+        return_index = tl.load(return_index_ptr + row)
+        position = tl.load(position_ptr + row) + (1 if STEP else 0)
+        if drawn:
+            if FILTERS:
+                below = from_best(x, tl.load(row_best_ptr + row), temperature)
+                far = distance(below)
+                min_p = tl.load(min_p_ptr + row)
+                least = tl.where(min_p > 0, log(min_p), float("-inf"))
+                worst = tl.load(ints_ptr + row * ROW_INTS + WORST)
+                kept = real & (far <= worst) & ((below >= least) | (below != below))
+                key = tl.full((BLOCK,), LOWEST, tl.int32)
+                if tl.max(kept.to(tl.int32)) != 0:
                     noise = gumbel(seed_low, seed_high, return_index, position, ids)
-                    key = ordered(from_best(x, best, temperature) + noise)
-                    key = tl.where(real, key, LOWEST)
+                    key = tl.where(kept, ordered(below + noise), LOWEST)
+            else:
+                # From the chunk's best one down: the row's is not known yet. A tiny
+                # temperature gives -inf and no NaN.
+                best = unordered(tl.max(key))
+                tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
+                best = tl.where(best > float("-inf"), best, 0.0)
+                noise = gumbel(seed_low, seed_high, return_index, position, ids)
+                key = ordered(from_best(x, best, temperature) + noise)
+                key = tl.where(real, key, LOWEST)
         top, found = _best_of(key, ids, vocab)
         tl.store(keys_ptr + row * CHUNKS + chunk, top)
         tl.store(ids_ptr + row * CHUNKS + chunk, found)
@@ -102,13 +100,11 @@ def _choose_kernel(
             at = row * CHUNKS + chunks
             keys = tl.load(keys_ptr + at, mask=arrived, other=LOWEST)
             candidates = tl.load(ids_ptr + at, mask=arrived, other=0)
-            if NOISE and not FILTERS:  # noqa: SIM102
+            if not FILTERS:  # noqa: SIM102
                 if drawn:  # the chunks' candidates on the row's one scale
                     of_chunk = tl.load(chunk_best_ptr + at, mask=arrived, other=0.0)
                     best = unordered(tl.max(tl.where(arrived, ordered(of_chunk), LOWEST)))
-                    score = scores(
-                        row, candidates, arrived, logits, seen, eos, EOS_WIDTH, PENALTY, HOLD_EOS
-                    )
+                    score = scores(row, candidates, arrived, logits, seen, eos, EOS_WIDTH)
                     more = gumbel(seed_low, seed_high, return_index, position, candidates)
                     keys = ordered(from_best(score, best, temperature) + more)
                     keys = tl.where(arrived, keys, LOWEST)
@@ -125,17 +121,15 @@ def _choose_kernel(
                 tl.store(remaining_ptr + row, remaining)
                 goes_on = (remaining > 0) & (is_eos == 0)
                 tl.store(active_ptr + row, goes_on.to(tl.uint8))
-                if SEEN:
-                    tl.store(seen_ptr + row * seen_stride + token, tl.full((), 1, tl.uint8))
+                tl.store(seen_ptr + row * seen_stride + token, tl.full((), 1, tl.uint8))
                 step = tl.load(step_ptr + row).to(tl.int64)
                 tl.store(out_ptr + step * out_stride + row, token, mask=step < out_rows)
                 tl.store(step_ptr + row, step + 1)
             else:
                 tl.store(out_ptr + row, token)
     elif STEP and chunk == 0:
-        if SEEN:
-            token = tl.load(last_ptr + row)
-            tl.store(seen_ptr + row * seen_stride + token, tl.full((), 1, tl.uint8))
+        token = tl.load(last_ptr + row)
+        tl.store(seen_ptr + row * seen_stride + token, tl.full((), 1, tl.uint8))
         step = tl.load(step_ptr + row).to(tl.int64)
         tl.store(out_ptr + step * out_stride + row, -1, mask=step < out_rows)
         tl.store(step_ptr + row, step + 1)
@@ -218,7 +212,7 @@ def _check(logits: Any, state: Any, workspace: Workspace) -> None:
             )
     for name in ("seen", "eos"):
         table = getattr(state, name)
-        if table is not None and (table.shape[0] != count or table.stride(1) != 1):
+        if table.shape[0] != count or table.stride(1) != 1:
             raise ValueError(
                 f"state.{name} has shape {tuple(table.shape)} and strides {table.stride()}; "
                 f"expected [{count}, any] with a contiguous last axis."
@@ -237,26 +231,20 @@ def _run(
     step: Any = None,
 ) -> None:
     _check(logits, state, work)
-    if features.penalty and state.seen is None:
-        raise ValueError("A repetition penalty needs state.seen, bool [rows, vocab]; it is None.")
     count, vocab = logits.shape
     import torch
 
     def flags(column: Any) -> Any:
         return column.view(torch.uint8)
 
-    has_seen = state.seen is not None
-    seen = flags(state.seen) if has_seen else flags(state.active)
     source = (
         *(logits, logits.stride(0)),
-        *(seen, state.seen.stride(0) if has_seen else 0, state.penalty),
+        *(flags(state.seen), state.seen.stride(0), state.penalty),
         *(state.eos, state.eos.stride(0), state.new, state.minimum),
     )
     grid = (-(-vocab // work.block), count)
     meta = dict(
         EOS_WIDTH=state.eos.shape[1],
-        PENALTY=features.penalty,
-        HOLD_EOS=features.hold_eos,
         BLOCK=work.block,
         CHUNKS=work.chunks,
         pdl=pdl,
@@ -275,9 +263,7 @@ def _run(
         *(state.length if position is None else position, out, out.stride(0), out.shape[0]),
         *(work.counters if step is None else step, work.counters),
         *(work.keys, work.ids, work.chunk_best, work.row_best, work.ints, vocab),
-        NOISE=features.noise,
         FILTERS=filters,
-        SEEN=has_seen,
         STEP=step is not None,
         **meta,
     )

@@ -77,24 +77,24 @@ def distance(below):
 
 @triton.jit
 def scores(
-    row, ids, real, logits, seen, eos,
-    EOS_WIDTH: tl.constexpr, PENALTY: tl.constexpr, HOLD_EOS: tl.constexpr,
+    row, ids, real, logits, seen, eos, EOS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row's logits of `ids` in float32, penalized and with a held EOS at -inf."""
+    """A row's logits of `ids` in float32, penalized and with a held EOS at -inf, if the row asks.
+
+    What it asks is on the device, so that one kernel serves every row.
+    """
     logits_ptr, logits_stride = logits
     seen_ptr, seen_stride, penalty_ptr = seen
     eos_ptr, eos_stride, new_ptr, minimum_ptr = eos
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=real, other=float("-inf"))
     x = x.to(tl.float32)
-    if PENALTY:
+    penalty = tl.load(penalty_ptr + row)
+    if penalty != 1:
         was_seen = tl.load(seen_ptr + row * seen_stride + ids, mask=real, other=0) != 0
-        penalty = tl.load(penalty_ptr + row)
         x = tl.where(was_seen, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
-    if HOLD_EOS:
-        held = tl.load(new_ptr + row) < tl.load(minimum_ptr + row)
+    if tl.load(new_ptr + row) < tl.load(minimum_ptr + row):
         for i in tl.static_range(EOS_WIDTH):
-            token = tl.load(eos_ptr + row * eos_stride + i)
-            x = tl.where(held & (ids == token), float("-inf"), x)
+            x = tl.where(ids == tl.load(eos_ptr + row * eos_stride + i), float("-inf"), x)
     return x
 
 

@@ -51,8 +51,17 @@ def describe_model(
     """
     choose = read_quantization(config)
     model_type = check_model_type(config.get("model_type"))
-    family = _FAMILIES[model_type]
-    served = family.architectures(model_type)
+    architecture = find_architecture(model_type, class_names)
+    fields = ConfigFields(model_type, config)
+    spec, table = _FAMILIES[model_type].describe(fields, architecture)
+    fields.ignore("quantization_config")  # read above
+    fields.finish()
+    return spec, replace(table, choose=choose)
+
+
+def find_architecture(model_type: Any, class_names: Any = None) -> str:
+    """The first of `class_names` that fused mode serves, or the default; ModelError if none is."""
+    served = _FAMILIES[check_model_type(model_type)].architectures(model_type)
     names = [class_names] if isinstance(class_names, str) else class_names or served
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ModelError(
@@ -65,8 +74,4 @@ def describe_model(
             f"{names[0][:80]} is not supported in fused mode; of the "
             f"{model_type} family it serves {' and '.join(served)}."
         )
-    fields = ConfigFields(model_type, config)
-    spec, table = family.describe(fields, known[0])
-    fields.ignore("quantization_config")  # read above
-    fields.finish()
-    return spec, replace(table, choose=choose)
+    return known[0]

@@ -58,6 +58,8 @@ class KernelOps(PlainOps):
     """Fused ops on a GPU; `interpret` runs the kernels on any device, for tests."""
 
     cache_kinds = frozenset({FullCache.kind})
+    kernels = "Pallas"
+    holds_scores = False
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
-from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
@@ -28,6 +27,8 @@ class PlainOps:
 
     cache_kinds: frozenset[str] = frozenset()  # that kernels know
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
+    holds_scores = True  # of all pairs of tokens, while a layer attends
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
@@ -215,20 +216,20 @@ class PlainOps:
         logits: jax.Array,
         state: SlotState,
         position: jax.Array,
-        features: SamplingFeatures,
+        features: jax.Array | int,
     ) -> jax.Array:
-        """See `contract.Ops.sample`."""
+        """See `contract.Ops.sample`; `features` is a mode of `sampler`."""
         return sampler.sample(logits, state, position, features)
 
     def advance(
         self,
         logits: jax.Array,
         state: SlotState,
-        features: SamplingFeatures,
+        features: jax.Array | int,
         out: jax.Array,
-        step: jax.Array,
+        step: jax.Array | int,
     ) -> tuple[SlotState, jax.Array]:
-        """See `contract.Ops.advance`; `step` is a scalar."""
+        """See `contract.Ops.advance`; `features` as in `sample`, `step` is a scalar."""
         return sampler.advance(logits, state, features, out, step)
 
 

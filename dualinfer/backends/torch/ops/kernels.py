@@ -4,7 +4,7 @@ Which kernel serves a call follows from its shapes alone: products with few rows
 once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
     cache_kinds = frozenset({FullCache.kind})
+    kernels = "Triton"
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
@@ -346,6 +347,10 @@ class KernelOps(PlainOps):
             logits, state, features, out, step, workspace=work, pdl=self.starts_early(len(logits))
         )
         return state, out
+
+    def launches_of(self, features: SamplingFeatures) -> Hashable:
+        """See `PlainOps.launches_of`; rows without noise or a penalty pass the same kernel."""
+        return features.noise and features.filters
 
     def clear(self) -> None:
         """See `PlainOps.clear`; no graph may be replayed after it."""

@@ -1,6 +1,6 @@
 """The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ class PlainOps:
 
     cache_kinds: frozenset[str] = frozenset()  # that kernels know; with them `attend` takes chunks
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
@@ -229,3 +230,7 @@ class PlainOps:
         """See `contract.Ops.advance`; all is written in place, as `sampler.advance` says."""
         sampler.advance(logits, state, features, out, step)
         return state, out
+
+    def launches_of(self, features: SamplingFeatures) -> Hashable:
+        """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
+        return features

@@ -1,0 +1,42 @@
+"""Prompts in panels: as many at once as have room for the activations of all their tokens."""
+
+from collections.abc import Sequence
+
+from ...model.spec import ModelSpec
+from ..slots import bucket
+from .sampler import SMALLEST_PROMPT
+
+MOST_BYTES = 2 << 30  # of what a pass over prompts computes on the way
+_MOST_TOKENS = 1 << 15
+
+
+def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, outputs: int = 0) -> int:
+    """Tokens of a pass, a power of two, of sequences of `width` tokens.
+
+    With `scores` attention holds those of all pairs of tokens. `outputs` are the values that the
+    pass gives back for each token: they are there twice while they are put to those of others.
+    """
+    most = 1
+    for layer in spec.layers:
+        a, mlp = layer.attention, layer.mlp
+        up = mlp.ffn * (3 if mlp.gated else 2)
+        values = 2 * spec.embed + sum(a.qkv_sizes) + a.heads * a.head_dim + up + outputs
+        most = max(most, values * itemsize + (8 * a.heads * width if scores else 0))
+    return bucket(min(_MOST_TOKENS, MOST_BYTES // most) // 2 + 1)
+
+
+def panels(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of the prompts that go together, so that a pass in buckets has `most` tokens.
+
+    One that is longer goes alone. Prompts of like lengths go together, the longest first.
+    """
+    order = list(range(len(lengths)))
+    if bucket(len(lengths)) * bucket(max(lengths), SMALLEST_PROMPT) <= most:
+        return [order]
+    order.sort(key=lambda i: -lengths[i])
+    found = []
+    while order:
+        count = max(1, most // bucket(lengths[order[0]], SMALLEST_PROMPT))
+        found.append(order[:count])
+        order = order[count:]
+    return found

@@ -1,0 +1,227 @@
+"""Checkpoints by name: a folder that exists, else a model of the Hugging Face hub.
+
+A hub id is looked for in the cache of `huggingface_hub` first, and only what is not there is
+fetched, by that library, with its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and its
+progress bar. Only data is fetched, and nothing of it runs.
+"""
+
+import fnmatch
+import glob
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, CheckpointNotFoundError, shortened
+from .pieces import INDEX, piece_files
+from .sources import ADAPTER, FORMS, TORCH_SUFFIXES, check_folder, read_index
+from .tokenizer_files import NAMES as TOKENIZER_NAMES
+
+_CONFIG = "config.json"
+# A cached snapshot is as good as the hub's once it is known of these whether there are any.
+_TELLING = ("generation_config.json", "tokenizer_config.json")
+_OF_A_MODEL = (
+    *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER),
+    *("*.tiktoken", "sentencepiece.bpe.model", "spm.model", "additional_chat_templates/*.jinja"),
+)
+_FILES = (".safetensors", ".gguf", ".json", *TORCH_SUFFIXES)
+
+
+def find_checkpoint(
+    model: str | os.PathLike[str], revision: str | None = None, weights: bool = True
+) -> Path:
+    """The folder of `model`: itself where it exists, else the hub's files in the local cache.
+
+    A str that is no folder is a hub id, a PathLike never is. What the cache holds whole is taken
+    without asking the hub; `revision`, a branch, a tag or a commit, is "main" where unset. Without
+    `weights` config.json is enough. Raises CheckpointNotFoundError or CheckpointError.
+    """
+    folder = Path(os.path.expanduser(model))
+    if os.path.exists(folder) or not is_hub_id(model):
+        check_folder(folder)
+        if revision is not None:
+            raise CheckpointError(
+                f"revision={revision!r}: {shortened(repr(str(model)))} is a folder here, which has "
+                "no revisions. Leave revision out, or rename the folder to take the hub's model."
+            )
+        return folder
+    return check_folder(_Repository(str(model), revision).find(weights))
+
+
+def find_weights(path: str, revision: str | None = None) -> str:
+    """What `checkpoint=` names, a hub id as the folder of its files."""
+    if os.path.exists(os.path.expanduser(path)) or not is_hub_id(path):
+        return path
+    return str(find_checkpoint(path, revision))
+
+
+def is_hub_id(model: Any) -> bool:
+    """True for a str that could be a hub id by its form, `name` or `owner/name`."""
+    if not isinstance(model, str) or model.endswith(_FILES) or model[:1] in (".", "~"):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+class _Repository:
+    """One revision of a hub's model."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self._name, self._revision = name, revision
+
+    def find(self, weights: bool) -> Path:
+        """The folder in the cache, once it holds what is needed."""
+        cached = self._cached(_CONFIG)
+        folder = Path(cached).parent if isinstance(cached, str) else None
+        usable = folder is not None and (not weights or _has_weights(folder))
+        if folder is not None and usable and (not weights or self._is_told()):
+            return folder
+        try:
+            listed = self._list()
+        except Exception as error:  # each version of the client has its own kinds
+            if folder is not None and usable:
+                return folder
+            raise self._error(error) from error
+        try:
+            return self._fetch(listed, weights)
+        except CheckpointError:
+            raise
+        except Exception as error:  # as above; a full disk too
+            raise self._error(error) from error
+
+    def _cached(self, file: str) -> Any:
+        """The path of a file in the cache, a mark that the hub has none, or None: nobody knows."""
+        from huggingface_hub import try_to_load_from_cache
+
+        return try_to_load_from_cache(self._name, file, revision=self._revision)
+
+    def _is_told(self) -> bool:
+        return all(self._cached(file) is not None for file in _TELLING)
+
+    def _list(self) -> list[str]:
+        """The names of the hub's files."""
+        from huggingface_hub import HfApi
+
+        info = HfApi().model_info(self._name, revision=self._revision)
+        return [file.rfilename for file in info.siblings or ()]
+
+    def _fetch(self, listed: list[str], weights: bool) -> Path:
+        """Fetch what is needed of the hub's files."""
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        if not weights:
+            if _CONFIG not in listed:
+                raise self._no_model(listed)
+            return Path(hf_hub_download(self._name, _CONFIG, revision=self._revision)).parent
+        if _CONFIG not in listed and ADAPTER not in listed:
+            raise self._no_model(listed)
+        wanted = [n for n in listed if any(fnmatch.fnmatchcase(n, p) for p in _OF_A_MODEL)]
+        if ADAPTER not in listed:
+            wanted += self._weights(listed)
+        patterns = [glob.escape(name) for name in wanted]
+        folder = Path(
+            snapshot_download(self._name, revision=self._revision, allow_patterns=patterns)
+        )
+        missing = [name for name in wanted if not os.path.isfile(folder / name)]
+        if missing:
+            raise CheckpointError(
+                f"{missing[0]} of {self._name} was not fetched: the hub's model lacks it or has "
+                "changed meanwhile, or the connection was lost. Call again."
+            )
+        for name in set(_TELLING) - set(wanted):
+            with suppress(EntryNotFoundError):  # the client notes in its cache that there is none
+                hf_hub_download(self._name, name, revision=self._revision)
+        return folder
+
+    def _weights(self, listed: list[str]) -> list[str]:
+        """The files of weights that `open_checkpoint` will read, and no other form of them."""
+        from huggingface_hub import hf_hub_download
+
+        forms = [form for form in (*FORMS, INDEX) if form in listed]
+        if not forms:
+            raise self._no_model(listed)
+        if not forms[0].endswith(".json"):
+            return forms[:1]
+        index = Path(hf_hub_download(self._name, forms[0], revision=self._revision))
+        return [forms[0], *_indexed(index)]
+
+    def _no_model(self, listed: Iterable[str]) -> CheckpointNotFoundError:
+        kinds = (*_FILES, ".h5", ".msgpack", ".onnx")
+        held = sorted(name for name in listed if name.endswith(kinds))
+        more = f" and {len(held) - 4} more" if len(held) > 4 else ""
+        holds = f"holds {', '.join(held[:4])}{more}" if held else "holds no weights"
+        return CheckpointNotFoundError(
+            f"{self._name} on the hub {holds}, and neither {_CONFIG} with {FORMS[0]} nor another "
+            "form of weights that dualinfer reads. Pass the model that it was made from."
+        )
+
+    def _error(self, error: Exception) -> CheckpointError:
+        """What to do about an error of the client's."""
+        from huggingface_hub import constants, errors
+
+        name = f"{self._name!r}"
+        site, command = constants.ENDPOINT, f"hf download {self._name}"
+        if self._revision:
+            command += f" --revision {self._revision}"
+        if isinstance(error, errors.GatedRepoError):
+            return CheckpointError(
+                f"{name} is gated: its owner gives access to accounts that ask for it, and yours "
+                f"has none. Ask at {site}/{self._name}, then run `hf auth login` or set HF_TOKEN."
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return CheckpointNotFoundError(
+                f"{name} has no revision {self._revision!r}. Pass a branch, a tag or a commit of "
+                f"{site}/{self._name}/commits."
+            )
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return CheckpointNotFoundError(
+                f"{name} is no folder here{self._beside()}, and {site} has no model of that name, "
+                "or none that your account may see. Check the name; for a private model run "
+                "`hf auth login` or set HF_TOKEN."
+            )
+        what = f"{name} is no folder here{self._beside()}, and the local cache "
+        what += f"({constants.HF_HUB_CACHE}) does not hold it whole"
+        later = f"{command}`, then call again; or carry it over as a folder, with "
+        later += f"`{command} --local-dir FOLDER`."
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            return CheckpointNotFoundError(
+                f"{what}. HF_HUB_OFFLINE is set, so that nothing is fetched. Where there is a "
+                f"network, run `HF_HUB_OFFLINE=0 {later}"
+            )
+        reason = shortened(f"{type(error).__name__}: {error}".splitlines()[0])
+        return CheckpointNotFoundError(
+            f"{what}. Fetching it from {site} failed ({reason}). Where there is a network, run "
+            f"`{later}"
+        )
+
+    def _beside(self) -> str:
+        """A hint for a path to a folder that is not there."""
+        first, _, rest = self._name.partition("/")
+        return (
+            f" (the folder {first!r} is, without {rest!r})" if rest and Path(first).is_dir() else ""
+        )
+
+
+def _has_weights(folder: Path) -> bool:
+    """True if the files of one form of weights are all there, or an adapter's config is."""
+    for form in (*FORMS, INDEX):
+        if os.path.isfile(folder / form):
+            if not form.endswith(".json"):
+                return True
+            return all(os.path.isfile(folder / file) for file in _indexed(folder / form))
+    return os.path.isfile(folder / ADAPTER)
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names, of either kind of index."""
+    if index.name != INDEX:
+        return sorted(set(read_index(index).values()))
+    return piece_files(index)

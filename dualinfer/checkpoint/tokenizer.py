@@ -1,0 +1,64 @@
+"""The tokenizer that lies in a checkpoint's folder."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..model.families import check_model_type
+from .files import read_json
+from .sources import check_folder
+
+# Classes that are tokenizer.json and nothing else. AutoTokenizer takes them too, after the import
+# of every config; Mistral's may lie in a format of their own beside it.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_OF_ITS_OWN = "mistral"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The HF tokenizer in a checkpoint's folder; CheckpointError if there is none.
+
+    Code that lies in the folder is never run, and nobody is asked whether to.
+    """
+    folder = check_folder(path)
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer.json, tokenizer.model or vocabulary. Save the model's "
+            "tokenizer there (tokenizer.save_pretrained), or pass token ids to engine.generate()."
+        )
+    try:
+        if _is_plain(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"The tokenizer in {folder} is Python code of the checkpoint's own, which "
+                "dualinfer does not run. If you trust it, load it yourself with "
+                "AutoTokenizer.from_pretrained(..., trust_remote_code=True) and pass it as "
+                "tokenizer=, or pass token ids."
+            ) from error
+        raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """True if a file that holds a tokenizer's vocabulary lies in `folder`."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    return any((folder / name).is_file() for name in names)
+
+
+def _is_plain(folder: Path) -> bool:
+    """True where AutoTokenizer would read tokenizer.json by a class that adds nothing to it."""
+    if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return False
+    try:
+        settings = read_json(folder / "tokenizer_config.json")
+        model_type = check_model_type(read_json(folder / "config.json").get("model_type"))
+    except ValueError:  # AutoTokenizer says what is wrong
+        return False
+    is_plain = settings.get("tokenizer_class") in _PLAIN and "auto_map" not in settings
+    return is_plain and model_type != _OF_ITS_OWN
