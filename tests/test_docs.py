@@ -83,7 +83,7 @@ def run(folder: Path, command: str) -> None:
 def test_files_that_a_page_names_exist(page):
     text = page.read_text()
     known = [*files(), *(path for _, path, _ in examples(page))]
-    named = re.findall(r"`([\w./-]+\.py)`", text)
+    named = re.findall(r"(?<=`)[\w./-]+\.py(?=`)|\b[\w.-]+/[\w./-]+\.py\b", text)
     assert not [n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in known)]
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert not [link for link in links if not (page.parent / link).exists()]
