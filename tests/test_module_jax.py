@@ -691,7 +691,7 @@ def forward_inputs(rows, tokens, **fields):
     return ForwardInputs(ids, positions, **fields)
 
 
-def test_fused_runner_compiles_once_a_bucket_and_set_of_features(hf_model):
+def test_fused_runner_compiles_once_a_bucket_and_set_of_inputs(hf_model):
     with dualinfer.init_inference(
         hf_model("llama-mqa"), backend="jax", dtype="fp32", kernel_inject=True
     ) as engine:
@@ -713,8 +713,8 @@ def test_fused_runner_compiles_once_a_bucket_and_set_of_features(hf_model):
         engine.generate(random_ids(2, 16), max_new_tokens=30)
         assert runner.compilations == 7
         engine.generate(random_ids(2, 9), max_new_tokens=40, do_sample=True, seed=1)
-        assert runner.compilations == 9
-        assert engine.report().compilations == 9
+        assert runner.compilations == 7  # which serve sampled rows as well
+        assert engine.report().compilations == 7
 
 
 def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):

@@ -33,6 +33,7 @@ from dualinfer.errors import (  # noqa: E402
     UnsupportedError,
 )
 from dualinfer.kernels.pallas import linear  # noqa: E402
+from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
 from .models import CASES, VOCAB, make_model, random_ids, relative_rms  # noqa: E402
@@ -425,11 +426,12 @@ def test_devices_of_a_host_share_its_memory(monkeypatch, platform, free):
 
 @pytest.mark.parametrize("others", [10, None, 1000])
 def test_a_cache_must_have_room_in_every_process(monkeypatch, others):
-    class Two:
-        rank, size, copy = 0, 2, 0
+    class Two(Peers):
+        size = 2
 
         def exchange(self, message):
-            return [message, json.dumps(json.loads(message) | {"free": others}).encode()]
+            other = json.loads(message) | {"said": {"free": others}}
+            return [message, json.dumps(other).encode()]
 
     monkeypatch.setattr(cache, "least_free_bytes", lambda place: 300)
     place, peers = SimpleNamespace(name="cpu:0"), Two()
