@@ -649,9 +649,7 @@ def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
     )
     model.save_pretrained(tmp_path / "xglm")
     for source in (model, tmp_path / "xglm"):
-        with pytest.raises(
-            ModelError, match=r"'xglm'.*bert, bloom, gemma2, gemma3_text, gpt2.*opt, qwen2"
-        ):
+        with pytest.raises(ModelError, match=r"'xglm'.*bert, bloom, .*gpt2, .*llama, .*qwen3"):
             dualinfer.init_inference(source, backend=backend, kernel_inject=True)
     path = folder()
     for model_type in ("", 5, None, ["llama"], "llama\n"):

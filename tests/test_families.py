@@ -425,6 +425,12 @@ def test_config_without_a_model_type_says_so(tmp_path):
         read(tmp_path, {k: v for k, v in BERT.items() if k != "model_type"})
 
 
+def test_family_newer_than_transformers_says_so(tmp_path, monkeypatch):
+    monkeypatch.delitem(hf.CONFIG_MAPPING._mapping, "bert")
+    with pytest.raises(ModelError, match=r"has no model_type 'bert'.* newer transformers"):
+        read(tmp_path, BERT)
+
+
 @pytest.mark.parametrize("head_dim", [6, 80, 128])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 @pytest.mark.parametrize(

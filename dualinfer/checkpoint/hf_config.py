@@ -125,11 +125,16 @@ def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]
     """The fields of config.json that HF's class of `model_type` may be made from.
 
     Raises ModelError that names a field which would overwrite a part of that class, or make it
-    build lists beyond all measure.
+    build lists beyond all measure, and for a family that is newer than transformers here.
     """
     check_sizes(model_type, written)
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__
 
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"transformers {__version__} has no model_type {shown(model_type)}, whose config.json "
+            "dualinfer reads by transformers' class. Install a newer transformers."
+        )
     config_class = CONFIG_MAPPING[model_type]
     declared = {field.name for field in dataclasses.fields(config_class)}
     fields = {}

@@ -28,7 +28,7 @@ def hidden_states(
         if spec.embed_norm:
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
     kept = [x]
-    # One after another, not a scan over stacked weights: docs/architecture.md says why.
+    # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in layers or range(len(spec.layers)):
         with ops.span(f"layer.{i}"):
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, spend=not keep)

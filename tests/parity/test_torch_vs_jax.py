@@ -58,7 +58,7 @@ def decode_forced(engine, texts, monkeypatch):
         rows = torch.arange(len(position)).clamp(max=len(texts) - 1)
         return torch.tensor(texts)[rows, position.clamp(max=TOKENS - 1)]
 
-    def jax_sample(logits, state, position, features):
+    def jax_sample(logits, state, position, *how):
         import jax
         import jax.numpy as jnp
 

@@ -61,6 +61,7 @@ class KernelOps(PlainOps):
     cache_kinds = frozenset({FullCache.kind})
     kernels = "Triton"
     _IMPLEMENTATIONS: Mapping[str, str] = {
+        **PlainOps.implementations,
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row",

@@ -1,0 +1,101 @@
+"""The docs: the files that they name exist, and the examples of the pages for contributors run."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+CODE = {"dualinfer", "tests", "benchmarks", "training"}
+CONTRIBUTING = ROOT / "docs" / "contributing"
+# Chains of pages whose examples go on from one another, and the tests of what the last one adds.
+EXAMPLES = {
+    ("family",): "tests/parity tests/test_report.py tests/test_hostile_configs.py -k pebble",
+    ("family", "op"): "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
+    "tests/kernels/test_implementations.py -k 'pebble or damped or ops'",
+    ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py tests/test_pallas_ops.py "
+    "tests/test_decoder.py -k 'damp or pebble or ops_take or spills'",
+    ("scheme",): "tests/test_rows8.py tests/test_schemes.py -k 'rows8 or refused or llama'",
+    ("cache-kind",): "tests/test_by_token.py tests/parity tests/test_cache_kinds.py "
+    "-k 'by_token or window or gemma2 or different_kinds'",
+}
+WHOLE = [("family", "op", "kernel"), ("scheme",), ("cache-kind",)]
+
+
+def files() -> list[str]:
+    """The repository's files, by their paths."""
+    return [str(p.relative_to(ROOT)) for folder in CODE for p in (ROOT / folder).rglob("*.py")]
+
+
+def examples(page: Path) -> list[tuple[str, str, str]]:
+    """Kind, path and text of each example on a page: `python` is a new file, `diff` a change."""
+    return re.findall(r"^```(python|diff)\n# (\S+\.py)\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def apply(root: Path, kind: str, path: str, text: str) -> None:
+    """Write an example into a copy of the repository; what a change replaces stands there once."""
+    target = root / path
+    if kind == "python":
+        assert not target.exists(), f"{path} is no new file"
+        target.write_text(text)
+        return
+    whole = target.read_text()
+    for hunk in re.split(r"^@@\n", text, flags=re.M):
+        lines = [line or " " for line in hunk.splitlines()]
+        old, new = ("".join(f"{x[1:]}\n" for x in lines if x[0] in kept) for kept in (" -", " +"))
+        assert whole.count(old) == 1, f"{path} has these lines {whole.count(old)} times:\n{old}"
+        whole = whole.replace(old, new)
+    target.write_text(whole)
+
+
+@pytest.fixture
+def example(names, tmp_path):
+    """A copy of the package and its tests, with the examples of some pages in it."""
+    for folder in ("dualinfer", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pyc*"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in names:
+        (article,) = CONTRIBUTING.glob(f"adding-a*-{name}.md")
+        for example in examples(article):
+            apply(tmp_path, *example)
+    return tmp_path
+
+
+def run(folder: Path, command: str) -> None:
+    """Run a Python module there; its output is the message of a failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text()
+    known = [*files(), *(path for _, path, _ in examples(page))]
+    named = re.findall(r"(?<=`)[\w./-]+\.py(?=`)|\b[\w.-]+/[\w./-]+\.py\b", text)
+    assert not [n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in known)]
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("names", WHOLE, ids=lambda names: names[-1])
+def test_examples_fit_what_they_change(example):
+    run(example, "ruff check --no-cache .")
+    run(example, "ruff format --no-cache --check .")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", EXAMPLES, ids=lambda names: names[-1])
+def test_examples_run(names, example):
+    run(example, f"pytest -q -x {EXAMPLES[names]}")
