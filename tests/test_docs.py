@@ -16,7 +16,8 @@ CODE = {"dualinfer", "tests", "benchmarks", "training"}
 CONTRIBUTING = ROOT / "docs" / "contributing"
 # Chains of pages whose examples go on from one another, and the tests of what the last one adds.
 EXAMPLES = {
-    ("family",): "tests/parity tests/test_report.py tests/test_hostile_configs.py -k pebble",
+    ("family",): "tests/parity tests/test_report.py tests/test_generate.py tests/test_sharding.py "
+    "-k pebble",
     ("family", "op"): "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
     "tests/kernels/test_implementations.py -k 'pebble or damped or ops'",
     ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py tests/test_pallas_ops.py "
