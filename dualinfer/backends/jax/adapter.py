@@ -57,13 +57,13 @@ class _Inference:
         if isinstance(wanted, jax.Device):
             return wanted == self.device
         name = f"gpu:{wanted}" if isinstance(wanted, int) else str(wanted).lower()  # int: torch's
-        found = _DEVICE.fullmatch(name)
-        if found is None:
+        match = _DEVICE.fullmatch(name)
+        if match is None:
             try:
                 return dtype_name(wanted) == str(self.dtype)
             except ValueError:
                 return False
-        kind, index = found.groups()
+        kind, index = match.groups()
         same = self.device.platform == ("gpu" if kind == "cuda" else kind)
         return same and index in (None, str(self.device.id))
 

@@ -95,13 +95,13 @@ class Steps(Protocol):
 
 def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
     """Every step that `wanted` passes through, each once, for abstract arrays."""
-    found: dict[Any, Job] = {}
+    by_key: dict[Any, Job] = {}
     for count in dict.fromkeys(map(bucket, wanted.batch_sizes)):
         for length in wanted.prompt_lengths:
             request = Request(np.zeros(length, np.int32), wanted.new_tokens)
             for job in _of_request(runner, request, count, eos_width, wanted.stream):
-                found.setdefault(job.key, job)
-    return [job._replace(args=_abstract(job, runner.device)) for job in found.values()]
+                by_key.setdefault(job.key, job)
+    return [job._replace(args=_abstract(job, runner.device)) for job in by_key.values()]
 
 
 def _of_request(

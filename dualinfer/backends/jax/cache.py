@@ -161,9 +161,9 @@ def free_bytes(device: jax.Device) -> int | None:
 
 def least_free_bytes(place: Place) -> int | None:
     """Bytes that JAX may still allocate on each of this process's devices."""
-    found = [free_bytes(device) for device in place.devices]
-    free = None if None in found else min(n for n in found if n is not None)
-    return free // len(found) if free and place.device.platform == "cpu" else free  # the host's
+    amounts = [free_bytes(device) for device in place.devices]
+    free = None if None in amounts else min(n for n in amounts if n is not None)
+    return free // len(amounts) if free and place.device.platform == "cpu" else free  # the host's
 
 
 def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers) -> None:
@@ -171,7 +171,7 @@ def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers)
 
     All of `peers` must call it: where one has no room, it is raised in all.
     """
-    said = peers.tell("Making a cache", free=least_free_bytes(place))["free"]
-    free = min((n for n in said if n is not None), default=None)
+    amounts = peers.tell("Making a cache", free=least_free_bytes(place))["free"]
+    free = min((n for n in amounts if n is not None), default=None)
     if free is not None and needed > free:
         raise no_room(slots, tokens, needed, free, place.name)

@@ -74,9 +74,9 @@ def _processor(described: Path = Path("/proc/cpuinfo")) -> str | None:
     except OSError:
         return None
     pairs = (line.partition(":") for line in lines)
-    found = {f"{key.strip()}:{value}" for key, _, value in pairs if key.strip() in _OF_A_CORE}
-    knows = any(line.startswith(("flags:", "Features:")) for line in found)
-    return "\n".join(sorted(found)) if knows else None
+    facts = {f"{key.strip()}:{value}" for key, _, value in pairs if key.strip() in _OF_A_CORE}
+    knows = any(line.startswith(("flags:", "Features:")) for line in facts)
+    return "\n".join(sorted(facts)) if knows else None
 
 
 def keep_all() -> AbstractContextManager[object]:

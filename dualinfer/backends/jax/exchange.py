@@ -154,7 +154,7 @@ def _is_right(mailboxes: Mailboxes, table: jax.Array, place: ManyDevices) -> boo
 
     over = place.over_devices
     run = place.spread(sums, (over, place.sharding().spec), (over, over))
-    found, flags = Executables().run("trial", run, table, place.put(x))
+    totals, flags = Executables().run("trial", run, table, place.put(x))
     factor = place.size * (place.size + 1) // 2
-    expected = np.broadcast_to(x * factor**2, found.shape)
-    return not np.asarray(flags).any() and np.array_equal(np.asarray(found), expected)
+    expected = np.broadcast_to(x * factor**2, totals.shape)
+    return not np.asarray(flags).any() and np.array_equal(np.asarray(totals), expected)

@@ -140,14 +140,14 @@ class Executables:
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise UnsupportedError(_EAGER)
-        made, is_new = self._find(key)
+        executable, is_new = self._find(key)
         if is_new:
             job = Job(key, function, args, donate, results=results)
-            with self._book({key: made}), told_if_slow(_SLOWLY):
-                self._compile(self._lower(job), made)
-        if isinstance(made, Future):
-            made = made.result()
-        return made(*args)
+            with self._book({key: executable}), told_if_slow(_SLOWLY):
+                self._compile(self._lower(job), executable)
+        if isinstance(executable, Future):
+            executable = executable.result()
+        return executable(*args)
 
     def prepare(self, jobs: Sequence[Job], description: str) -> None:
         """Compile what is not there yet, several at a time; a later `run` with the key uses it.
@@ -155,8 +155,8 @@ class Executables:
         They are traced one after another, in this thread. A progress bar shows `description`.
         """
         self._asked.update(job.key for job in jobs)  # what was asked for is not thrown away
-        found = [(job, *self._find(job.key)) for job in jobs]
-        new = [(job, coming) for job, coming, is_new in found if is_new]
+        entries = [(job, *self._find(job.key)) for job in jobs]
+        new = [(job, coming) for job, coming, is_new in entries if is_new]
         if not new:
             return
         pool = ThreadPoolExecutor(min(len(new), _THREADS), "dualinfer-compile")
@@ -175,10 +175,10 @@ class Executables:
     def _find(self, key: Hashable) -> tuple[Any, bool]:
         """The key's executable, or the Future of it; True if it is for the caller to make."""
         with self._lock:
-            made = self._made.pop(key, None)
-            if made is not None:
-                self._made[key] = made
-                return made, False
+            executable = self._made.pop(key, None)
+            if executable is not None:
+                self._made[key] = executable
+                return executable, False
             is_new = key not in self._coming
             return self._coming.setdefault(key, Future()), is_new
 

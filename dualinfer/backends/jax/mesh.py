@@ -175,13 +175,13 @@ class ManyDevices:
 
         With None all are the same. Each part is made once, on a device of its own.
         """
-        made: dict[int, jax.Array] = {}
+        by_rank: dict[int, jax.Array] = {}
         parts = []
         for device in self.devices:
             rank = 0 if dim is None else self._rank(device)
-            part = made.get(rank)
+            part = by_rank.get(rank)
             part = make(rank, device) if part is None else jax.device_put(part, device)
-            made.setdefault(rank, part)
+            by_rank.setdefault(rank, part)
             parts.append(part)
         shape = list(parts[0].shape)
         if dim is not None:

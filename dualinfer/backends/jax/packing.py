@@ -16,16 +16,16 @@ def pack(tree: Any) -> np.ndarray:
 def unpack(packed: jax.Array, like: Any) -> Any:
     """The tree again, traced; `like` has its structure, shapes and dtypes."""
     leaves, tree = jax.tree.flatten(like)
-    found, start = [], 0
+    arrays, start = [], 0
     for leaf in leaves:
         end = start + math.prod(leaf.shape)
         bits = packed[start:end].reshape(leaf.shape)
         if leaf.dtype == bool:
-            found.append(bits != 0)
+            arrays.append(bits != 0)
         else:
-            found.append(jax.lax.bitcast_convert_type(bits, jnp.dtype(leaf.dtype)))
+            arrays.append(jax.lax.bitcast_convert_type(bits, jnp.dtype(leaf.dtype)))
         start = end
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

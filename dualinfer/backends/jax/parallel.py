@@ -53,5 +53,5 @@ class Split(NamedTuple):
 
     def slopes(self, layer: int) -> jax.Array | None:
         """This device's ALiBi slopes, float32 [H], of a layer."""
-        found = [shard.spec.layers[layer].attention.alibi for shard in self.plan.shards]
-        return None if found[0] is None else jnp.asarray(np.array(found, np.float32))[self._rank]
+        slopes = [shard.spec.layers[layer].attention.alibi for shard in self.plan.shards]
+        return None if slopes[0] is None else jnp.asarray(np.array(slopes, np.float32))[self._rank]

@@ -78,12 +78,12 @@ def read_tree(tree: Any, like: Params) -> Params:
     Raises ArgumentError that names each array that is missing, unknown, or of another shape or
     dtype than that of `like`.
     """
-    found = _flatten(tree)
+    leaves = _flatten(tree)
     groups = [("", like.outer), *((f"layers.{i}.", g) for i, g in enumerate(like.layers))]
     expected = {p + name: a for p, group in groups for name, a in named_arrays(group).items()}
     unfit = []
-    for name in found.keys() & expected.keys():
-        data, array = expected[name], found[name]
+    for name in leaves.keys() & expected.keys():
+        data, array = expected[name], leaves[name]
         if kind_of(array) not in ("jax", "numpy"):
             unfit.append(f"{name} is a {type(array).__name__}, no array")
         elif (array.shape, array.dtype) != (data.shape, data.dtype):
@@ -94,8 +94,8 @@ def read_tree(tree: Any, like: Params) -> Params:
     problems = [
         f"{what} {len(names)}: {', '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
         for what, names in (
-            ("missing", expected.keys() - found.keys()),
-            ("unknown", found.keys() - expected.keys()),
+            ("missing", expected.keys() - leaves.keys()),
+            ("unknown", leaves.keys() - expected.keys()),
             ("not fitting", unfit),
         )
         if names
@@ -107,7 +107,7 @@ def read_tree(tree: Any, like: Params) -> Params:
         )
 
     def read(name: str, leaf: Leaf) -> Leaf:
-        parts = {part: jnp.asarray(found[part_name(name, part)]) for part in parts_of(leaf)}
+        parts = {part: jnp.asarray(leaves[part_name(name, part)]) for part in parts_of(leaf)}
         return with_parts(leaf, parts)
 
     outer, *layers = (
@@ -266,8 +266,8 @@ def read_into(
     """
     own, first = [tp_plan.shards[rank] for rank in place.ranks], tp_plan.shards[0]
     with RowReader(own, plan, source, shown=shown and jax.process_index() == 0) as reader:
-        for row, found in reader:
-            by_rank = dict(zip(place.ranks, found, strict=True))
+        for row, shares in reader:
+            by_rank = dict(zip(place.ranks, shares, strict=True))
             parts = {}
             for part in row.parts:
 

@@ -28,20 +28,20 @@ class Processes(Peers):
         if client is None:
             raise DistributedError("jax.distributed was shut down; engines cannot go on without.")
         self._count += 1
-        found, of = [], self.rank
+        messages, of = [], self.rank
         try:
             client.key_value_set_bytes(self._key(self._count, self.rank), message)
             for of in range(self.size):
                 if of == self.rank:
-                    found.append(message)
+                    messages.append(message)
                 else:
                     key, patience = self._key(self._count, of), int(self._timeout * 1e3)
-                    found.append(client.blocking_key_value_get_bytes(key, patience))
+                    messages.append(client.blocking_key_value_get_bytes(key, patience))
             if self._count > 1:  # all have come here, so that all have read the message before
                 client.key_value_delete(self._key(self._count - 1, self.rank))
         except jax.errors.JaxRuntimeError as error:
             raise DistributedError(self._absent(of, error)) from error
-        return found
+        return messages
 
     def leave(self, message: bytes, reason: str) -> None:
         """Leave the message where the others find it; see `agreement.Peers`."""
@@ -87,9 +87,9 @@ def join(place: Place, timeout: float) -> Peers:
     count = client.key_value_increment(f"dualinfer/engines/{among}/{jax.process_index()}", 1)
     peers = Processes(members, f"dualinfer/engine/{among}/{count}", timeout)
     asked = {"axis": place.axis, "mesh": dict(place.mesh.shape), "devices": place.name}
-    said = peers.tell("Making an engine", asked=asked)["asked"]
-    if any(other != asked for other in said):
-        listed = "; ".join(f"process {m}: {s}" for m, s in zip(members, said, strict=True))
+    settings = peers.tell("Making an engine", asked=asked)["asked"]
+    if any(other != asked for other in settings):
+        listed = "; ".join(f"process {m}: {s}" for m, s in zip(members, settings, strict=True))
         raise ConfigError(
             f"tensor_parallel differs between the processes. {listed}. Each must make the same "
             "engines, in the same order."

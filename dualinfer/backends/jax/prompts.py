@@ -34,9 +34,9 @@ def panels(lengths: Sequence[int], most: int) -> list[list[int]]:
     if bucket(len(lengths)) * bucket(max(lengths), SMALLEST_PROMPT) <= most:
         return [order]
     order.sort(key=lambda i: -lengths[i])
-    found = []
+    groups = []
     while order:
         count = max(1, most // bucket(lengths[order[0]], SMALLEST_PROMPT))
-        found.append(order[:count])
+        groups.append(order[:count])
         order = order[count:]
-    return found
+    return groups

@@ -202,8 +202,8 @@ class JaxRunner:
             part = [requests[i] for i in group], [slots[i] for i in group]
             assert self._state is not None
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                found = self._advance(self.prefill_job(*part, self._cache, self._state))
-            passes.append(PendingTokens(found[0], 1, len(group), self._exchange, found[1]))
+                results = self._advance(self.prefill_job(*part, self._cache, self._state))
+            passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
         return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -288,8 +288,8 @@ class JaxRunner:
         how = steps, self._longest == 1, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            found = self._advance(self.decode_job(*how, self._cache, self._state))
-        return PendingTokens(found[0], steps, slots, self._exchange, found[1])
+            results = self._advance(self.decode_job(*how, self._cache, self._state))
+        return PendingTokens(results[0], steps, slots, self._exchange, results[1])
 
     def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""

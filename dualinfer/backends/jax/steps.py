@@ -75,8 +75,8 @@ class Steps:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
-        given = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*given, keep, layers, x)
+        args = *model, ids, positions, token_types, attend
+        states = decoder.hidden_states(*args, keep, layers, x)
         if layers and layers.stop < len(self.spec.layers):
             return states[-1], ops.given_up()
         return decoder.outputs(*model, states, keep), ops.given_up()
@@ -153,8 +153,8 @@ class Steps:
         @jax.jit  # so that the two loops have one body, traced and lowered once
         def step(carry: tuple) -> tuple:
             i, cache, state, scratch, tokens = carry
-            given = cache, state, scratch, mode, tokens, i
-            cache, state, scratch, tokens = self._step(params, *given)
+            args = cache, state, scratch, mode, tokens, i
+            cache, state, scratch, tokens = self._step(params, *args)
             return i + 1, cache, state, scratch, tokens
 
         def several(carry: tuple) -> tuple:
@@ -183,8 +183,8 @@ class Steps:
         """
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
-        given = cache, state, self._scratch(params, slots), mode, tokens, 0
-        cache, state, scratch, tokens = self._step(params, *given)
+        args = cache, state, self._scratch(params, slots), mode, tokens, 0
+        cache, state, scratch, tokens = self._step(params, *args)
         state = state._replace(seen=mark(state.seen, tokens))
         return cache, state, tokens, self.ops.using(scratch).given_up()
 

@@ -276,13 +276,13 @@ def _candidates(key: Key, sms: int) -> list[DecodeConfig]:
     default = default_config(pairs, reach, dim, itemsize, sms)
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
-    found = [default]
+    configs = [default]
     for n in splits:
         for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2)):
             if n > triton.cdiv(reach, block) or block * dim > 8192:
                 continue
-            found += [DecodeConfig(block, warps, n, stages) for stages in (2, 3)]
-    return found
+            configs += [DecodeConfig(block, warps, n, stages) for stages in (2, 3)]
+    return configs
 
 
 TUNABLE = Tunable(

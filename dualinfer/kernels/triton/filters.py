@@ -165,14 +165,14 @@ def find_thresholds(
     """
     grid = (-(-work.vocab // work.block), source[0].shape[0])
     want = state.temperature, state.top_k, state.top_p
-    found = work.counters, work.chunk_best, work.row_best, work.ints
-    launch(_best_kernel, grid, *source, *flags, *want, *found, work.vocab, STEP=step, **meta)
+    buffers = work.counters, work.chunk_best, work.row_best, work.ints
+    launch(_best_kernel, grid, *source, *flags, *want, *buffers, work.vocab, STEP=step, **meta)
     tables = work.masses, work.coarse, work.fine, work.scales
     for digit in (0, 1, 2, 1, 2):  # the first one serves top-k and top-p
         launch(
             _narrow_kernel,
             grid,
-            *(*source, *want, *found, *tables, work.vocab),
+            *(*source, *want, *buffers, *tables, work.vocab),
             DIGIT=digit,
             **meta,
         )

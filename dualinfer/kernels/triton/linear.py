@@ -209,17 +209,17 @@ def _candidates(key: Key, sms: int) -> list[LinearConfig]:
 
 def _vector_candidates(rows: int, features: int, elements: int, sms: int) -> list[VectorConfig]:
     """Those with 32 to 64 weights a thread first: the rule that measurements have shown."""
-    found = []
+    candidates = []
     for block in (1, 2, 4, 8, 16):
         for warps in (1, 2, 4, 8, 16):
             per_thread = block * elements / (32 * warps)
             distance = max(per_thread / 64, 32 / per_thread)
             if distance > 2 or features < block * sms // 2:
                 continue
-            found.append((distance, VectorConfig(block, warps)))
+            candidates.append((distance, VectorConfig(block, warps)))
             if rows == 1 and per_thread <= 64:  # the next block's weights take registers, too
-                found += [(distance + 0.1 * n, VectorConfig(block, warps, n)) for n in (2, 3)]
-    return [config for _, config in sorted(found, key=lambda item: item[0])]
+                candidates += [(distance + 0.1 * n, VectorConfig(block, warps, n)) for n in (2, 3)]
+    return [config for _, config in sorted(candidates, key=lambda item: item[0])]
 
 
 # Weight rows, columns and stages of a tile by its rows of x.

@@ -235,9 +235,9 @@ def rotary_append(
 def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
     import torch
 
-    found = "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+    description = "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
     if x is None or x.shape != shape or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} is {found}; int32 or int64 {shape} is expected.")
+        raise ValueError(f"{name} is {description}; int32 or int64 {shape} is expected.")
     if len(shape) == 1 and not x.is_contiguous():
         raise ValueError(f"{name} has stride {x.stride(0)}; a contiguous vector is expected.")
 

@@ -79,8 +79,8 @@ def to_entries(table: Table) -> list[dict[str, Any]]:
         kinds = _OPS[op].kinds.items()
         kind = next(name for name, kind in kinds if isinstance(config, kind.config))
         fields = dict(zip(_OPS[op].fields, values, strict=True))
-        made = {"kind": kind, **config._asdict()}
-        entries.append({"op": op, **fields, "config": made, "us": round(us, 2)})
+        settings = {"kind": kind, **config._asdict()}
+        entries.append({"op": op, **fields, "config": settings, "us": round(us, 2)})
     return entries
 
 
@@ -152,13 +152,13 @@ def shipped(kinds: Sequence[str]) -> list[tuple[str, Table]]:
     devices = json.loads(text)
     kinds_of_all = [kind for tunable in _OPS.values() for kind in tunable.kinds.values()]
     of_memory = tuple(kind.config for kind in kinds_of_all if kind.bound_by_memory)
-    found = []
+    tables = []
     for kind in kinds:
         table = to_table(devices[kind]["entries"]) if kind in devices else {}
         if kind != kinds[0]:
             table = {k: v for k, v in table.items() if not isinstance(v.config, of_memory)}
-        found.append((kind, table))
-    return [(kind, table) for kind, table in found if table]
+        tables.append((kind, table))
+    return [(kind, table) for kind, table in tables if table]
 
 
 def device_kinds(name: str, capability: tuple[int, int], sms: int) -> tuple[str, ...]:

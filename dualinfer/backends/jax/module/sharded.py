@@ -65,10 +65,10 @@ def read_policy(
 def _spec(
     pattern: str, value: Any, name: str, shape: tuple[int, ...], place: ManyDevices
 ) -> PartitionSpec:
-    said = f"injection_policy: {pattern!r} gives {name} {list(shape)} the axes {value!r}"
+    rule = f"injection_policy: {pattern!r} gives {name} {list(shape)} the axes {value!r}"
     if not isinstance(value, tuple | list | PartitionSpec) or len(value) != len(shape):
         raise ConfigError(
-            f"{said}; expected a tuple of {len(shape)}, one entry for each of its axes: the name "
+            f"{rule}; expected a tuple of {len(shape)}, one entry for each of its axes: the name "
             "of a mesh axis, a tuple of names, or None."
         )
     sizes, used = place.mesh.shape, []
@@ -76,16 +76,16 @@ def _spec(
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         unknown = [axis for axis in axes if axis not in sizes]
         if unknown:
-            raise ConfigError(f"{said}, but the mesh has {', '.join(map(repr, sizes))} only.")
+            raise ConfigError(f"{rule}, but the mesh has {', '.join(map(repr, sizes))} only.")
         used += axes
         count = prod(sizes[axis] for axis in axes)
         if extent % count:
             raise ConfigError(
-                f"{said}, and {extent} does not divide by the {count} devices along "
+                f"{rule}, and {extent} does not divide by the {count} devices along "
                 f"{', '.join(map(repr, axes))}. Split another axis of it, or none."
             )
     if len(used) != len(set(used)):
-        raise ConfigError(f"{said}, which names a mesh axis twice.")
+        raise ConfigError(f"{rule}, which names a mesh axis twice.")
     return PartitionSpec(*value)
 
 

@@ -146,14 +146,14 @@ class PlainOps:
 
     def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
         """See `contract.Ops.angles`."""
-        found: dict[Rope, tuple[jax.Array, jax.Array]] = {}
+        angles: dict[Rope, tuple[jax.Array, jax.Array]] = {}
         for layer in spec.layers:
             rope = layer.attention.rope
-            if rope and rope not in found:
+            if rope and rope not in angles:
                 frequencies = jnp.array(rope.inv_freq, jnp.float32)
                 turned = positions[..., None].astype(jnp.float32) * frequencies
-                found[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
-        return found
+                angles[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
+        return angles
 
     def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
