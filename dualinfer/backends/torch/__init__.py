@@ -89,8 +89,8 @@ def create_runner(
     runner = TorchRunner(shard, params, dtype, ops, device, graphs is not False, graphs is True)
     if shard.size > 1:
         forget_graphs_at_exit(runner)
-        held = shard.describe()
-        runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {held}",)
+        share = shard.describe()
+        runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {share}",)
     return runner
 
 

@@ -152,9 +152,9 @@ class _FusedEngine(_Engine, _FusedWeights):
 
     def _follow(self: Any) -> None:
         """Show the weights where they lie now, in every view of them."""
-        fresh = dict(_weights_module(self.runner.params).named_parameters())
-        for name, shown in self._modules["module"].named_parameters():
-            shown.data = fresh[name].data
+        weights = dict(_weights_module(self.runner.params).named_parameters())
+        for name, parameter in self._modules["module"].named_parameters():
+            parameter.data = weights[name].data
 
 
 class _ModuleEngine(_Engine):

@@ -34,9 +34,9 @@ def in_order(method: M) -> M:
             try:
                 return method(self, *args, **kwargs)
             finally:  # what was launched before an error runs all the same
-                done = torch.cuda.Event()
-                done.record(stream)
-                self.last_work = stream, done
+                event = torch.cuda.Event()
+                event.record(stream)
+                self.last_work = stream, event
 
     return cast(M, call)
 

@@ -99,9 +99,9 @@ def _check_history(ranks: Ranks) -> None:
     end (pytorch#196082).
     """
     global _rendezvous
-    said = ranks.tell("Counting what ranks have shared", count=_rendezvous)["count"]
-    if len(set(said)) > 1:
-        raise RuntimeError(f"the ranks have shared {said} models before, which torch cannot tell")
+    counts = ranks.tell("Counting what ranks have shared", count=_rendezvous)["count"]
+    if len(set(counts)) > 1:
+        raise RuntimeError(f"the ranks have shared {counts} models before, which torch cannot tell")
     _rendezvous += 1
 
 
@@ -120,9 +120,9 @@ def _open(split: Split, symmetric_memory: Any) -> Exchange:
     except Exception as raised:  # of the driver: no peer-to-peer, no handles to share
         error = raised
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    said = ranks.tell("Sharing memory of the GPUs", error=text)["error"]
-    if any(said):
-        raise RuntimeError(next(text for text in said if text))
+    errors = ranks.tell("Sharing memory of the GPUs", error=text)["error"]
+    if any(errors):
+        raise RuntimeError(next(text for text in errors if text))
     assert words is not None
     mailbox = Mailbox(
         rank=ranks.rank,

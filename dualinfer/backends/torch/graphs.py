@@ -280,8 +280,8 @@ class CallGraphs:
                 stream = torch.cuda.current_stream(self._device)
                 if self._done is not None:  # another stream may still be reading the outputs
                     stream.wait_event(self._done)
-            for buffer, given in zip(captured.inputs, inputs, strict=True):
-                buffer.copy_(given, non_blocking=True)  # host memory is read before it returns
+            for buffer, tensor in zip(captured.inputs, inputs, strict=True):
+                buffer.copy_(tensor, non_blocking=True)  # host memory is read before it returns
             captured.replay()
             outputs = self._copied(captured.outputs)
             if stream is not None:
@@ -317,11 +317,11 @@ class CallGraphs:
 
 def graph_facts(*kinds: StepGraphs | CallGraphs | None) -> dict[str, int]:
     """What a report says of graphs. CUDA does not tell what memory one takes."""
-    found = [kind for kind in kinds if kind is not None]
+    graphs = [kind for kind in kinds if kind is not None]
     return {
-        "compilations": sum(kind.captures for kind in found),
-        "executables": sum(map(len, found)),
-        "evictions": sum(kind.evictions for kind in found),
+        "compilations": sum(kind.captures for kind in graphs),
+        "executables": sum(map(len, graphs)),
+        "evictions": sum(kind.evictions for kind in graphs),
         "executable_bytes": 0,
     }
 

@@ -25,26 +25,26 @@ def degree_of(settings: TensorParallelConfig) -> int:
 
     Raises ConfigError where its fields say different numbers.
     """
-    said = {"tensor_parallel.tp_size": settings.tp_size} if settings.tp_size > 1 else {}
+    sizes = {"tensor_parallel.tp_size": settings.tp_size} if settings.tp_size > 1 else {}
     if settings.mpu is not None:
         size = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_world_size")
-        said["tensor_parallel.mpu"] = int(size)
+        sizes["tensor_parallel.mpu"] = int(size)
     if settings.tp_group is not None:
         size = _call("tensor_parallel.tp_group", settings.tp_group, "size")
-        said["tensor_parallel.tp_group"] = int(size)
+        sizes["tensor_parallel.tp_group"] = int(size)
     if not settings.enabled:
         return 1
-    if len(set(said.values())) > 1:
-        listed = ", ".join(f"{name} says {size}" for name, size in said.items())
-        raise ConfigError(f"How many processes share the model? {listed}. Leave out all but one.")
-    return next(iter(said.values()), 1)
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name} says {size}" for name, size in sizes.items())
+        raise ConfigError(f"How many processes share the model? {listing}. Leave out all but one.")
+    return next(iter(sizes.values()), 1)
 
 
 def _call(name: str, group: Any, method: str) -> Any:
-    found = getattr(group, method, None)
-    if not callable(found):
+    function = getattr(group, method, None)
+    if not callable(function):
         raise ConfigError(f"{name} is a {type(group).__name__}, which has no {method}().")
-    return found()
+    return function()
 
 
 def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
@@ -63,11 +63,11 @@ def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
     timeout = timedelta(seconds=settings.timeout)
     if not dist.is_initialized():
         _start(degree, device, timeout)
-    given = settings.tp_group
-    if given is None and settings.mpu is not None:
-        given = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_group")
-    if given is not None:
-        return _join_given(given, device, timeout)
+    group = settings.tp_group
+    if group is None and settings.mpu is not None:
+        group = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_group")
+    if group is not None:
+        return _join_given(group, device, timeout)
     return _join_world(degree, device, timeout)
 
 
@@ -120,10 +120,10 @@ def forget_graphs_at_exit(runner: Any) -> None:
     alive = weakref.ref(runner)
 
     def forget() -> None:
-        found = alive()
-        if found is not None and found.device.type == "cuda":
-            with torch.cuda.device(found.device):
-                found.forget_graphs()
+        owner = alive()
+        if owner is not None and owner.device.type == "cuda":
+            with torch.cuda.device(owner.device):
+                owner.forget_graphs()
 
     atexit.register(forget)
 
@@ -200,9 +200,9 @@ def _meet_by(store: Any, degree: int, timeout: timedelta) -> None:
         ) from error
     degrees = [int(store.get(key)) for key in keys]
     if len(set(degrees)) > 1:
-        listed = ", ".join(f"rank {r}: {d}" for r, d in enumerate(degrees))
+        listing = ", ".join(f"rank {r}: {d}" for r, d in enumerate(degrees))
         raise ConfigError(
-            f"tensor_parallel.tp_size differs between the processes of the job: {listed}. Every "
+            f"tensor_parallel.tp_size differs between the processes of the job: {listing}. Every "
             "process must make the same engines, in the same order."
         )
 

@@ -64,9 +64,9 @@ class Ranks(Peers):
         def gather() -> list[torch.Tensor]:
             on_host = "cpu:" in dist.get_backend_config(self.host)  # else a caller's NCCL group
             placed = own if on_host else own.to(self.device)
-            found = [torch.empty_like(placed) for _ in self.members]
-            dist.all_gather(found, placed, group=self.host)
-            return found
+            tensors = [torch.empty_like(placed) for _ in self.members]
+            dist.all_gather(tensors, placed, group=self.host)
+            return tensors
 
         return [bytes(tensor.cpu().numpy()) for tensor in self._talk(gather)]
 
@@ -114,15 +114,15 @@ class Ranks(Peers):
 
     def _why(self, error: RuntimeError) -> str:
         """What those that are gone have said; after a timeout the store might not answer either."""
-        told = []
+        reasons = []
         if "timed out" not in str(error).lower():
             with suppress(RuntimeError, ValueError):
                 store = job_store()
                 for rank, member in enumerate(self.members):
                     key = self._reason_key(member)
                     if store.check([key]):
-                        told.append(f"rank {rank} left: {store.get(key).decode()}.")
-        return " ".join(told) or (
+                        reasons.append(f"rank {rank} left: {store.get(key).decode()}.")
+        return " ".join(reasons) or (
             "a process ended, or did not come within the timeout: it may have failed or stopped "
             "in code of the caller's. Its own output says why."
         )
@@ -145,15 +145,15 @@ class Ranks(Peers):
             return x
         widest = max(widths)
         own = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
-        found = own.new_empty(self.size, *own.shape)
-        self._talk(lambda: _gather_single(found.view(-1), own.view(-1), group=self.group))
-        parts = [part[..., :width] for part, width in zip(found, widths, strict=True)]
+        shares = own.new_empty(self.size, *own.shape)
+        self._talk(lambda: _gather_single(shares.view(-1), own.view(-1), group=self.group))
+        parts = [part[..., :width] for part, width in zip(shares, widths, strict=True)]
         return torch.cat(parts, dim=-1)
 
     def close(self) -> None:
         """Give up the groups that were made for this engine."""
-        owned, self._owned = self._owned, []
-        for group in owned:
+        groups, self._owned = self._owned, []
+        for group in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self.let_go()

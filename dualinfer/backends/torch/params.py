@@ -92,8 +92,8 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
             elif any(_place(old[part]) != _place(tensor) for part, tensor in new.items()):
                 with torch.inference_mode(False):  # else no later call outside of it may write it
                     own = {part: torch.empty_like(tensor) for part, tensor in old.items()}
-                copied = {part: tensor.copy_(new[part]) for part, tensor in own.items()}
-                group[name] = with_parts(leaf, copied)
+                copies = {part: tensor.copy_(new[part]) for part, tensor in own.items()}
+                group[name] = with_parts(leaf, copies)
                 lent.discard(row.name)
     return params._replace(lent=frozenset(lent))
 
@@ -115,11 +115,11 @@ def _assemble(
     if not row.sources:
         whole = torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
         return {"data": whole}
-    kept = dtype if row.scheme is None else None
+    target = dtype if row.scheme is None else None
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         tensor = from_numpy(array, "torch") if isinstance(array, np.ndarray) else array
-        return tensor.permute(order).to(device=device, dtype=kept)
+        return tensor.permute(order).to(device=device, dtype=target)
 
     by_part: dict[str, list[Found]] = {}
     while found:

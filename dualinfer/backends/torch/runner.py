@@ -111,12 +111,12 @@ class TorchRunner:
         keep = inputs.output_hidden_states
         with self._own_settings(inputs.ids.size), span("forward"):
             if self._calls is not None:
-                found = self._calls.run(outputs, (*tensors, keep), {})
+                result = self._calls.run(outputs, (*tensors, keep), {})
             else:
-                found = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
         if self.ops.exchange is not None and self.ops.exchange.given_up.any():
             raise self.ops.exchange.error()
-        return found
+        return result
 
     def _outputs(
         self,

@@ -58,8 +58,8 @@ def slots(module: torch.nn.Module) -> Iterator[Slot]:
     """Every place that holds a tensor; a tied or shared one once for each of its names."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers", "__dict__"):
-            held = vars(owner) if kind == "__dict__" else getattr(owner, kind)
-            for key, tensor in held.items():
+            entries = vars(owner) if kind == "__dict__" else getattr(owner, kind)
+            for key, tensor in entries.items():
                 if isinstance(tensor, torch.Tensor):
                     yield Slot(f"{prefix}.{key}".lstrip("."), owner, kind, key)
 
@@ -138,7 +138,7 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
     # What is drawn to initialise it is not taken from the caller's generator.
     with _quiet(), _marked_memory(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            filled, info = type(module).from_pretrained(
+            model, info = type(module).from_pretrained(
                 None,
                 config=module.config,
                 state_dict=state,
@@ -154,13 +154,13 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
                 f"{type(module).__name__}: {error}"
             ) from error
     misshaped = [
-        f"{name} is {tuple(found)}, expected {tuple(expected)}"
-        for name, found, expected in sorted(info["mismatched_keys"])
+        f"{name} is {tuple(shape)}, expected {tuple(expected)}"
+        for name, shape, expected in sorted(info["mismatched_keys"])
     ]
     problems = {"missing": sorted(info["missing_keys"]), "misshaped": misshaped}
     hint = prefix_hint(problems["missing"], info["unexpected_keys"])
     _refuse(module, source, problems, hint)
-    new = {slot.name: slot for slot in slots(filled)}
+    new = {slot.name: slot for slot in slots(model)}
     unset = [s.name for s in new.values() if not s.in_state and _is_unset(s.tensor)]
     if unset:
         raise CheckpointError(
@@ -187,45 +187,45 @@ def _fill_by_name(
     module: torch.nn.Module, source: TensorSource, dtype: torch.dtype, odd: list[str]
 ) -> list[str]:
     """Each tensor from that of its name, or of a name that it is tied to; `odd` as above."""
-    named = {slot.name: slot for slot in slots(module)}
-    wanted = module.state_dict(keep_vars=True)
-    _check_state(module, named, wanted)
+    slot_of = {slot.name: slot for slot in slots(module)}
+    state = module.state_dict(keep_vars=True)
+    _check_state(module, slot_of, state)
     stored = set(source.names())
     values: dict[str, torch.Tensor] = {}
     missing, misshaped, mistyped, torn = [], [], [], []
-    for names in _ties(wanted):
-        found = [name for name in names if name in stored]
-        if not found:
+    for names in _ties(state):
+        matches = [name for name in names if name in stored]
+        if not matches:
             missing += names
             continue
-        own = wanted[found[0]]
-        wrong = [n for n in found if tuple(source.shape(n)) != tuple(own.shape)]
+        own = state[matches[0]]
+        wrong = [n for n in matches if tuple(source.shape(n)) != tuple(own.shape)]
         misshaped += [f"{n} is {source.shape(n)}, expected {tuple(own.shape)}" for n in wrong]
         expected = _FLOATS if own.is_floating_point() else (str(own.dtype).split(".")[1],)
-        odd = [n for n in found if source.dtype(n) not in expected]
+        odd = [n for n in matches if source.dtype(n) not in expected]
         mistyped += [f"{n} is {source.dtype(n)}, expected {' or '.join(expected)}" for n in odd]
         if wrong or odd:
             continue
-        read = _read(source, found[0])
-        if isinstance(own, torch.nn.Parameter) and not is_finite(to_numpy(read)):
-            odd.append(found[0])
-        values[names[0]] = value = read.to(dtype) if read.is_floating_point() else read
+        tensor = _read(source, matches[0])
+        if isinstance(own, torch.nn.Parameter) and not is_finite(to_numpy(tensor)):
+            odd.append(matches[0])
+        values[names[0]] = value = tensor.to(dtype) if tensor.is_floating_point() else tensor
         torn += [
-            f"{twin} and {found[0]}"
-            for twin in found[1:]
+            f"{twin} and {matches[0]}"
+            for twin in matches[1:]
             if not same_tensor(value, _read(source, twin, dtype))
         ]
     problems = {"missing": missing, "misshaped": misshaped, "of another dtype": mistyped}
     problems |= {"tied in the module, but different": torn}
-    left = sorted(stored - wanted.keys())
+    left = sorted(stored - state.keys())
     hint = prefix_hint(missing, left)
     _refuse(module, source, {**problems, "left over": left}, hint)
-    for names in _ties(wanted):
+    for names in _ties(state):
         value = values[names[0]]
-        if isinstance(wanted[names[0]], torch.nn.Parameter):
-            value = torch.nn.Parameter(value, wanted[names[0]].requires_grad)
+        if isinstance(state[names[0]], torch.nn.Parameter):
+            value = torch.nn.Parameter(value, state[names[0]].requires_grad)
         for name in names:
-            named[name].put(value)
+            slot_of[name].put(value)
     return []
 
 
@@ -264,11 +264,11 @@ def _refuse(
     hint: str,
 ) -> None:
     """Raise CheckpointError that lists what there is of each kind of problem, and the hint."""
-    found = [f"{kind} {counted(names)}" for kind, names in problems.items() if names]
-    if found:
+    texts = [f"{kind} {counted(names)}" for kind, names in problems.items() if names]
+    if texts:
         raise CheckpointError(
             f"The weights of {source.description} do not fit the {type(module).__name__}: "
-            f"{'; '.join(found)}.{hint}"
+            f"{'; '.join(texts)}.{hint}"
         )
 
 

@@ -65,13 +65,13 @@ def _kept_in_float32(module: torch.nn.Module, dtype: torch.dtype) -> set[int]:
     """
     if dtype == torch.float32:
         return set()
-    kept: set[int] = set()
+    ids: set[int] = set()
     models: list[str] = []
     for name, part in module.named_modules():
         if is_hf(part) and not any(name.startswith(outer) for outer in models):
             models.append(f"{name}." if name else "")
-            kept |= _kept_by_hf(part, dtype)
-    return kept
+            ids |= _kept_by_hf(part, dtype)
+    return ids
 
 
 def _kept_by_hf(model: Any, dtype: torch.dtype) -> set[int]:

@@ -69,13 +69,13 @@ def create_module_runner(
     seam = plan = None
     if peers.size > 1:
         with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
-            made = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
-            text = None if made is None else _SHARED_PLAN.dump_json(made).decode()
-            plan, said = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
-        notes += said
-        kept = kept_sizes(inner, plan, peers.rank)
+            result = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
+            text = None if result is None else _SHARED_PLAN.dump_json(result).decode()
+            plan, plan_notes = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
+        notes += plan_notes
+        sizes = kept_sizes(inner, plan, peers.rank)
         with peers.together("Room for the parts"):
-            check_room(module, device, dtype, kept)
+            check_room(module, device, dtype, sizes)
         seam = RanksSeam(peers)
     with peers.together("Splitting the module"):
         if seam is not None and plan is not None:
@@ -91,16 +91,16 @@ def create_module_runner(
 
 def _marks(module: torch.nn.Module) -> list[Any]:
     """What tells modules apart: parts, tensors and a few of their values. All ranks have one."""
-    named = [(slot.name, slot.tensor.detach()) for slot in slots(module)]
+    tensors = [(slot.name, slot.tensor.detach()) for slot in slots(module)]
     values = [
         t[(end,) * (t.ndim - 1)][: _MARKED if end == 0 else None][-_MARKED:]
-        for _, t in named
+        for _, t in tensors
         for end in (0, -1)
         if t.ndim and t.numel() and not t.is_complex()
     ]
     marks = [value.to("cpu", torch.float64) for value in values]
     parts = [(n, type(part).__name__, is_altered(part)) for n, part in module.named_modules()]
-    shapes = [(name, tuple(t.shape)) for name, t in named]
+    shapes = [(name, tuple(t.shape)) for name, t in tensors]
     return [parts, shapes, torch.cat(marks) if marks else None]
 
 
@@ -113,9 +113,9 @@ def _share_random_state(peers: Ranks, device: torch.device) -> None:
         states.append(torch.cuda.get_rng_state(device))
     own = [state.numpy().tobytes().hex() for state in states]
     first = peers.tell("The random state", states=own)["states"][0]
-    host, *placed = (torch.frombuffer(bytearray.fromhex(x), dtype=torch.uint8) for x in first)
+    host, *others = (torch.frombuffer(bytearray.fromhex(x), dtype=torch.uint8) for x in first)
     torch.set_rng_state(host)
-    for state in placed:
+    for state in others:
         torch.cuda.set_rng_state(state, device)
 
 
@@ -178,11 +178,11 @@ class TorchModuleRunner:
 
     def _choose_sample(self) -> torch.Tensor | None:
         """One in the engine's dtype if there is one: HF keeps some in float32."""
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        ranks = [2 * t.is_floating_point() + (t.dtype == self.dtype) for _, t in named]
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        ranks = [2 * t.is_floating_point() + (t.dtype == self.dtype) for _, t in tensors]
         if not ranks:
             return None
-        self._sample_name, tensor = named[ranks.index(max(ranks))]
+        self._sample_name, tensor = tensors[ranks.index(max(ranks))]
         return tensor
 
     def _look(self) -> None:

@@ -93,8 +93,8 @@ class _TimedCall:
         module: Any = self._module()
         call = self.compiled or module._call_impl
         if not torch.compiler.is_compiling():
-            for held in tuple(self.watches):
-                watch = held()
+            for reference in tuple(self.watches):
+                watch = reference()
                 if watch is not None:
                     call = functools.partial(watch.run, call)
         return call(*args, **kwargs)

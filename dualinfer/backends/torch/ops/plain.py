@@ -76,8 +76,8 @@ class PlainOps:
         if self.split is None:
             return primitives.embed(ids, weight)
         rows, here = self.split.is_here(ids)
-        found = primitives.embed(rows, weight)
-        return self.split.sum(torch.where(here[..., None], found, 0))
+        vectors = primitives.embed(rows, weight)
+        return self.split.sum(torch.where(here[..., None], vectors, 0))
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -133,8 +133,8 @@ class PlainOps:
         """See `contract.Ops.angles`."""
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope, frequencies in params.frequencies.items():
-            turned = positions[..., None].float() * frequencies
-            angles[rope] = turned.cos() * rope.scaling, turned.sin() * rope.scaling
+            radians = positions[..., None].float() * frequencies
+            angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:

@@ -293,9 +293,9 @@ def decode_attention(
         visible = visible & (at[None] >= lengths[:, None] - window)
     if alibi is not None or softcap is not None or sinks is not None:
         ahead = (at[None] - (lengths[:, None] - 1))[:, None]
-        seen = visible[:, None, None]
+        mask = visible[:, None, None]
         query = q[:, :, None]
-        out = _dense_attention(query, keys, values, seen, scale, alibi, ahead, softcap, sinks)
+        out = _dense_attention(query, keys, values, mask, scale, alibi, ahead, softcap, sinks)
         return out[:, :, 0]
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(

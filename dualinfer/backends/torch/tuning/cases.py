@@ -167,8 +167,8 @@ def _product_maker(
             for weight, by in products:
                 if by.residual is not None:
                     by = by._replace(residual=residual)
-                made = ops.linear(x, weight, by, config)
-                y = made if y is None else y
+                output = ops.linear(x, weight, by, config)
+                y = output if y is None else y
             assert y is not None
             return y
 
@@ -185,11 +185,11 @@ def _decodes(
     for reach in reaches:
         for layer in layers:
             a = layer.spec
-            seen = min(reach, a.window or reach)
+            keys = min(reach, a.window or reach)
             shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
             if 2 * slots * reach * a.kv_heads * a.head_dim * like.element_size() > _MOST_CACHE:
                 continue
-            key = decode_attention.tuning_key(slots * a.kv_heads, seen, *shape)
+            key = decode_attention.tuning_key(slots * a.kv_heads, keys, *shape)
             maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
             yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
@@ -210,8 +210,8 @@ def _decode_maker(
         def run(config: Any) -> torch.Tensor:
             y = None
             for cache in caches:
-                made, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
-                y = made if y is None else y
+                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
+                y = output if y is None else y
             assert y is not None
             return y
 
@@ -250,11 +250,11 @@ def _prompt_maker(
         k, v = (_random(like, 1, tokens, a.kv_heads, a.head_dim) for _ in range(2))
 
         def run(config: Any) -> torch.Tensor:
-            made = [
+            outputs = [
                 attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
                 for _ in range(_PROMPT_CALLS)
             ]
-            return made[0]
+            return outputs[0]
 
         return run, _PROMPT_CALLS
 

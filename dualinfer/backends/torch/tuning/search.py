@@ -46,20 +46,20 @@ def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
     ]
     if not cases:
         return
-    found: Table = {}
+    table: Table = {}
     try:
-        ended = search(cases, found, graph_seconds(ops.device), MOST_SECONDS)
+        ended = search(cases, table, graph_seconds(ops.device), MOST_SECONDS)
     finally:  # what an interrupt leaves is worth keeping
         torch.cuda.empty_cache()
-        if found:
-            save_cache(Machine.of(ops.device), found)
+        if table:
+            save_cache(Machine.of(ops.device), table)
     if not ended:
         warn_caller(
-            f"triton_autotune measured {len(found)} of {len(cases)} shapes, as it takes "
+            f"triton_autotune measured {len(table)} of {len(cases)} shapes, as it takes "
             f"{MOST_SECONDS:.0f} seconds at most. The others run as without it; the next start "
             "with triton_autotune=True goes on."
         )
-    ops.configurations = ops.configurations.having(HERE, found)
+    ops.configurations = ops.configurations.having(HERE, table)
 
 
 def _with_shipped(case: TuningCase, ops: KernelOps) -> TuningCase:

@@ -189,5 +189,5 @@ def _locks(descriptor: int) -> bool:
 
 def _holder(descriptor: int) -> str:
     """Who has the lock, as it wrote there itself."""
-    said = os.pread(descriptor, 20, 0)
-    return f"process {int(said)}" if said.isdigit() else "another process"
+    content = os.pread(descriptor, 20, 0)
+    return f"process {int(content)}" if content.isdigit() else "another process"

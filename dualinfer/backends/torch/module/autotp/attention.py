@@ -111,10 +111,10 @@ def _output(root: nn.Module, path: str, part: nn.Module) -> tuple[Any, str | Non
     parent, _, own = path.rpartition(".")
     row = join_path(parent, "output.dense")
     try:
-        found = root.get_submodule(row)
+        layer = root.get_submodule(row)
     except AttributeError:
         return None, None
-    return (found, row) if own in ("self", "attention") else (None, None)
+    return (layer, row) if own in ("self", "attention") else (None, None)
 
 
 def _layouts(unit: Unit, part: nn.Module, names: Sequence[str], heads: Heads) -> list[Layout]:
@@ -137,8 +137,8 @@ def _local(
     config = getattr(part, "config", None)
     widths = [sizes(part.get_submodule(name))[1] for name in names]
     inner = sizes(out)[0]
-    said = _number(part, _HEADS)
-    count = said or _number(config, _HEADS)
+    own_heads = _number(part, _HEADS)
+    count = own_heads or _number(config, _HEADS)
     dim = _number(part, _HEAD_DIM) or (inner // count if count else None)
     if not dim:
         raise NotUnderstoodError("it does not say how many heads it has")
@@ -151,14 +151,14 @@ def _local(
     else:
         kv_heads = (widths[0] // dim - heads) // 2
         expected = [heads + 2 * kv_heads]
-    said_kv = _number(part, _KV_HEADS)
+    own_kv_heads = _number(part, _KV_HEADS)
     if (
         inner != heads * dim
         or widths != [n * dim for n in expected]
         or not kv_heads
         or heads % kv_heads
-        or (said is not None and said != heads)
-        or (said_kv is not None and said_kv != kv_heads and said_kv != heads)
+        or (own_heads is not None and own_heads != heads)
+        or (own_kv_heads is not None and own_kv_heads != kv_heads and own_kv_heads != heads)
     ):
         raise NotUnderstoodError(
             f"its heads do not fit its shapes (head_dim {dim}, inner width {inner})"
@@ -185,22 +185,22 @@ def attention_changes(
         f", {heads.kv_heads} KV heads" if heads.kv_heads != heads.heads else ""
     )
     columns = [path for path in unit.layers if path != row]
-    found = [
+    changes = [
         Change(path, "column", tuple(layout(h) for h in ranks), unit.path, reason)
         for path, layout in zip(columns, layouts, strict=True)
     ]
     parts = tuple(query_rows(h) for h in ranks)
-    found.append(Change(row, "row", parts, unit.path, reason, heads=tuple(ranks)))
-    found += _by_head(unit, part, heads, ranks, set(columns) | {row})
+    changes.append(Change(row, "row", parts, unit.path, reason, heads=tuple(ranks)))
+    changes += _by_head(unit, part, heads, ranks, set(columns) | {row})
     numbers = tuple(_local_numbers(vars(part), heads, h) for h in ranks)
     config = getattr(part, "config", None)
-    wanted = _read_of_config(part) if config is not None else ()
+    names = _read_of_config(part) if config is not None else ()
     config_numbers = tuple(
-        _local_numbers({n: getattr(config, n, None) for n in wanted}, heads, h) for h in ranks
+        _local_numbers({n: getattr(config, n, None) for n in names}, heads, h) for h in ranks
     )
     biased = {"alibi", "position_bias"} & {*inspect.signature(type(part).forward).parameters}
     if any(numbers) or any(config_numbers) or biased:
-        found.append(
+        changes.append(
             Change(
                 unit.path,
                 "numbers",
@@ -212,7 +212,7 @@ def attention_changes(
                 tuple(ranks) if biased else (),
             )
         )
-    return found
+    return changes
 
 
 def _local_numbers(values: Mapping[str, Any], heads: Heads, own: Heads) -> dict[str, int]:
@@ -236,13 +236,13 @@ def _local_numbers(values: Mapping[str, Any], heads: Heads, own: Heads) -> dict[
 
 def _read_of_config(part: nn.Module) -> set[str]:
     """Names of head counts that the methods of an attention block read from its config."""
-    read: set[str] = set()
+    names: set[str] = set()
     try:
         for source in method_sources(type(part)):
-            read |= set(re.findall(r"self\.config\.(\w+)", source))
+            names |= set(re.findall(r"self\.config\.(\w+)", source))
     except OSError as error:
         raise NotUnderstoodError("what it reads of its config is not known") from error
-    return read & {*_HEADS, *_KV_HEADS}
+    return names & {*_HEADS, *_KV_HEADS}
 
 
 def _by_head(
@@ -252,22 +252,22 @@ def _by_head(
 
     Raises NotUnderstoodError for what might have.
     """
-    found: list[Change] = []
-    done: list[str] = []
+    changes: list[Change] = []
+    module_lists: list[str] = []
     for name, child in part.named_modules():
         path = join_path(unit.path, name)
-        if path in layers or any(name.startswith(f"{outer}.") for outer in done):
+        if path in layers or any(name.startswith(f"{outer}.") for outer in module_lists):
             continue
         is_key = name.startswith("k")
         count = heads.kv_heads if is_key else heads.heads
         picks = tuple(join_runs(Run(h, 1) for h in (r.key if is_key else r.query)) for r in ranks)
         if isinstance(child, nn.ModuleList) and len(child) in (heads.heads, heads.kv_heads):
-            done.append(name)
-            found.append(Change(path, "heads", picks, unit.path, "a module a head"))
+            module_lists.append(name)
+            changes.append(Change(path, "heads", picks, unit.path, "a module a head"))
             continue
         if isinstance(child, nn.Embedding):
             if child.embedding_dim == heads.heads:
-                found.append(Change(path, "table", picks, unit.path, "a column a head"))
+                changes.append(Change(path, "table", picks, unit.path, "a column a head"))
             continue
         if isinstance(child, nn.Linear) or is_conv1d(child):
             raise NotUnderstoodError(f"the place of {name} in it is not known")
@@ -280,7 +280,7 @@ def _by_head(
             elif not name and tensor.shape[0] == heads.width:
                 own = tuple(query_rows(h) for h in ranks)
             if own is not None:
-                found.append(
+                changes.append(
                     Change(join_path(path, key), "by head", own, unit.path, "a part a head")
                 )
             elif tensor.ndim == 1 and tensor.numel() == heads.head_dim:
@@ -288,4 +288,4 @@ def _by_head(
             elif re.match(r"(q|k|v|sub|inner|attn)", name) or not name:
                 full = f"{name}.{key}".lstrip(".")
                 raise NotUnderstoodError(f"{full} {tuple(tensor.shape)} spans its heads")
-    return found
+    return changes

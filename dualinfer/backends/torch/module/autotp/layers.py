@@ -94,8 +94,8 @@ class GatheredLinear(ColumnLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The outputs of all ranks."""
         local = functional.linear(input, self.weight)
-        found = self.seam.join_last(local, self.widths)
-        return found if self.bias is None else found + self.bias
+        output = self.seam.join_last(local, self.widths)
+        return output if self.bias is None else output + self.bias
 
 
 class RowLinear(ColumnLinear):
@@ -105,8 +105,8 @@ class RowLinear(ColumnLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        found = self.seam.sum(functional.linear(input, self.weight))
-        return found if self.bias is None else found + self.bias
+        output = self.seam.sum(functional.linear(input, self.weight))
+        return output if self.bias is None else output + self.bias
 
 
 class VocabEmbedding(nn.Embedding, Part):
@@ -127,12 +127,12 @@ class VocabEmbedding(nn.Embedding, Part):
         # Ids beyond the vocabulary stay what they are, for torch to refuse.
         known = (input >= 0) & (input < self.whole[0])
         rows = torch.where(known, rows.clamp(0, count - 1), input)
-        found = functional.embedding(rows, self.weight)
-        found = self.seam.sum(found.masked_fill(~here.unsqueeze(-1), 0))
+        vectors = functional.embedding(rows, self.weight)
+        vectors = self.seam.sum(vectors.masked_fill(~here.unsqueeze(-1), 0))
         scale = self.embed_scale
         if scale is None:
-            return found
-        return found * (scale.to(found.dtype) if isinstance(scale, torch.Tensor) else scale)
+            return vectors
+        return vectors * (scale.to(vectors.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def extra_repr(self) -> str:
         """Sizes of the whole, and the rows here."""
@@ -155,8 +155,8 @@ class Shards:
         """This rank's part of a parameter, in memory of its own."""
         key = (id(tensor), runs, dim)
         if key in self._made:
-            found: Any = self._made[key][1]
-            return found
+            part: Any = self._made[key][1]
+            return part
         new = nn.Parameter(take(tensor.detach(), runs, dim), requires_grad=tensor.requires_grad)
         if id(tensor) in self._tied:
             self._made[key] = tensor, new
@@ -245,10 +245,10 @@ class LocalHeads:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments with local biases."""
-        given = tuple(
+        slices = tuple(
             self._slice(name, value) for name, value in zip(self.names, args, strict=False)
         )
-        return (*given, *args[len(given) :]), {n: self._slice(n, v) for n, v in kwargs.items()}
+        return (*slices, *args[len(slices) :]), {n: self._slice(n, v) for n, v in kwargs.items()}
 
     def _slice(self, name: str, value: Any) -> Any:
         if name not in _BIASES or not isinstance(value, torch.Tensor) or value.ndim < 3:

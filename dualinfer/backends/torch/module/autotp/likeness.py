@@ -92,9 +92,9 @@ class Likeness:
 
 def _values(tensor: torch.Tensor) -> Any:
     """Shape, dtype and a digest of the values, where there are any."""
-    told = tuple(tensor.shape), str(tensor.dtype)
+    facts = tuple(tensor.shape), str(tensor.dtype)
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
-        return told
+        return facts
     flat = tensor.detach().flatten()
     flat = flat[:: -(-flat.numel() // _MOST_HASHED)].contiguous().cpu()
-    return *told, hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return *facts, hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -70,9 +70,9 @@ def make_miniature(module: nn.Module, whole: bool = False) -> Any:
     if free is not None and needed > _MOST_OF_MEMORY * free:
         raise ValueError(f"a copy needs {needed:,} bytes of host memory, and {free:,} are free")
     generator = torch.Generator().manual_seed(0)
-    made = {key: _stand_in(tensor, generator) for key, tensor in tensors.items()}
+    stand_ins = {key: _stand_in(tensor, generator) for key, tensor in tensors.items()}
     for slot, tensor in places:
-        slot.place[slot.key] = made[id(tensor)]
+        slot.place[slot.key] = stand_ins[id(tensor)]
     for part in small.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
@@ -97,13 +97,13 @@ def make_calls(module: nn.Module, rows: int) -> list[Call]:
     calls, guesses = [], []
     likeness = Likeness()
     for path, stack in stacks(module):
-        seen: list[Any] = []
+        marks: list[Any] = []
         for name, layer in stack.named_children():
             mark = likeness.mark(layer)
             widths = (m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
             width = next(widths, None)
-            if mark not in seen and width is not None:
-                seen.append(mark)
+            if mark not in marks and width is not None:
+                marks.append(mark)
                 x = _uniform((rows, _TOKENS, width), generator)
                 calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}, _doubt(layer)))
                 for size in _OTHER_SIZES:
@@ -150,8 +150,8 @@ def _shortened(module: nn.Module) -> Iterator[None]:
             if _share_parts(stack):
                 continue
             marks = [likeness.mark(layer) for layer in stack]
-            kept = max(marks.index(mark) for mark in set(marks)) + 1
-            for name in list(layers)[kept:]:
+            count = max(marks.index(mark) for mark in set(marks)) + 1
+            for name in list(layers)[count:]:
                 del stack._modules[name]
         yield
     finally:
@@ -180,7 +180,7 @@ def _stand_in(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _hf_inputs(module: Any, rows: int, generator: torch.Generator) -> dict[str, Any]:
-    taken = inspect.signature(module.forward).parameters
+    parameters = inspect.signature(module.forward).parameters
     inputs: dict[str, Any] = {}
     config = module.config
     if module.main_input_name == "pixel_values":
@@ -196,10 +196,10 @@ def _hf_inputs(module: Any, rows: int, generator: torch.Generator) -> dict[str, 
         if module.main_input_name == "input_features":  # Whisper's
             shape = rows, config.num_mel_bins, 2 * config.max_source_positions
             inputs = {"input_features": _uniform(shape, generator)}
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             inputs["decoder_input_ids"] = ids.flip(1)
     else:
         raise ValueError(f"its input is {module.main_input_name}")
-    if "use_cache" in taken:
+    if "use_cache" in parameters:
         inputs["use_cache"] = False
     return inputs

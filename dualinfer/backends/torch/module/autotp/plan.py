@@ -86,7 +86,7 @@ def make_plan(
         problem = f"{path} may be called in other ways than could be tried out ({doubt})"
         notes.append(f"tensor parallelism: {problem}; an injection_policy can vouch for its layers")
     problem = ""
-    told: dict[str, str] = {}  # what was tried, by what was wrong with it
+    failures: dict[str, str] = {}  # what was tried, by what was wrong with it
     tried: list[SurgeryPlan] = []
     for kinds, trusted in _attempts(units):
         plan = _choose(module, trusted, vouched, rehearsal.ran, size, grain)
@@ -95,9 +95,9 @@ def make_plan(
         tried.append(plan)
         problem = rehearsal.check(size, partial(_split_copy, plan))
         if not problem:
-            return plan, [*notes, *told.values(), *notes_on(module, plan)]
+            return plan, [*notes, *failures.values(), *notes_on(module, plan)]
         what = f"{', '.join(kinds)} split as units gave" if kinds else "layers split alone gave"
-        told.setdefault(problem, f"tensor parallelism: {what} other values ({problem})")
+        failures.setdefault(problem, f"tensor parallelism: {what} other values ({problem})")
     if vouched:
         raise ConfigError(
             f"injection_policy: split as it says, the {kind} gives other values ({problem}). "
@@ -106,7 +106,7 @@ def make_plan(
         )
     layers = [path for path, part in module.named_modules() if is_linear(part)]
     plan = SurgeryPlan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
-    return plan, [*notes, *told.values(), *notes_on(module, plan)]
+    return plan, [*notes, *failures.values(), *notes_on(module, plan)]
 
 
 def _attempts(units: Sequence[Unit]) -> Iterator[tuple[Sequence[str], list[Unit]]]:
@@ -146,15 +146,15 @@ def check_whole(module: nn.Module) -> None:
 
 def kept_sizes(module: nn.Module, plan: SurgeryPlan, rank: int) -> dict[int, int]:
     """Elements that a rank keeps of each weight that is split, by the weight's id."""
-    kept: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for change in plan.changes:
         if not change.by_rank or change.becomes == "heads":
             continue
         owner, weight = weight_of(module, change)
         part = extent(change.by_rank[rank]) / weight.shape[split_axis(change, owner)]
         own = [weight, owner.gate_up_proj] if change.becomes == "experts" else [weight]
-        kept |= {id(tensor): int(tensor.numel() * part) for tensor in own}
-    return kept
+        counts |= {id(tensor): int(tensor.numel() * part) for tensor in own}
+    return counts
 
 
 def _choose(
@@ -255,17 +255,17 @@ def _even(count: int, size: int, grain: int) -> tuple[Runs, ...]:
 
 def _vocab_sizes(module: nn.Module, size: int) -> set[int]:
     """Rows of the embeddings of tokens."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for part in module.modules():
         if is_hf(part):
             hf: Any = part
             with suppress(AttributeError, NotImplementedError):
-                found.add(hf.get_input_embeddings().num_embeddings)
-            found.add(getattr(hf.config, "vocab_size", None) or 0)
-    if not found:
+                counts.add(hf.get_input_embeddings().num_embeddings)
+            counts.add(getattr(hf.config, "vocab_size", None) or 0)
+    if not counts:
         tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-        found = {max(tables, default=0)}
-    return {count for count in found if count >= _LEAST_ROWS * size}
+        counts = {max(tables, default=0)}
+    return {count for count in counts if count >= _LEAST_ROWS * size}
 
 
 def _without_torn_ties(module: nn.Module, plan: SurgeryPlan) -> SurgeryPlan:
@@ -275,19 +275,19 @@ def _without_torn_ties(module: nn.Module, plan: SurgeryPlan) -> SurgeryPlan:
         for key, tensor in part._parameters.items():
             if tensor is not None:
                 users.setdefault(id(tensor), []).append((path, key))
-    tied = [names for names in users.values() if len(names) > 1]
+    ties = [names for names in users.values() if len(names) > 1]
     kept = dict(plan.kept)
     changes = list(plan.changes)
     while True:
         ways = {c.path: (c.becomes == "row", c.by_rank) for c in changes if c.by_rank}
         torn = set()
-        for names in tied:
-            found = {ways.get(path) if key == "weight" else None for path, key in names}
-            if len(found) > 1:
+        for names in ties:
+            splits = {ways.get(path) if key == "weight" else None for path, key in names}
+            if len(splits) > 1:
                 torn |= {path for path, _ in names}
         units = {c.unit for c in changes if c.path in torn}
         if not units:
             return replace(plan, changes=tuple(changes), kept=kept)
-        dropped = [c.path for c in changes if c.unit in units]
-        kept |= dict.fromkeys(dropped, "tied to a weight that is not split alike")
+        paths = [c.path for c in changes if c.unit in units]
+        kept |= dict.fromkeys(paths, "tied to a weight that is not split alike")
         changes = [c for c in changes if c.unit not in units]

@@ -69,22 +69,22 @@ def policy_units(
     Raises ConfigError for a name that is no linear layer of its class, or whose unit is not
     understood.
     """
-    found: list[Unit] = []
+    vouched: list[Unit] = []
     for layer, outputs in policy.items():
         for name in _policy_names(layer, outputs):
             for path, row in _rows(module, layer, name):
                 unit = next((u for u in units if row in u.layers), None)
                 if unit is None or unit.problem or unit.layers[-1] != row:
-                    taken = {p for u in (*units, *found) if not u.problem for p in u.layers}
+                    taken = {p for u in (*units, *vouched) if not u.problem for p in u.layers}
                     unit = unit_of(module, path, row, taken, size, grain)
                 if unit.problem:
                     raise ConfigError(
                         f"injection_policy: {row}, named for {layer.__name__}, cannot be split: "
                         f"{unit.problem}. Leave it out of the policy."
                     )
-                if not any(unit is own for own in found):
-                    found.append(unit)
-    return found
+                if not any(unit is own for own in vouched):
+                    vouched.append(unit)
+    return vouched
 
 
 def _rows(module: nn.Module, layer: type, name: str) -> Iterator[tuple[str, str]]:

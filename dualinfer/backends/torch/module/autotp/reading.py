@@ -97,13 +97,13 @@ class Readings:
 
 def _first_argument(tree: Any) -> set[str]:
     """The name that a method has for its module."""
-    found = set()
+    names = set()
     for function in tree.body:
         if isinstance(function, ast.FunctionDef) and function.args.args:
             kinds = [kind.id for kind in function.decorator_list if isinstance(kind, ast.Name)]
             if "staticmethod" not in kinds:
-                found.add(function.args.args[0].arg)
-    return found
+                names.add(function.args.args[0].arg)
+    return names
 
 
 def _are_called(layers: Any, loop: Any, parents: dict[ast.AST, ast.AST]) -> bool:

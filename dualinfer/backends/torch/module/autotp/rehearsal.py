@@ -67,15 +67,15 @@ class Rehearsal:
             for path, part in self._reference.named_modules()
         ]
         try:
-            found = _run(self._reference, call)
-            if not found or not all(bool(tensor.isfinite().all()) for tensor in found):
+            outputs = _run(self._reference, call)
+            if not outputs or not all(bool(tensor.isfinite().all()) for tensor in outputs):
                 raise ValueError("it returns no finite numbers")
         except Exception as error:
             self.obstacle = self.obstacle or _told(error)
             self.doubts[pattern(call.path)] = _told(error)
         else:
             self._calls.append(call)
-            self._expected.append(found)
+            self._expected.append(outputs)
             self.ran |= ran
             if call.doubt:
                 self.doubts[pattern(call.path)] = call.doubt
@@ -125,14 +125,14 @@ class _Threads:
 
         def work(rank: int) -> None:
             try:
-                found = _difference(works[rank](), expected)
+                problem = _difference(works[rank](), expected)
             except threading.BrokenBarrierError:
                 return  # another one's problem, which it tells
             except Exception as error:
-                found = _told(error)
+                problem = _told(error)
                 self.barrier.abort()
-            if found:
-                problems[rank] = f"rank {rank}: {found}"
+            if problem:
+                problems[rank] = f"rank {rank}: {problem}"
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(works))]
         for thread in threads:
@@ -154,9 +154,9 @@ class _ThreadSeam:
         threads = self._threads
         threads.given[self._rank] = x
         threads.barrier.wait()
-        found = list(threads.given)
+        tensors = list(threads.given)
         threads.barrier.wait()
-        return found
+        return tensors
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x)).sum(0)

@@ -55,11 +55,11 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
         key = (pattern(change.path), kind, change.becomes, tuple(weight.shape), shapes)
         lines.setdefault((*key, change.reason), []).append(change.path)
     changed = {change.path for change in plan.changes if change.becomes != "numbers"}
-    owned = {change.owner for change in plan.changes if change.becomes == "by head"}
+    owners = {change.owner for change in plan.changes if change.becomes == "by head"}
     for path, part in module.named_modules():
-        held = (p for p in part._parameters.values() if p is not None and p.ndim > 1)
-        weight = max(held, key=lambda tensor: tensor.numel(), default=None)
-        if path in changed | owned or weight is None:
+        weights = (p for p in part._parameters.values() if p is not None and p.ndim > 1)
+        weight = max(weights, key=lambda tensor: tensor.numel(), default=None)
+        if path in changed | owners or weight is None:
             continue
         shape = tuple(weight.shape)
         reason = plan.kept.get(path, "")
@@ -72,12 +72,12 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
             reason,
         )
         lines.setdefault(key, []).append(path)
-    found = [
+    rows = [
         Line(path, len(paths), kind, becomes, whole, shapes, reason)
         for (path, kind, becomes, whole, shapes, reason), paths in lines.items()
     ]
     order = {pattern(path): i for i, (path, _) in enumerate(module.named_modules())}
-    return sorted(found, key=lambda line: order.get(line.path, len(order)))
+    return sorted(rows, key=lambda line: order.get(line.path, len(order)))
 
 
 def weight_of(module: nn.Module, change: Change) -> tuple[nn.Module, Any]:
@@ -93,14 +93,14 @@ def notes_on(module: nn.Module, plan: SurgeryPlan) -> list[str]:
     """The table in short form for the report."""
     lines = table(module, plan)
     split = {f"{x.path} ({x.becomes})": None for x in lines if x.becomes != "replicated"}
-    kept = [x for x in lines if x.becomes == "replicated"]
+    replicated = [x for x in lines if x.becomes == "replicated"]
     notes = [f"tensor parallelism over {plan.size} ranks: {', '.join(split) or 'nothing is split'}"]
-    if kept:
-        notes.append(f"replicated: {_by_reason(kept)}")
+    if replicated:
+        notes.append(f"replicated: {_by_reason(replicated)}")
     others = hf_differences(module, plan)
     if others:
-        told = ", ".join(f"{path} ({style})" for path, (style, _) in others.items())
-        notes.append(f"otherwise than in HF's tp_plan: {told}")
+        styles = ", ".join(f"{path} ({style})" for path, (style, _) in others.items())
+        notes.append(f"otherwise than in HF's tp_plan: {styles}")
     gathered = [x for x in lines if x.becomes == "gathered" and not x.reason.startswith("vocab")]
     if gathered:
         notes.append(f"split by themselves, with outputs gathered: {_by_reason(gathered)}")

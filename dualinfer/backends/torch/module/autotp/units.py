@@ -104,15 +104,15 @@ def pair_changes(
     rows = tuple((Run(s.start, s.real),) for s in shares)
     packed = tuple((Run(s.start, s.real), Run(ffn + s.start, s.real)) for s in shares)
     reason = f"MLP of width {ffn}" + (", gate and up in blocks" if is_packed else "")
-    found = [
+    changes = [
         Change(path, "column", packed if is_packed else rows, unit.path, reason)
         for path in unit.layers[:-1]
     ]
-    found.append(Change(unit.layers[-1], "row", rows, unit.path, reason))
+    changes.append(Change(unit.layers[-1], "row", rows, unit.path, reason))
     numbers = tuple({name: s.real for name in _FFN if vars(part).get(name) == ffn} for s in shares)
     if any(numbers):
-        found.append(Change(unit.path, "numbers", (), unit.path, reason, numbers))
-    return found
+        changes.append(Change(unit.path, "numbers", (), unit.path, reason, numbers))
+    return changes
 
 
 def _experts(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
