@@ -244,15 +244,15 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
     """What is known of a model before its weights are read; `notes` gets what users should know."""
     other_way = _other_way(model, settings)
     if isinstance(model, Path):
-        found = _from_folder(model, other_way)
+        hf_model = _from_folder(model, other_way)
     else:
-        found = _from_module(model, other_way)
+        hf_model = _from_module(model, other_way)
     if settings.checkpoint is not None:
         if isinstance(model, Path):
             _refuse_checkpoint(settings)
-        found = found._replace(open_source=partial(open_weights, str(settings.checkpoint)))
-    found = found._replace(config=_overlay(found.config, settings.config))
-    return _describe(found, settings, notes)
+        hf_model = hf_model._replace(open_source=partial(open_weights, str(settings.checkpoint)))
+    hf_model = hf_model._replace(config=_overlay(hf_model.config, settings.config))
+    return _describe(hf_model, settings, notes)
 
 
 def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _Described:
@@ -287,13 +287,13 @@ def _make_fused_engine(
         if saving:
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
-        settings, found, spec, plan, source = described
+        settings, hf_model, spec, plan, source = described
         if not isinstance(model, Path):
-            notes.extend(warn_of_hooks(model, found.other_way))
+            notes.extend(warn_of_hooks(model, hf_model.other_way))
             watch = Watch(model) if settings.checkpoint is None else None
         work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
     origin = _origin(model, described, watch)
-    config, own = found.config, found.generation_config
+    config, own = hf_model.config, hf_model.generation_config
     with ExitStack() as stack:
         with peers.together("Loading"):
             runner = backends.create_runner(settings, spec, plan, source, peers)
@@ -313,9 +313,9 @@ def _make_fused_engine(
 
 def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
     """Where the weights are read again from; a live module is held no longer than by its owner."""
-    settings, found, spec, plan, _ = described
+    settings, hf_model, spec, plan, _ = described
     folder = model if isinstance(model, Path) else None
-    filled = found if settings.checkpoint is not None else None
+    filled = hf_model if settings.checkpoint is not None else None
 
     def read() -> tuple[ModelSpec, LoadPlan, TensorSource]:
         if filled is not None:
@@ -416,27 +416,27 @@ def _with_dtype(
 
 def _own_dtype(config: Any, stored: Counter[str]) -> str:
     """A checkpoint's dtype, as in transformers: its config's, else that of most of its elements."""
-    said = config.to_dict().get("dtype")
-    return said or next((dtype for dtype, _ in stored.most_common()), "float32")
+    own = config.to_dict().get("dtype")
+    return own or next((dtype for dtype, _ in stored.most_common()), "float32")
 
 
 def _elements(source: TensorSource, names: Iterable[str]) -> Counter[str]:
     """How many elements of each dtype a source holds under these names."""
-    found: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for name in names:
-        found[source.dtype(name)] += prod(source.shape(name))
-    return found
+        elements[source.dtype(name)] += prod(source.shape(name))
+    return elements
 
 
 def _stored_dtypes(model: Any, source: TensorSource | None) -> Counter[str]:
     """The dtypes of what a torch module will hold, before it is cast, by their elements."""
     if source is not None:
         return _elements(source, source.names())
-    found: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for parameter in getattr(model, "parameters", tuple)():
         dtype = str(getattr(parameter, "dtype", "")).removeprefix("torch.")
-        found[dtype] += prod(getattr(parameter, "shape", ()))
-    return found
+        elements[dtype] += prod(getattr(parameter, "shape", ()))
+    return elements
 
 
 def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:

@@ -37,12 +37,12 @@ class Chain:
 
         def turn(states: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             after, kept, results = [], [], []
-            for state, given in zip(states, inputs, strict=True):
-                behind = jax.lax.optimization_barrier((state, given, results[-1:]))
-                state, given, results[-1:] = behind
-                result, state = function(state, *given)
+            for state, args in zip(states, inputs, strict=True):
+                behind = jax.lax.optimization_barrier((state, args, results[-1:]))
+                state, args, results[-1:] = behind
+                result, state = function(state, *args)
                 after.append(state)
-                kept.append(given)
+                kept.append(args)
                 results.append(result)
             return after, kept, results
 

@@ -14,11 +14,11 @@ def find_cases(backend: str, dtype: str, only: str | None) -> list[OpCase]:
     backends.check_backend(backend)
     module = importlib.import_module(f"{__package__}.{backend}.ops")
     cases: list[OpCase] = list(module.bench_cases(dtype))
-    found = [case for case in cases if only is None or only in case.name]
-    if not found:
+    matches = [case for case in cases if only is None or only in case.name]
+    if not matches:
         names = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
         raise ArgumentError(f"bench ops: no op's name holds {only!r}. Ops: {names}.")
-    return found
+    return matches
 
 
 def measure_op(case: OpCase, device: Device, dtype: str) -> dict[str, Any]:

@@ -60,15 +60,15 @@ def opened(
 
     With `tp` above 1 on torch this is one of so many processes that do the same.
     """
-    made: System
+    instance: System
     if system in backends.BACKENDS:
-        made = Engine(system, model, dtype, kernels, kind, tp)
+        instance = Engine(system, model, dtype, kernels, kind, tp)
     else:
-        made = peers.make_peer(system, model, dtype, kind)
+        instance = peers.make_peer(system, model, dtype, kind)
     try:
-        yield made
+        yield instance
     finally:
-        made.close()
+        instance.close()
 
 
 class Engine:

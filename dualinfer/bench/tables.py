@@ -111,12 +111,12 @@ def make_table(kind: str, rows: Sequence[Row], width: int = _WIDE) -> Table:
     else:
         lead = {"system": label, **_WORKLOAD}
     first = next(iter(lead))
-    said = []
+    caption = []
     for column in [column for column in lead if column not in (first, "size")]:
         values = {lead[column](row) for row in rows if lead[column](row)}
         if len(values) <= 1:
             show = lead.pop(column)
-            said += [f"{_line(column)} {show(row)}" for row in rows[:1] if values]
+            caption += [f"{_line(column)} {show(row)}" for row in rows[:1] if values]
     figures = dict(_FIGURES[kind])
     shown = [row for row in rows if "error" not in row and "skipped" not in row]
     figures = {n: f for n, f in figures.items() if not shown or {f(row) for row in shown} != {"-"}}
@@ -126,8 +126,8 @@ def make_table(kind: str, rows: Sequence[Row], width: int = _WIDE) -> Table:
         left_out.insert(0, _line(figures.popitem()[0]))
         table = _filled(kind, rows, lead, figures)
     if left_out:
-        said.append(f"no room for: {'; '.join(left_out)}")
-    table.caption = escape("; ".join(said)) or None
+        caption.append(f"no room for: {'; '.join(left_out)}")
+    table.caption = escape("; ".join(caption)) or None
     return table
 
 

@@ -35,8 +35,8 @@ MARK = "BENCH "  # begins a line of ours; others are a library's chatter
 
 def main() -> None:
     """Measure what the file named by the first argument asks for."""
-    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    tasks = [Task(**fields) for fields in given["tasks"]]
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    tasks = [Task(**fields) for fields in request["tasks"]]
     side = side_of(tasks[0].system)
     if side == "torch" and tasks[0].tp > 1:
         import torch
@@ -44,7 +44,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = open_device(side)
-    for task_index, row in run(tasks, device, given["folders"]):
+    for task_index, row in run(tasks, device, request["folders"]):
         if row is not None:
             _say(row)
             continue

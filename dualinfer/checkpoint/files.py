@@ -158,9 +158,9 @@ class StoredFile:
 
     def bytes_at(self, start: int, count: int) -> bytes:
         """So many bytes of the file; CheckpointError if it has not as many."""
-        found = np.empty(count, np.uint8)
-        self._read_bytes(start, found)
-        return found.tobytes()
+        buffer = np.empty(count, np.uint8)
+        self._read_bytes(start, buffer)
+        return buffer.tobytes()
 
     def read(
         self,
@@ -176,8 +176,8 @@ class StoredFile:
         if entry.dtype not in _READ:
             raise CheckpointError(f"{self.path}: {name} is {entry.dtype}, which is not read here.")
         dtype = numpy_dtype(entry.dtype)
-        taken = index or (slice(None),) * len(entry.shape)
-        bounds = [part.indices(n)[:2] for part, n in zip(taken, entry.shape, strict=True)]
+        slices = index or (slice(None),) * len(entry.shape)
+        bounds = [part.indices(n)[:2] for part, n in zip(slices, entry.shape, strict=True)]
         shape = tuple(max(0, stop - first) for first, stop in bounds)
         if out is None:
             out = np.empty(shape, dtype)
@@ -229,12 +229,12 @@ class StoredFile:
             count = min(_BLOCK, stop - start)
             self._advise(start, min(2 * _BLOCK, stop - start))
             try:
-                got = os.preadv(self._fd, [view[:count]], start)
+                nbytes = os.preadv(self._fd, [view[:count]], start)
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
-            if not got:
+            if not nbytes:
                 raise self._changed()
-            view, start = view[got:], start + got
+            view, start = view[nbytes:], start + nbytes
 
     def _advise(self, start: int, count: int) -> None:
         if count > _BLOCK // 8 and hasattr(os, "posix_fadvise"):
@@ -277,9 +277,9 @@ class TensorFile(StoredFile):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         spans, entries = [], {}
-        for name, said in header.items():
-            shape, (start, stop) = tuple(said["shape"]), said["data_offsets"]
-            stored = said["dtype"]
+        for name, fields in header.items():
+            shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]
+            stored = fields["dtype"]
             if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, start, stop)):
                 raise ValueError(f"{name} has a shape or place that is no number")
             dtype = _DTYPES.get(stored, str(stored))
@@ -299,10 +299,10 @@ class TensorFile(StoredFile):
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object that says nothing twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("its header names something twice")
-    return found
+    return fields
 
 
 def write_tensors(

@@ -181,8 +181,8 @@ def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan) -> dict[str, Any]:
     shapes = {
         part.name: plan.table.shape(row, part.axes) for row, _ in plan.rows for part in row.sources
     }
-    for name, found in pieces.items():
-        Tensor(shapes[name], dtypes[name], tuple(found)).check(name, Path(INDEX))
+    for name, tensor_pieces in pieces.items():
+        Tensor(shapes[name], dtypes[name], tuple(tensor_pieces)).check(name, Path(INDEX))
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -192,10 +192,10 @@ def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan) -> dict[str, Any]:
                 "dtype": dtypes[name],
                 "pieces": [
                     {"file": file, "key": key, "offset": box.starts, "shape": box.shape}
-                    for box, file, key in found
+                    for box, file, key in tensor_pieces
                 ],
             }
-            for name, found in pieces.items()
+            for name, tensor_pieces in pieces.items()
         },
     }
 
@@ -266,11 +266,11 @@ def _read_index(path: Path) -> Mapping[str, Tensor]:
     try:
         return {
             name: Tensor(
-                _counts(said["shape"]),
-                str(said["dtype"]),
-                tuple(_read_piece(path, piece) for piece in said["pieces"]),
+                _counts(fields["shape"]),
+                str(fields["dtype"]),
+                tuple(_read_piece(path, piece) for piece in fields["pieces"]),
             )
-            for name, said in content["tensors"].items()
+            for name, fields in content["tensors"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(path, f"a tensor is not described in full ({error!r})") from error

@@ -101,8 +101,8 @@ class RowReader:
         if not self._copied:
             return ()
         rate = _amount(self._copied / max(seconds, 1e-9))
-        said = f"loaded {_amount(self._copied)} in {seconds:.2f} s ({rate}/s)"
-        return (said, *odd_notes(self._source, [*self._odd]))
+        note = f"loaded {_amount(self._copied)} in {seconds:.2f} s ({rate}/s)"
+        return (note, *odd_notes(self._source, [*self._odd]))
 
 
 def _read(source: TensorSource, name: str, index: Any) -> tuple[Any, bool]:

@@ -55,11 +55,11 @@ def check_saving(path: str, folder: Any) -> None:
     """
     target = _resolved(path)
     if target.is_dir():
-        found = sorted(entry.name for entry in target.iterdir())
-        if found:
+        names = sorted(entry.name for entry in target.iterdir())
+        if names:
             raise ConfigError(
-                f"save_mp_checkpoint_path={path!r} holds {', '.join(found[:4])}"
-                f"{' and more' if len(found) > 4 else ''}; nothing is written over. Pass a folder "
+                f"save_mp_checkpoint_path={path!r} holds {', '.join(names[:4])}"
+                f"{' and more' if len(names) > 4 else ''}; nothing is written over. Pass a folder "
                 "that is empty or not there, or empty this one."
             )
     elif target.exists():

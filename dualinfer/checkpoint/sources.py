@@ -51,10 +51,10 @@ class FilesSource:
         problems["tensors that are not in the file that the index names"] = [
             f"{name} ({shortened(index[name])})" for name in astray
         ]
-        found = [f"{what} {counted(n)}" for what, n in problems.items() if n]
-        if found:
+        faults = [f"{what} {counted(n)}" for what, n in problems.items() if n]
+        if faults:
             raise CheckpointError(
-                f"The files of {description} contradict each other: {'; '.join(found)}. Were they "
+                f"The files of {description} contradict each other: {'; '.join(faults)}. Were they "
                 "copied from two checkpoints? Fetch or save them again."
             )
 
@@ -178,10 +178,10 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
         return open_checkpoint(file)
-    said = f"checkpoint={shortened(repr(str(path)))}"
+    label = f"checkpoint={shortened(repr(str(path)))}"
     if not os.path.isfile(file):
         raise CheckpointNotFoundError(
-            f"{said} does not exist; expected the folder of a HF checkpoint or a state-dict file."
+            f"{label} does not exist; expected the folder of a HF checkpoint or a state-dict file."
         )
     if file.suffix == ".safetensors":
         opener = TensorFile
@@ -189,7 +189,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
         opener = open_torch_file
     else:
         raise CheckpointError(
-            f"{said} is no checkpoint by its name; expected a folder, .safetensors, "
+            f"{label} is no checkpoint by its name; expected a folder, .safetensors, "
             f"{', '.join(TORCH_SUFFIXES)}."
         )
     source = FilesSource({file.name: opener(file)}, str(file))
@@ -202,10 +202,10 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
 def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     """The error of an adapter, with the model that it is made for if that is known."""
     try:
-        said = read_json(folder / ADAPTER)
+        config = read_json(folder / ADAPTER)
     except CheckpointError:
-        said = {}
-    kind, base = said.get("peft_type"), said.get("base_model_name_or_path")
+        config = {}
+    kind, base = config.get("peft_type"), config.get("base_model_name_or_path")
     what = f"{shortened(kind)} adapter" if isinstance(kind, str) else "adapter"
     of = f" for {shortened(base)}" if isinstance(base, str) and base else ""
     return CheckpointError(
@@ -217,8 +217,8 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
 
 def _no_weights(folder: Path) -> CheckpointNotFoundError:
     kinds = (".safetensors", *TORCH_SUFFIXES, ".gguf")
-    found = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
-    held = f" It holds {listing(found)}: rename what is the model." if found else ""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
+    held = f" It holds {listing(names)}: rename what is the model." if names else ""
     return CheckpointNotFoundError(f"{folder} holds none of {', '.join(FORMS)}.{held}")
 
 

@@ -31,10 +31,10 @@ def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
     a checkpoint from elsewhere must not get other files of the user's copied. Raises
     CheckpointError for other links, and for what is not what its name says.
     """
-    given = "" if folder is None else os.path.expanduser(str(folder))
-    if not os.path.isdir(given):
+    path = "" if folder is None else os.path.expanduser(str(folder))
+    if not os.path.isdir(path):
         return
-    home = Path(given).resolve()
+    home = Path(path).resolve()
     for name in NAMES:
         if os.path.lexists(home / name):
             try:

@@ -43,7 +43,7 @@ class TorchFile(StoredFile):
 
     def _find_records(self) -> dict[str, tuple[int, int]]:
         """Where each record starts and how long it is, without the archive's name before it."""
-        found: dict[str, tuple[int, int]] = {}
+        records: dict[str, tuple[int, int]] = {}
         with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if info.is_dir():
@@ -60,12 +60,12 @@ class TorchFile(StoredFile):
                         "torch writes none: was the file zipped anew? Load it with "
                         "torch.load(path, mmap=False, weights_only=True) and torch.save it again."
                     )
-                if name in found:
+                if name in records:
                     raise CheckpointError(
                         f"{self.path} holds {shortened(name)} twice. Fetch it again."
                     )
-                found[name] = start, info.file_size
-        return found
+                records[name] = start, info.file_size
+        return records
 
     def _describe(self) -> tuple[Any, dict[int, str]]:
         """What the pickle holds, tensors on the meta device, and the record of each storage's mark.
@@ -192,21 +192,21 @@ def find_tensors(path: Path, state: Any) -> dict[str, Any]:
             "weights? Save that one alone."
         )
     inner = state[wrapped[0]] if wrapped else state
-    found = {name: t for name, t in inner.items() if isinstance(t, torch.Tensor)}
-    if not found:
+    tensors = {name: t for name, t in inner.items() if isinstance(t, torch.Tensor)}
+    if not tensors:
         names = [key if isinstance(key, str) else f"a {type(key).__name__}" for key in inner]
         held = ", ".join(map(shown, names[:8])) or "nothing"
         raise CheckpointError(
             f"{path} holds no tensors by name, but {held}. Save the state dict itself."
         )
-    unnamed = [name for name in found if not isinstance(name, str)]
+    unnamed = [name for name in tensors if not isinstance(name, str)]
     if unnamed:
         kinds = " and ".join(sorted({type(name).__name__ for name in unnamed}))
         raise CheckpointError(
             f"{path} holds {len(unnamed)} tensors under keys of type {kinds}, expected names. Save "
             "module.state_dict()."
         )
-    return found
+    return tensors
 
 
 def check_plain(path: Path, name: str, tensor: Any) -> None:

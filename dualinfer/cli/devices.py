@@ -68,13 +68,13 @@ def plan(
     own = written.get("dtype") or written.get("torch_dtype") or "float16"
     name = make_config({"dtype": dtype or own}, {}).dtype
     assert name is not None
-    found = make_plan_table(table, tp, name, equal=backend == "jax")
+    plan = make_plan_table(table, tp, name, equal=backend == "jax")
     console = Console()
     many = f"{tp} devices" if tp > 1 else "one device"
-    title = f"{found.architecture} in {name} on {many}, {backend}"
-    console.print(_weights_table(found, title))
-    console.print(_devices_table(found))
-    for line in (*_held(found), *_collectives(found), *(f"note: {note}" for note in found.notes)):
+    title = f"{plan.architecture} in {name} on {many}, {backend}"
+    console.print(_weights_table(plan, title))
+    console.print(_devices_table(plan))
+    for line in (*_held(plan), *_collectives(plan), *(f"note: {note}" for note in plan.notes)):
         _print_plain(console, line)
 
 

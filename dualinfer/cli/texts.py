@@ -129,9 +129,9 @@ def generate(
         ) as engine:
             engine.tokenizer = tokenizer
             options |= _length(engine, ids, max_new_tokens, NEW_TOKENS)
-            given = _for_mode(engine, options)
+            kwargs = _for_mode(engine, options)
             stream = engine.stream_chat if messages else engine.stream_text
-            pieces = stream(messages or prompt, **given)  # pyright: ignore[reportArgumentType]
+            pieces = stream(messages or prompt, **kwargs)  # pyright: ignore[reportArgumentType]
             shown = "" if chat else prompt
             texts.append(_show(engine, pieces, options["max_new_tokens"], shown))
     if drawn:
@@ -247,13 +247,13 @@ class _Talk:
 
     def _answer(self) -> None:
         """Answer the last message, which is taken back where that cannot be done."""
-        said: list[str] = []
+        answer: list[str] = []
         try:
             ids = encode_chat(self._engine.tokenizer, self._messages)
             length = _length(self._engine, ids, self._new_tokens, _ANSWER)
-            given = _for_mode(self._engine, {**self._options, **length})
-            pieces = self._engine.stream_chat(self._messages, **given)
-            _show(self._engine, pieces, given["max_new_tokens"], "", said)
+            kwargs = _for_mode(self._engine, {**self._options, **length})
+            pieces = self._engine.stream_chat(self._messages, **kwargs)
+            _show(self._engine, pieces, kwargs["max_new_tokens"], "", answer)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
         except DualinferError as error:
@@ -261,7 +261,7 @@ class _Talk:
             if isinstance(error, LengthError):
                 raise type(error)(f"{error} Or begin anew with /reset.") from error
             raise
-        self._messages.append({"role": "assistant", "content": "".join(said)})
+        self._messages.append({"role": "assistant", "content": "".join(answer)})
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
@@ -322,12 +322,12 @@ def _length(engine: Any, ids: list[int], asked: int | None, default: int) -> dic
 
 def _for_mode(engine: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the engine takes them: a module's own generate draws from torch's state."""
-    given = dict(options)
-    if engine.report().mode == "module" and given.get("seed") is not None:
+    kwargs = dict(options)
+    if engine.report().mode == "module" and kwargs.get("seed") is not None:
         import torch
 
-        torch.manual_seed(given.pop("seed"))
-    return given
+        torch.manual_seed(kwargs.pop("seed"))
+    return kwargs
 
 
 def _show(

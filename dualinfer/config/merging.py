@@ -51,9 +51,9 @@ def default_inference_config() -> dict[str, Any]:
 def _as_dict(config: Any) -> Mapping[Any, Any]:
     if config is None:
         return {}
-    given = InferenceConfig.unfold(config)
-    if given is not None:
-        return given
+    fields = InferenceConfig.unfold(config)
+    if fields is not None:
+        return fields
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"config is a {type(config).__name__}; expected a dict, an InferenceConfig or the path "
@@ -82,7 +82,7 @@ def _as_dict(config: Any) -> Mapping[Any, Any]:
 
 def _object(pairs: list[tuple[str, Any]], twice: list[str]) -> dict[str, Any]:
     """An object of JSON; names that stand in it more than once are added to `twice`."""
-    found = dict(pairs)
+    fields = dict(pairs)
     names = [name for name, _ in pairs]
-    twice += [name for name in found if names.count(name) > 1]
-    return found
+    twice += [name for name in fields if names.count(name) > 1]
+    return fields

@@ -10,18 +10,18 @@ def outputs(
     spec: ModelSpec, params: Params, ops: BlockOps, states: list[Array], keep: bool
 ) -> dict[str, Any]:
     """HF's outputs of a whole pass, by name, from what `hidden_states` gave; `keep` as there."""
-    last, found = states[-1], {}
+    last, result = states[-1], {}
     if spec.head:
-        found["logits"] = logits(spec, params, ops, last)
+        result["logits"] = logits(spec, params, ops, last)
     if keep or not spec.head:
         last = last_hidden_state(spec, params, ops, last)
     if not spec.head:
-        found["last_hidden_state"] = last
+        result["last_hidden_state"] = last
     if "pooler.weight" in params.outer:
-        found["pooler_output"] = pooled(params, ops, last)
+        result["pooler_output"] = pooled(params, ops, last)
     if keep:
-        found["hidden_states"] = (*states[:-1], last)
-    return found
+        result["hidden_states"] = (*states[:-1], last)
+    return result
 
 
 def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) -> Array:

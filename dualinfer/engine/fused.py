@@ -286,15 +286,15 @@ class FusedEngine(InferenceEngine):
             )
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
-            said = call.meet(
+            answers = call.meet(
                 lambda: same,
                 chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
                 seeds=self.runner.draw_seeds(len(prompts.rows)) if draws else [],
             )
             for i, request in enumerate(requests if draws else ()):
-                own = said["seeds"][0][i // options.num_return_sequences]
+                own = answers["seeds"][0][i // options.num_return_sequences]
                 requests[i] = replace(request, sampling=replace(request.sampling, seed=own))
-        return prompts, requests, options, stop, min(said["chunk"])
+        return prompts, requests, options, stop, min(answers["chunk"])
 
     def _make_requests(
         self,

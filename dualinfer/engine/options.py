@@ -48,11 +48,11 @@ def with_arguments(function: F) -> F:
     """
     signature = inspect.signature(function)
     *named, rest = signature.parameters.values()
-    taken = {parameter.name for parameter in named}
+    names = {parameter.name for parameter in named}
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in get_type_hints(GenerationArguments).items()
-        if name not in taken
+        if name not in names
     ]
     rest = rest.replace(annotation=Any)  # HF's other names
     shown: Any = function
@@ -217,14 +217,14 @@ def make_options(
     """
     ignored = set(model_defaults) - _KNOWN  # HF keeps them and reads none
     own = {k: v for k, v in model_defaults.items() if v is not None and k not in ignored}
-    given = {
+    config = {
         k: v
         for k, v in config_dict(generation_config).items()
         # A copy of the model's own config asks for no more than that does.
         if v is not None and k not in ignored and (k in _DEFAULTS or not _is_same(own.get(k), v))
     }
     _refuse_unknown({k: v for k, v in kwargs.items() if v is not None or k not in ignored})
-    asked = {**given, **{k: v for k, v in kwargs.items() if k not in ignored}}
+    asked = {**config, **{k: v for k, v in kwargs.items() if k not in ignored}}
     values = {**_DEFAULTS, **own, **asked}
     check_beams(values, "num_beams=1")
     greedy = not _boolean(values, "do_sample")
@@ -404,10 +404,10 @@ def _eos(value: Any, vocab: int) -> tuple[int, ...]:
     if value is None:
         return ()
     try:
-        found = value.tolist() if hasattr(value, "tolist") else value
+        plain = value.tolist() if hasattr(value, "tolist") else value
     except Exception:  # an array without values, or a device that failed
-        found = None
-    ids: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
+        plain = None
+    ids: list[Any] = list(plain) if isinstance(plain, list | tuple) else [plain]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ArgumentError(f"eos_token_id={shown(value)}; expected an int or a list of ints.")
     # HF lets a config name an id that no token has; such an EOS never comes.

@@ -219,20 +219,20 @@ def _changed_buffer(part: Any, other: Any) -> str | None:
 
     if any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope")):
         return None
-    made = dict(other.named_buffers(recurse=False))
+    theirs = dict(other.named_buffers(recurse=False))
     for name, buffer in part.named_buffers(recurse=False):
-        wanted = made.get(name)
+        wanted = theirs.get(name)
         if wanted is None or buffer.is_meta or wanted.is_meta:
             continue
-        found = buffer.detach().cpu()
-        if found.shape != wanted.shape:
+        values = buffer.detach().cpu()
+        if values.shape != wanted.shape:
             return name
-        if not (found.is_floating_point() and wanted.is_floating_point()):
-            if not torch.equal(found, wanted.to(found.dtype)):
+        if not (values.is_floating_point() and wanted.is_floating_point()):
+            if not torch.equal(values, wanted.to(values.dtype)):
                 return name
             continue
         least = 1e-3 * float(wanted.abs().max()) if wanted.numel() else 0.0
-        if not torch.allclose(found.double(), wanted.double(), _ROUNDED, least):
+        if not torch.allclose(values.double(), wanted.double(), _ROUNDED, least):
             return name
     return None
 
@@ -261,7 +261,7 @@ def _made_by_config(module: Any) -> dict[str, Any]:
         return {}
     try:
         with torch.device("cpu"), WithoutMatrices(), torch.random.fork_rng(devices=[]):
-            made = class_(copy.deepcopy(module.config))
+            model = class_(copy.deepcopy(module.config))
     except Exception:  # a class that needs more than its config
         return {}
-    return {n: m for n, m in made.named_modules() if not isinstance(m, torch.nn.Dropout)}
+    return {n: m for n, m in model.named_modules() if not isinstance(m, torch.nn.Dropout)}

@@ -133,8 +133,8 @@ class Row:
     def _place(self, axis: str, source: Source) -> int | None:
         """Which of the source's axes is (a part of) the row's `axis`."""
         parts = set(axis.split("+"))
-        found = (i for i, own in enumerate(source.axes) if set(_blocks(own)) <= parts)
-        return next(found, None)
+        places = (i for i, own in enumerate(source.axes) if set(_blocks(own)) <= parts)
+        return next(places, None)
 
     def axes_of(self, source: Source) -> tuple[str, ...]:
         """The row's axes that the source has, in the row's order."""
@@ -143,11 +143,11 @@ class Row:
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
         """The axes of each array that makes the weight, by the field of `Weight`."""
-        found = {"data": self.axes}
+        axes = {"data": self.axes}
         for source in self.sources:
             stacked = () if source.index is None else self.axes[:1]
-            found[source.part] = (*stacked, *self.axes_of(source))
-        return found
+            axes[source.part] = (*stacked, *self.axes_of(source))
+        return axes
 
     @property
     def local_name(self) -> str:
@@ -388,7 +388,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         return next((c for c in table.candidates(name) if c in stored), None)
 
     def match(r: Row) -> None:
-        found = []
+        stored_names = []
         for part in r.sources:
             name = find(part.name)
             if name is None:  # HF may have kept the other name of two tied tensors
@@ -403,8 +403,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
                 expected = " or ".join(part.dtypes)
                 mistyped.append(f"{name} is {source.dtype(name)}, expected {expected}")
             used.add(name)
-            found.append(name)
-        matched[r.name] = (r, tuple(found))
+            stored_names.append(name)
+        matched[r.name] = (r, tuple(stored_names))
 
     optional = [r for r in table.rows if table.optional and r.name.startswith(table.optional)]
     absent = not any(find(part.name) for r in optional for part in r.sources)

@@ -83,11 +83,11 @@ class Work:
             return {name: [value] for name, value in said.items()}
         message = _message(self._what, None if alike is None else fingerprint(alike()), None, said)
         self._met = True
-        found = _read(self._what, self._peers.exchange(message))
-        failed = [f"rank {r}: {other['error']}" for r, other in enumerate(found) if other["error"]]
+        bodies = _read(self._what, self._peers.exchange(message))
+        failed = [f"rank {r}: {other['error']}" for r, other in enumerate(bodies) if other["error"]]
         if failed:
             raise DistributedError(f"{self._what} failed elsewhere. {'; '.join(failed)}")
-        marks = [other["mark"] for other in found]
+        marks = [other["mark"] for other in bodies]
         if len(set(marks)) > 1:
             others = [r for r, m in enumerate(marks) if m != marks[0]]
             raise DistributedError(
@@ -95,7 +95,7 @@ class Work:
                 "that share a model must make the same calls with the same values; those that pass "
                 "None for the inputs take rank 0's."
             )
-        return {name: [other["said"][name] for other in found] for name in said}
+        return {name: [other["said"][name] for other in bodies] for name in said}
 
     def __enter__(self) -> Self:
         """Begin."""
@@ -200,9 +200,9 @@ def share_inputs(
     if asking[0] or not any(asking):
         return own
     with peers.together(f"Sharing the inputs of {call}") as work:
-        given = {} if peers.rank else {n: _plain(v) for n, v in own.items() if is_input(v)}
-        given = work.meet(inputs=given)["inputs"][0]
-    return own | {n: _unpacked(v, place) for n, v in given.items()} if asks else own
+        shared = {} if peers.rank else {n: _plain(v) for n, v in own.items() if is_input(v)}
+        shared = work.meet(inputs=shared)["inputs"][0]
+    return own | {n: _unpacked(v, place) for n, v in shared.items()} if asks else own
 
 
 def fingerprint(value: Any) -> str:
@@ -240,20 +240,20 @@ def _message(what: str, mark: str | None, error: str | None, said: Mapping[str, 
 
 def _read(what: str, messages: list[bytes]) -> list[dict[str, Any]]:
     """What every process said at the work `what`; DistributedError where one is at another."""
-    found: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
     for message in messages:
         try:
-            found.append(dict(json.loads(message)))
+            bodies.append(dict(json.loads(message)))
         except (TypeError, ValueError):
-            found.append({})
-    if any(other.get("at") != what for other in found):
-        where = [f"rank {r}: {other.get('at', 'elsewhere')}" for r, other in enumerate(found)]
+            bodies.append({})
+    if any(other.get("at") != what for other in bodies):
+        where = [f"rank {r}: {other.get('at', 'elsewhere')}" for r, other in enumerate(bodies)]
         raise DistributedError(
             f"The processes that share a model are not in the same call. {'; '.join(where)}. Each "
             "must make the same calls in the same order; where an error has left one of them "
             "behind, make the engines anew."
         )
-    return found
+    return bodies
 
 
 def _plain(value: Any) -> Any:
@@ -290,5 +290,5 @@ def _unpacked(value: Any, device: Any) -> Any:
         return value
     buffer = bytearray(base64.b64decode(value["bytes"]))
     array = np.frombuffer(buffer, numpy_dtype(value["dtype"]))
-    found = from_numpy(array.reshape(value["shape"]), value["kind"])
-    return found.to(device) if value["placed"] else found
+    result = from_numpy(array.reshape(value["shape"]), value["kind"])
+    return result.to(device) if value["placed"] else result

@@ -52,9 +52,9 @@ class Shard:
 
     def share(self, axis: str, layer: int | None = None) -> Share:
         """This device's part of an axis that joins no others: all of one that is not split."""
-        found = self._split(axis, layer)
-        if found is not None:
-            return found
+        share = self._split(axis, layer)
+        if share is not None:
+            return share
         extent = self.table.spec.extent(axis, layer)
         return Share(0, extent, extent)
 
@@ -104,9 +104,9 @@ class Shard:
     def describe(self) -> str:
         """What this device holds, for people, padding included; layers that are alike once."""
         firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.layers)))}
-        found = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
+        kinds = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
         return "; ".join(
-            ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in held) for held in found
+            ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in held) for held in kinds
         )
 
     def reads(self, row: Row, part: Source) -> list["Read"]:

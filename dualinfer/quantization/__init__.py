@@ -20,12 +20,12 @@ def read_quantization(config: Mapping[str, Any]) -> Choose | None:
 
     Raises UnsupportedError for a quantization that is not known.
     """
-    found = config.get("quantization_config")
-    if not found:
+    quantization = config.get("quantization_config")
+    if not quantization:
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if isinstance(method, str) and method in METHODS:
-        return METHODS[method](found)
+        return METHODS[method](quantization)
     named = f" ({method[:80]})" if isinstance(method, str) and method else ""
     raise UnsupportedError(
         f"config.json has a quantization_config{named}, and quantized weights are not in this "

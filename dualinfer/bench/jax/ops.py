@@ -184,11 +184,11 @@ def read_streams(nbytes: int, device: jax.Device) -> dict[str, Callable[[], Trac
         return [products_by_pallas.linear(x, matrix, sms=sms)[0] for matrix in matrices]
 
     floats, matrix = (nbytes // 4,), (nbytes // 4 // _WIDTH, _WIDTH)
-    found = {
+    streams = {
         "sum of float32": stream(jnp.sum, floats),
         "sum of int32": stream(whole_numbers, floats),
         "maximum of float32": stream(jnp.max, floats),
     }
     if runs_kernels(device):
-        found["matrix-vector products"] = stream(product, (1, _WIDTH), matrix, matrix)
-    return found
+        streams["matrix-vector products"] = stream(product, (1, _WIDTH), matrix, matrix)
+    return streams

@@ -205,11 +205,11 @@ class ConfigFields:
         }
         if unread:
             some = sorted(unread.items())[:_SHOWN]
-            found = ", ".join(f"{name[:_LONGEST]}={shown(value)}" for name, value in some)
-            found += f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
+            fields = ", ".join(f"{name[:_LONGEST]}={shown(value)}" for name, value in some)
+            fields += f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
             way = ", ".join(f'"{name[:_LONGEST]}": None' for name, _ in some)
             raise ModelError(
-                f"config.json has {found}, which the {self.family} family does not honour; "
+                f"config.json has {fields}, which the {self.family} family does not honour; "
                 "ignoring it could give wrong results. If it has no effect on this model, remove "
                 f"it from config.json, or pass args={{{way}}} to init_inference."
             )

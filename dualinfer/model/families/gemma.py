@@ -100,12 +100,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _rope_parameters(fields: ConfigFields, kinds: set[str]) -> Mapping[str, Any]:
     """HF's rope_parameters of each kind of layer; Gemma 2 has one for both."""
-    given = fields.take("rope_parameters")
+    ropes = fields.take("rope_parameters")
     if fields.family == "gemma2":
-        return dict.fromkeys(kinds, given)
-    if not isinstance(given, Mapping) or kinds - given.keys():
+        return dict.fromkeys(kinds, ropes)
+    if not isinstance(ropes, Mapping) or kinds - ropes.keys():
         raise ModelError(
-            f"config.json has rope_parameters={shown(given)}; expected an object with one for each "
+            f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
             f"of {', '.join(sorted(kinds))}."
         )
-    return given
+    return ropes

@@ -62,8 +62,8 @@ def make_rope(
             f"config.json has rope_type={shown(kind)}, which dualinfer does not honour{reason}; "
             f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
         )
-    given = {k for k, v in parameters.items() if v is not None}
-    unknown = given - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    keys = {k for k, v in parameters.items() if v is not None}
+    unknown = keys - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
     unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
     unknown.discard("finetuned")  # a remark of the first yarn checkpoints
@@ -78,9 +78,9 @@ def make_rope(
     if head_dim % 2:
         raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
     needed = {"linear": {"factor"}, "llama3": _KEYS["llama3"] - {_ORIGINAL}}.get(kind, set())
-    for name in sorted({"rope_theta", *needed} - given):
+    for name in sorted({"rope_theta", *needed} - keys):
         raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
-    for name in sorted(given & (_KEYS[kind] | {"rope_theta"})):
+    for name in sorted(keys & (_KEYS[kind] | {"rope_theta"})):
         _check(name, parameters[name])
     theta = float(parameters["rope_theta"])
     inv_freq, scaling = np.empty(0), math.nan
