@@ -548,6 +548,14 @@ def test_nan_and_inf_in_weights_are_noted_and_warned_of(way, tmp_path, hf_model)
     assert down in note and norm in note and str(tmp_path) in note
 
 
+def test_nan_in_the_weights_of_any_module_is_warned_of(tmp_path):
+    module = torch.nn.Linear(3, 2)
+    weight = torch.full((2, 3), torch.nan)
+    torch.save({"weight": weight, "bias": torch.ones(2)}, tmp_path / "x.bin")
+    with pytest.warns(UserWarning, match=r"NaN or inf in 1 of the tensors .*: weight"):
+        dualinfer.init_inference(module, dtype="fp32", checkpoint=str(tmp_path / "x.bin")).close()
+
+
 def test_minus_infinity_in_a_buffer_is_no_mistake(tmp_path):
     """A causal mask, for instance."""
 

@@ -202,9 +202,9 @@ def _fill_by_name(
         wrong = [n for n in matches if tuple(source.shape(n)) != tuple(own.shape)]
         misshaped += [f"{n} is {source.shape(n)}, expected {tuple(own.shape)}" for n in wrong]
         expected = _FLOATS if own.is_floating_point() else (str(own.dtype).split(".")[1],)
-        odd = [n for n in matches if source.dtype(n) not in expected]
-        mistyped += [f"{n} is {source.dtype(n)}, expected {' or '.join(expected)}" for n in odd]
-        if wrong or odd:
+        other = [n for n in matches if source.dtype(n) not in expected]
+        mistyped += [f"{n} is {source.dtype(n)}, expected {' or '.join(expected)}" for n in other]
+        if wrong or other:
             continue
         tensor = _read(source, matches[0])
         if isinstance(own, torch.nn.Parameter) and not is_finite(to_numpy(tensor)):
