@@ -20,8 +20,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from dualinfer.backends.torch.device import rank_device
 from dualinfer.backends.torch.exchange import open_exchange
-from dualinfer.backends.torch.joining import join
 from dualinfer.backends.torch.parallel import Split
+from dualinfer.backends.torch.process_groups import join
 from dualinfer.config.nested import TensorParallelConfig
 
 WIDTH, SUMS, ROUNDS, REPLAYS = 4096, 64, 10, 20

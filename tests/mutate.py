@@ -410,7 +410,7 @@ ROWS: list[Row] = [
         "tests/test_parallel_torch.py -k share_of_one",
     ),
     Row(
-        "backends/torch/joining.py",
+        "backends/torch/process_groups.py",
         "    if not settings.enabled:\n        return 1\n",
         "",
         "tensor_parallel.enabled=False is ignored: a process alone is refused.",
@@ -932,7 +932,7 @@ ROWS: list[Row] = [
         "tests/test_prompts.py -k pieces",
     ),
     Row(
-        "backends/torch/joining.py",
+        "backends/torch/process_groups.py",
         "mine.copy = me // degree",
         "mine.copy = 0",
         "Where a job runs two copies of a model, both write the checkpoint.",

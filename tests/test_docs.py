@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
-CODE = {"dualinfer", "tests", "benchmarks", "training"}
+CODE = ("dualinfer", "tests", "benchmarks", "training", "examples", "docs")
 CONTRIBUTING = ROOT / "docs" / "contributing"
 # Chains of pages whose examples go on from one another, and the tests of what the last one adds.
 EXAMPLES = {

@@ -104,8 +104,8 @@ def exchanges(rows, width, dtype_name):
     """Sums and gathers by the kernel and by NCCL, as launched and as replayed many times."""
     from dualinfer.backends.torch import rank_device
     from dualinfer.backends.torch.exchange import open_exchange
-    from dualinfer.backends.torch.joining import join
     from dualinfer.backends.torch.parallel import Split
+    from dualinfer.backends.torch.process_groups import join
     from dualinfer.config.nested import TensorParallelConfig
 
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])

@@ -12,14 +12,14 @@ from ...parallel.sharding import make_plan
 from .adapter import engine_type as engine_type
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
-from .joining import degree_of, forget_graphs_at_exit
-from .joining import join as join_ranks
 from .module.autotp.plan import Line, describe
 from .module.runner import create_module_runner as create_module_runner
 from .ops.plain import PlainOps
 from .ops.primitives import check_schemes
 from .parallel import Ranks, Split
 from .params import load_params
+from .process_groups import degree_of, forget_graphs_at_exit
+from .process_groups import join as join_ranks
 from .runner import TorchRunner
 
 _KERNELS_NEED = (
@@ -44,7 +44,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def join(config: InferenceConfig) -> Ranks:
-    """This process among those that share the model; see `joining.join`."""
+    """This process among those that share the model; see `process_groups.join`."""
     degree = degree_of(config.tensor_parallel)
     device = default_device() if degree == 1 else rank_device()
     return join_ranks(config.tensor_parallel, device)

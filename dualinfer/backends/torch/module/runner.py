@@ -13,9 +13,9 @@ from ...profiling import Profiler, Stopwatch
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name
 from ..graphs import CallGraphs, graph_facts
-from ..joining import forget_graphs_at_exit
 from ..parallel import Ranks
 from ..precision import own_precision
+from ..process_groups import forget_graphs_at_exit
 from ..profiling import make_stopwatch, module_spans
 from .autotp.changes import SurgeryPlan, is_altered
 from .autotp.layers import RanksSeam
