@@ -67,6 +67,12 @@ def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
 def test_generate_reads_standard_input(run, folder):
     result = run("generate", folder, "-", "--max-new-tokens", 4, input=PROMPT + "\n")
     assert result.stdout == expected_text(folder, 4, do_sample=False) + "\n"
+    assert "--kernels" not in result.stderr
+
+
+def test_generate_says_that_no_kernels_run_here(run, folder):
+    result = run("generate", folder, PROMPT, "--max-new-tokens", 4, "--kernels")
+    assert result.exit_code == 0 and "--kernels: none run on this device" in result.stderr
 
 
 def test_generate_on_both_shows_one_after_the_other(run, folder):

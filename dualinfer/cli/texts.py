@@ -127,7 +127,7 @@ def generate(
         with init_inference(
             folder, backend=name, dtype=dtype, replace_with_kernel_inject=kernels
         ) as engine:
-            engine.tokenizer = tokenizer
+            _prepare(engine, tokenizer, kernels)
             options |= _length(engine, ids, max_new_tokens, NEW_TOKENS)
             kwargs = _for_mode(engine, options)
             stream = engine.stream_chat if messages else engine.stream_text
@@ -180,7 +180,7 @@ def chat(
     with init_inference(
         folder, backend=name, dtype=dtype, replace_with_kernel_inject=kernels
     ) as engine:
-        engine.tokenizer = tokenizer
+        _prepare(engine, tokenizer, kernels)
         _Talk(engine, system, max_new_tokens, options).run()
 
 
@@ -361,6 +361,13 @@ def _shown(piece: str) -> str:
 
 def _described(engine: Any) -> str:
     return repr(engine).partition("(")[2].removesuffix(")")
+
+
+def _prepare(engine: Any, tokenizer: Any, kernels: bool | None) -> None:
+    """Give the engine its tokenizer, and say where kernels that were asked for do not run."""
+    engine.tokenizer = tokenizer
+    if kernels and not getattr(engine.runner, "kernels", ""):
+        _say("--kernels: none run on this device, plain operations serve. dualinfer env says why.")
 
 
 def _say(text: str) -> None:
