@@ -689,9 +689,9 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/fused.py",
-        "seeds = [] if seed is None else [r.sampling.seed for r in requests]",
-        "seeds: list[int] = []",
-        "Ranks that were given different seeds all take rank 0's, without a word.",
+        "same = requests, options, seed is None",
+        "same = options, seed is None",
+        "Ranks that were given different seeds or prompts make different texts, without a word.",
         "tests/test_parallel_torch.py -k 'seed or differ'",
     ),
     Row(
@@ -703,8 +703,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/fused.py",
-        """cached = getattr(self.config, "use_cache", True)""",
-        "cached = True",
+        """use_cache = getattr(self.config, "use_cache", True)""",
+        "use_cache = True",
         "Packed sequences of a model with use_cache=false see each other.",
         "tests/parity/test_logits.py -k follow_use_cache",
     ),
@@ -724,8 +724,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/options.py",
-        "asked = {**given, **{k: v for k, v in kwargs.items() if k not in ignored}}",
-        "asked = {**{k: v for k, v in kwargs.items() if k not in ignored}, **given}",
+        "asked = {**config, **{k: v for k, v in kwargs.items() if k not in ignored}}",
+        "asked = {**{k: v for k, v in kwargs.items() if k not in ignored}, **config}",
         "A generation_config beats the keyword arguments beside it.",
         "tests/test_generate.py -k generation_config_argument",
     ),
@@ -789,8 +789,8 @@ ROWS: list[Row] = [
     # --- processes
     Row(
         "parallel/agreement.py",
-        "for n, v in given.items()} if asks else own",
-        "for n, v in given.items()}",
+        "for n, v in shared.items()} if asks else own",
+        "for n, v in shared.items()}",
         "A rank's own prompts give way to rank 0's, without a word.",
         "tests/test_limits.py -k who_have_none",
     ),
@@ -854,8 +854,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "api.py",
-        "        for runner in made:\n            runner.close()\n        raise",
-        "        raise",
+        "            stack.callback(runner.close)\n            if spec.can_generate:",
+        "            if spec.can_generate:",
         "An engine that could not be made keeps its memory and its processes' groups.",
         "tests/test_limits.py -k could_not_be_made",
     ),
@@ -912,8 +912,8 @@ ROWS: list[Row] = [
     # --- everywhere
     Row(
         "backends/torch/ops/plain.py",
-        "turned.sin() * rope.scaling",
-        "turned.sin()",
+        "radians.sin() * rope.scaling",
+        "radians.sin()",
         "yarn's factor reaches the cosines alone.",
         "tests/parity/test_logits.py -k 'unpadded and yarn and torch'",
     ),
