@@ -108,13 +108,12 @@ def _make_ops(
         return PlainOps(split)
     if not runs_kernels(device) or unserved(spec):
         return PlainOps(split)
-    cores = getattr(device, "core_count", 132)
     if split is None or not isinstance(place, ManyDevices):
-        return KernelOps(cores, split=split)
+        return KernelOps(device, split)
     exchange = open_exchange(place, spec.vocab, config.tensor_parallel.timeout)
     if isinstance(exchange, str):
-        return SplitKernelOps(cores, split, None, exchange)
-    return SplitKernelOps(cores, split, exchange)
+        return SplitKernelOps(device, split, None, exchange)
+    return SplitKernelOps(device, split, exchange)
 
 
 def create_module_runner(

@@ -17,6 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from ...errors import UnsupportedError
 from ...system.patience import told_if_slow
 from ...system.progress import track
+from ...kernels.xla.grouping import grouped
 from .compilation_cache import keep_all
 
 TRACED = (
@@ -55,7 +56,7 @@ _CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_
 
 def compiler_options(
     enable_cuda_graph: bool | None, device: jax.Device, exchanges: bool = False
-) -> dict[str, str | bool] | None:
+) -> dict[str, str] | None:
     """Options for the compiler; None is XLA's own choice, which captures CUDA graphs on a GPU.
 
     That choice captures the bodies of while loops and not the loops themselves, which is best on
@@ -67,7 +68,11 @@ def compiler_options(
         return None
     if enable_cuda_graph is False:
         return {"xla_gpu_enable_command_buffer": ""}  # the empty list of commands to capture
-    return {"xla_gpu_enable_command_buffer": f"{_CAPTURED},WHILE"} if exchanges else None
+    # Kernels of several layers are one command, and worth a graph of its own.
+    options = {"xla_gpu_graph_min_graph_size": "1"}
+    if exchanges:
+        options["xla_gpu_enable_command_buffer"] = f"{_CAPTURED},WHILE"
+    return options
 
 
 class Job(NamedTuple):
@@ -97,7 +102,7 @@ class Executables:
 
     def __init__(
         self,
-        options: Mapping[str, str | bool] | None = None,
+        options: Mapping[str, str] | None = None,
         most: int = _MOST,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
@@ -222,7 +227,8 @@ class Executables:
         with _LOWERING, warnings.catch_warnings():
             # Known: launch.py of the Pallas kernels has the Triton lowering to itself.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results)
+            function = grouped(job.function)
+            jitted = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results)
             return jitted.lower(*job.args)
 
     def _compile(self, lowered: jax.stages.Lowered, coming: "Future[Any]") -> None:

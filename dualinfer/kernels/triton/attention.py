@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
+from .operands import Operand, dtype_name
 
 LARGEST_HEAD = 256
 
@@ -84,10 +85,10 @@ def attention(
 
 _LOG2E = math.log2(math.e)
 _L2_BYTES = 16 << 20  # of keys and values that are read at a time; an H100 has 50 MB
-_FLOAT32 = ("torch.float32",)
-_DTYPES = (*_FLOAT32, "torch.bfloat16", "torch.float16")
-_INTEGERS = ("torch.int32", "torch.int64")
-_BOOL = ("torch.bool",)
+_FLOAT32 = ("float32",)
+_DTYPES = (*_FLOAT32, "bfloat16", "float16")
+_INTEGERS = ("int32", "int64")
+_BOOL = ("bool",)
 
 
 def _split(dim: int) -> tuple[int, int]:
@@ -103,7 +104,7 @@ def _strides(x: Any) -> tuple[int, int, int]:
 
 def _has_descriptor(x: Any) -> bool:
     """Whether TMA can read x [B, T, heads, D]: Hopper, addresses that are multiples of 16 bytes."""
-    if not (INTERPRETED or has_pdl(x)) or x.data_ptr() % 16:
+    if isinstance(x, Operand) or not (INTERPRETED or has_pdl(x)) or x.data_ptr() % 16:
         return False
     steps = (n for n, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
     return all(n > 0 and n * x.element_size() % 16 == 0 for n in steps)
@@ -131,7 +132,7 @@ def _check(
         raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use torch's attention for it.")
     if not 0 <= start <= k.shape[1] - tokens:
         raise ValueError(f"start={start} with {tokens} queries and {k.shape[1]} keys.")
-    if str(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+    if dtype_name(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_DTYPES}.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() and x.stride(-1) != 1:
@@ -148,7 +149,7 @@ def _check_option(name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, 
     fits = x.dim() == len(shape) and x.shape[:-1] == shape[:-1]
     if not fits or x.shape[-1] < shape[-1] or (len(shape) == 1 and x.shape != shape):
         raise ValueError(f"{name} {tuple(x.shape)}: expected {list(shape)}.")
-    if str(x.dtype) not in dtypes:
+    if dtype_name(x.dtype) not in dtypes:
         raise ValueError(f"{name} is {x.dtype}; expected {' or '.join(dtypes)}.")
     if x.numel() and x.stride(-1) != 1:
         raise ValueError(f"{name} has stride {x.stride(-1)} in its last axis; expected 1.")

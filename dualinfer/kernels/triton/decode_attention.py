@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .activation import activate
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 
@@ -219,8 +220,6 @@ def decode_attention(
     overwrites its last place. `window`, `alibi`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """
-    import torch
-
     keys, values = cache
     slots, kv_heads, capacity, dim = keys.shape
     _check(qkv, keys, values, lengths, heads, counters, inv_freq)
@@ -235,7 +234,7 @@ def decode_attention(
     partial = counters  # not read without splits
     if config.splits > 1:
         shape = slots * heads, config.splits, block_d + 2
-        partial = counters.new_empty(shape).view(torch.float32)
+        partial = empty(counters, shape, "float32")
     launch(
         _decode_attention_kernel,
         (slots * kv_heads, config.splits),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import dtype_name
 from .rows import check_last_axis, leading_axes, row_offset
 
 
@@ -111,13 +112,11 @@ def _check_lookup(
     ids_name: str, ids: Any, like: Any, table_name: str, table: Any, weight: Any
 ) -> None:
     """Raise ValueError unless `table` has rows as `weight` does, and `ids` choose among them."""
-    import torch
-
     if (ids is None) != (table is None):
         raise ValueError(f"{ids_name} and {table_name} belong together: pass both, or neither.")
     if ids is None:
         return
-    if ids.dtype not in (torch.int64, torch.int32) or ids.shape != like.shape:
+    if dtype_name(ids.dtype) not in ("int64", "int32") or ids.shape != like.shape:
         raise ValueError(
             f"{ids_name} is {tuple(ids.shape)} {ids.dtype}; int32 or int64 {tuple(like.shape)} is "
             "expected."

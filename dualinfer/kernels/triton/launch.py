@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .operands import Operand, recording_of
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
@@ -44,7 +46,7 @@ def dot(a, b, acc):
 
 def has_pdl(tensor: Any) -> bool:
     """True if kernels on the tensor's device may be chained by programmatic dependent launch."""
-    if INTERPRETED or tensor.device.type != "cuda":
+    if INTERPRETED or isinstance(tensor, Operand) or tensor.device.type != "cuda":
         return False
     return _capability(tensor.device.index or 0) >= (9, 0)
 
@@ -63,8 +65,12 @@ def _capability(index: int) -> tuple[int, int]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **meta: Any) -> None:
     """Launch `kernel`; with `pdl` it may start before the kernel in front of it has ended.
 
-    Its constexpr parameter PDL is set from `pdl`.
+    Its constexpr parameter PDL is set from `pdl`. Over operands it is written down instead.
     """
+    recording = recording_of(args)
+    if recording is not None:
+        recording.add(kernel, grid, args, pdl, PDL=pdl, **meta)
+        return
     if pdl:
         meta["launch_pdl"] = True
     kernel[grid](*args, PDL=pdl, **meta)

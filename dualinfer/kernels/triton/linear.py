@@ -13,6 +13,7 @@ import triton
 from .activation import KINDS
 from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
+from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _NORMS = ("rms", "rms_offset", "layer")
@@ -97,8 +98,6 @@ def linear(
     width = x.shape[-1]
     count = x.numel() // width
     features = weight.shape[0] // 2 if gated else weight.shape[0]
-    import torch
-
     _check(x, weight, bias, activation, gated, residual, norm, count, features)
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
     if y.numel() == 0:
@@ -133,7 +132,7 @@ def linear(
     partial = y
     if counters is not None and splits > 1:
         area = config.m * config.n * (2 if gated else 1)
-        partial = counters.new_empty(math.prod(tiles) * splits * area).view(torch.float32)
+        partial = empty(counters, (math.prod(tiles) * splits * area,), "float32")
     launch(
         tile_kernel,
         (*tiles, splits),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import dtype_name
 from .rows import check_last_axis, check_vector
 
 _TILE = 2048
@@ -61,7 +62,7 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 @triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    slots_ptr, starts_ptr, scaling, eps, tokens, room,
+    slots_ptr, starts_ptr, scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
@@ -126,8 +127,10 @@ def _rotary_append_kernel(
             slot = tl.load(slots_ptr + b)
         if starts_ptr is not None:
             start = tl.load(starts_ptr + b)
-        place = start + t + tl.zeros([1, 1], tl.int64)  # not a scalar: it makes a mask
-        to_k, to_v = inside & is_k & (place < room), inside & is_v & (place < room)
+        zero = tl.zeros([1, 1], tl.int64)  # places are no scalars: they make masks
+        place = start + t + zero
+        there = (place < room) & (slot + zero < slots)
+        to_k, to_v = inside & is_k & there, inside & is_v & there
         k_at = keys_ptr + slot.to(tl.int64) * keys_stride0 + place * keys_stride2
         k_at += (head - H).to(tl.int64) * keys_stride1
         v_at = values_ptr + slot.to(tl.int64) * values_stride0 + place * values_stride2
@@ -178,8 +181,8 @@ def rotary_append(
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
     `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
     sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
-    to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S on; no
-    other place is written. Positions, slots [B] and starts [B] are int32 or int64. What is None
+    to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
+    N on; no other place is written. Positions, slots [B] and starts [B] are int32 or int64. What is None
     falls away. Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms and
     frequencies are read before the kernel in front has ended.
     """
@@ -220,7 +223,9 @@ def rotary_append(
         _rotary_append_kernel,
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
-        *(scaling, norm_eps, tokens, 0 if keys is None else keys.shape[2], *qkv.stride()[:2]),
+        *(scaling, norm_eps, tokens),
+        *((0, 0) if keys is None else (keys.shape[2], keys.shape[0])),
+        *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
         *((0, 0, 0) if keys is None else keys.stride()[:3]),
         *((0, 0, 0) if values is None else values.stride()[:3]),
@@ -233,10 +238,8 @@ def rotary_append(
 
 
 def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    import torch
-
     description = "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
-    if x is None or x.shape != shape or x.dtype not in (torch.int32, torch.int64):
+    if x is None or x.shape != shape or dtype_name(x.dtype) not in ("int32", "int64"):
         raise ValueError(f"{name} is {description}; int32 or int64 {shape} is expected.")
     if len(shape) == 1 and not x.is_contiguous():
         raise ValueError(f"{name} has stride {x.stride(0)}; a contiguous vector is expected.")

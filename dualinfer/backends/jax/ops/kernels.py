@@ -1,4 +1,4 @@
-"""The ops of the contract by Pallas kernels; plain.py has the same ones by plain XLA.
+"""The ops of the contract by Triton kernels, the same as torch's; plain.py has them by plain XLA.
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
 once, with everything around them fused; those with many are XLA's, as are prompts' norms and
@@ -8,31 +8,31 @@ activations, which XLA fuses as well.
 import copy
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ....kernels.pallas import (
-    attention,
-    attention_choice,
-    attention_options,
-    decode_attention,
-    linear,
-    rotary,
-)
-from ....kernels.pallas import norm as norms
-from ....kernels.pallas.linear import NormArguments
-from ....model.spec import ModelSpec
+from ....kernels.triton import attention, attention_choice, decode_attention, linear, rotary
+from ....kernels.triton import norm as norms
+from ....kernels.triton.launch import INTERPRETED
+from ....kernels.triton.linear import NormArguments
+from ....kernels.triton.tuning import Configurations, device_kinds, shipped
+from ....kernels.xla.launches import call
+from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf
 from ..cache import FullCache
 from ..parallel import Split
 from . import primitives
+from .cudnn import cudnn_serves
 from .plain import PlainOps, scoring
 
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
+_HOPPER = 90
 
 
 def runs_kernels(device: jax.Device) -> bool:
@@ -47,33 +47,39 @@ def runs_kernels(device: jax.Device) -> bool:
 def unserved(spec: ModelSpec) -> str | None:
     """What of a model is beyond the kernels, for people; None if they serve it."""
     dim = max(layer.attention.head_dim for layer in spec.layers)
-    if dim > attention_options.LARGEST_HEAD:
-        return f"a head_dim of {dim} (at most {attention_options.LARGEST_HEAD})"
+    if dim > attention.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     return None
 
 
 class KernelOps(PlainOps):
-    """Fused ops on a GPU; `interpret` runs the kernels on any device, for tests."""
+    """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
     cache_kinds = frozenset({FullCache.kind})
-    kernels = "Pallas"
+    kernels = "Triton"
     holds_scores = False
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
-        "matmul": f"Pallas, fused, up to {linear.MOST_ROWS} rows; XLA above",
-        "rms_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
-        "layer_norm": "Pallas, fused into the product of one or two rows; XLA for prompts",
-        "rotary": "Pallas, fused with the append to the cache",
-        "activation": "Pallas, fused into products with few rows; XLA for prompts",
-        "attention": "cuDNN where it can, else Pallas",
-        "decode_attention": "Pallas, split KV, fused with rotary and append",
+        "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; XLA above",
+        "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
+        "layer_norm": "Triton, fused into the product of a single row; XLA for prompts",
+        "rotary": "Triton, fused with the append to the cache",
+        "activation": "Triton, fused into products with few rows; XLA for prompts",
+        "attention": "cuDNN where it can, else Triton",
+        "decode_attention": "Triton, split KV, fused with rotary and append",
     }
 
-    def __init__(self, sms: int, interpret: bool = False, split: Split | None = None) -> None:
+    def __init__(self, device: jax.Device, split: Split | None = None) -> None:
         super().__init__(split)
-        self.sms, self.interpret = sms, interpret
+        self.sms = getattr(device, "core_count", None) or 132
+        text = str(getattr(device, "compute_capability", "9.0"))
+        self.capability = int(text.replace(".", ""))
+        self._on_gpu = device.platform == "gpu"
+        major, minor = divmod(self.capability, 10)
+        kinds = device_kinds(device.device_kind, (major, minor), self.sms) if self._on_gpu else ()
+        self.configurations = Configurations(shipped(kinds) if kinds else ())
         self._counters: jax.Array | None = None
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
@@ -91,32 +97,45 @@ class KernelOps(PlainOps):
         """The counters, which every launch leaves at zero: in order, each takes the last one's."""
         return self._counters
 
+    def starts_early(self, rows: int) -> bool:
+        """Whether kernels over so many rows start before the one in front has ended.
+
+        Between a few rows and many it is slower, as programs that wait take room from those that
+        work: see docs/measured-and-left-out.md.
+        """
+        early = self._on_gpu and not INTERPRETED and self.capability >= _HOPPER
+        return early and (rows <= 4 or rows >= 64)
+
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
-        if math.prod(x.shape[:-1]) > linear.MOST_ROWS:
+        rows = math.prod(x.shape[:-1])
+        if rows > linear.MOST_ROWS:
             return super().norm(x, norm, residual)
         spec, weight, bias = norm
-        how: dict[str, Any] = {"residual": residual, "interpret": self.interpret}
+        how: dict[str, Any] = {"residual": residual, "pdl": self.starts_early(rows)}
+        how |= {"capability": self.capability}
         with jax.named_scope("norm"):
             if spec.kind == "rms":
-                return norms.rms_norm(x, weight, spec.eps, unit_offset=spec.unit_offset, **how)
-            assert bias is not None
-            return norms.layer_norm(x, weight, bias, spec.eps, **how)
+                offset = spec.unit_offset
+                return call(norms.rms_norm, x, weight, spec.eps, unit_offset=offset, **how)[0]
+            return call(norms.layer_norm, x, weight, bias, spec.eps, **how)[0]
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        fused = any(part is not None for part in (by.bias, by.activation, by.residual))
-        if not self._serves_product(x, weight, fused):
+        if not self._serves_product(x, weight, by):
             return super().linear(x, weight, by)
-        count = math.prod(x.shape[:-1])
+        count, (features, width) = math.prod(x.shape[:-1]), weight.shape
         fused_norm = None
-        if by.norm is not None and count <= linear.MOST_VECTORS:
+        if by.norm is not None and count == 1:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
             fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
         elif by.norm is not None:
             x = self.norm(x, by.norm)
+        features = features // 2 if by.gated else features
+        key = linear.tuning_key(count, features, width, x.dtype.itemsize, by.gated)
         with jax.named_scope("matmul"):
-            y, self._counters = linear.linear(
+            y, (self._counters,) = call(
+                linear.linear,
                 x,
                 weight.data,
                 by.bias,
@@ -124,25 +143,33 @@ class KernelOps(PlainOps):
                 activation=by.activation,
                 gated=by.gated,
                 residual=by.residual,
-                dtype=jnp.float32 if by.wide else None,
+                dtype="float32" if by.wide else None,
+                config=self.configurations.find(key),
                 counters=self._counters,
                 sms=self.sms,
-                interpret=self.interpret,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+                written=(self._counters,),
             )
         return y
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
-        if not self._serves_product(x, weight, False):
+        if not self._serves_product(x, weight, ALONE):
             return super().partial_product(x, weight)
         return self.linear(x, weight, Neighbours(wide=True))
 
-    def _serves_product(self, x: jax.Array, weight: Weight, fused: bool) -> bool:
+    def _serves_product(self, x: jax.Array, weight: Weight, by: Neighbours) -> bool:
         """Whether a kernel serves a product; none reads quantized weights yet."""
         if weight.scheme is not None:
             return False
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
+        fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.dtype.itemsize, fused)
+
+    def angles(self, spec: ModelSpec, params: Any, positions: jax.Array) -> Any:
+        """The positions: kernels turn by them as they read queries and keys."""
+        return positions
 
     def attend(
         self,
@@ -158,49 +185,43 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
-        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
-        how |= scoring(layer)
-        scale = how.pop("scale")
-        positions = None if how["alibi"] is None else positions
-        run = {"sms": self.sms, "interpret": self.interpret}
-
-        def cudnn_serves(q: Any, k: Any) -> bool:
-            return not self.interpret and attention_choice.cudnn_serves(q, k, **how)
-
-        as_it_is = cache is None and not (a.rope or layer.q_norm or layer.k_norm)
-        if as_it_is and not cudnn_serves(*attention.packed_heads(qkv, a.heads, a.kv_heads)):
-            with jax.named_scope("attention"):
-                y = attention.packed_attention(
-                    qkv, a.heads, a.kv_heads, scale=scale, positions=positions, **how, **run
-                )
-            return y.reshape(*y.shape[:2], -1), None
+        batch, tokens, _ = qkv.shape
         full = cache if isinstance(cache, FullCache) else None
-        cos, sin = angles[a.rope] if a.rope else (None, None)
-        with jax.named_scope("rotary"):
-            q, k, v, filled = rotary.rotary_append(
-                qkv,
-                cos,
-                sin,
-                heads=a.heads,
-                kv_heads=a.kv_heads,
-                cache=full,
-                slots=None if full is None else slots,
-                interpret=self.interpret,
-                **_norms_of(layer),
-            )
+        by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
+        turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        turn |= {"cache": full, "slots": None if full is None else slots}
+        turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
+        pairs = batch * a.heads
+        shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
+        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
+        how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
+        how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
+        how |= {"pdl": turn["pdl"]} | scoring(layer)
         with jax.named_scope("attention"):
-            if cudnn_serves(q, k):
-                y = jax.nn.dot_product_attention(
-                    q, k, v, scale=scale, is_causal=a.causal, implementation="cudnn"
+            y, (qkv, *filled) = call(
+                _turn if by_cudnn else _turn_and_attend,
+                qkv,
+                angles,
+                turn,
+                *(() if by_cudnn else (a.qkv_sizes, how)),
+                capability=self.capability,
+                written=(qkv, *(full or ())),
+            )
+            if by_cudnn or (cache is not None and full is None):
+                q, k, v = (
+                    part.reshape(batch, tokens, -1, a.head_dim)
+                    for part in jnp.split(qkv, np.cumsum(a.qkv_sizes[:2]), axis=-1)
                 )
-            else:
-                y = attention.attention(q, k, v, scale=scale, positions=positions, **how, **run)
-        if full is not None and filled is not None:
-            return y.reshape(*y.shape[:2], -1), FullCache(*filled)
-        if cache is not None:
-            assert slots is not None
-            cache = primitives.write(cache, slots, k, v)
-        return y.reshape(*y.shape[:2], -1), cache
+                if by_cudnn:
+                    y = jax.nn.dot_product_attention(
+                        q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
+                    )
+                if cache is not None and full is None:
+                    assert slots is not None
+                    cache = primitives.write(cache, slots, k, v)
+        if full is not None:
+            cache = FullCache(*filled)
+        return y.reshape(batch, tokens, -1), cache
 
     def attend_token(
         self,
@@ -213,29 +234,60 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend_token`."""
         if not isinstance(cache, FullCache):
             return super().attend_token(layer, qkv, angles, cache, lengths)
-        a, rope = layer.spec, layer.spec.rope
+        a = layer.spec
+        slots, kv_heads, reach, dim = cache.k.shape
+        shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
+        key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.window or reach), *shape)
         assert self._counters is not None
         with jax.named_scope("decode_attention"):
-            y, (keys, values), self._counters = decode_attention.decode_attention(
+            y, (keys, values, self._counters) = call(
+                decode_attention.decode_attention,
                 qkv[:, 0],
-                cache,
+                tuple(cache),
                 lengths,
                 heads=a.heads,
                 counters=self._counters,
-                inv_freq=jnp.array(rope.inv_freq, jnp.float32) if rope else None,
-                scaling=rope.scaling if rope else 1.0,
+                config=self.configurations.find(key),
                 sms=self.sms,
-                interpret=self.interpret,
+                pdl=self.starts_early(len(lengths)),
+                capability=self.capability,
+                written=(*cache, self._counters),
                 **_norms_of(layer),
                 **scoring(layer),
             )
         return y[:, None], FullCache(keys, values)
 
 
+def _turn(qkv: Any, positions: Any, turn: Mapping[str, Any]) -> None:
+    """Queries and keys normed and turned, in place, and the cache filled."""
+    rotary.rotary_append(qkv, positions, **turn)
+
+
+def _turn_and_attend(
+    qkv: Any,
+    positions: Any,
+    turn: Mapping[str, Any],
+    sizes: tuple[int, int, int],
+    how: Mapping[str, Any],
+) -> Any:
+    """`_turn`, and attention of the whole sequences."""
+    _turn(qkv, positions, turn)
+    q, k, v = (x.unflatten(-1, (-1, turn["head_dim"])) for x in qkv.split(sizes, dim=-1))
+    return attention.attention(q, k, v, **how)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope) -> np.ndarray:
+    """float32 [R/2], the same array each time, so that a step holds it once."""
+    return np.array(rope.inv_freq, np.float32)
+
+
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:
-    """How a layer's heads are paired and normed, as the kernels take it."""
+    """How a layer's queries and keys are normed and turned, as the kernels take it."""
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {
+        "inv_freq": _frequencies(rope) if rope else None,
+        "scaling": rope.scaling if rope else 1.0,
         "interleaved": rope.interleaved if rope else False,
         "q_norm": q_norm.weight if q_norm else None,
         "k_norm": k_norm.weight if k_norm else None,

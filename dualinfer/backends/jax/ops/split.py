@@ -26,12 +26,12 @@ class SplitKernelOps(KernelOps):
 
     def __init__(
         self,
-        sms: int,
+        device: jax.Device,
         split: Split,
         exchange: Exchange | None,
         obstacle: str = "",
     ) -> None:
-        super().__init__(sms, split=split)
+        super().__init__(device, split)
         self.exchange = exchange
         self._row: jax.Array | None = None
         sums = f"XLA: {obstacle}"

@@ -1,0 +1,29 @@
+"""When JAX's attention by cuDNN serves a layer."""
+
+from typing import Any
+
+import jax
+
+from ...contract import LayerAttention
+
+_FROM = 512  # tokens: below, our kernel measured quicker
+_HEAD = 128  # on Hopper it takes 256 from cuDNN 9.5 on
+_DTYPES = ("bfloat16", "float16")
+
+
+def cudnn_serves(layer: LayerAttention, qkv: jax.Array, mask: Any, segments: Any) -> bool:
+    """Whether `jax.nn.dot_product_attention` by cuDNN can do what `attend` is asked, and should.
+
+    `qkv` is [B, T, (H + 2K) D]. Whether there is a GPU, the caller knows.
+    """
+    a, tokens = layer.spec, qkv.shape[1]
+    if any(x is not None for x in (mask, segments, layer.slopes, a.softcap)):
+        return False
+    if a.window is not None and a.window < tokens:
+        return False
+    return (
+        str(qkv.dtype) in _DTYPES
+        and a.head_dim <= _HEAD
+        and a.head_dim % 8 == 0
+        and tokens >= _FROM
+    )

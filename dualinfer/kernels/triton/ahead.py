@@ -1,0 +1,83 @@
+"""Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile  # noqa: A004
+
+from .operands import Launch, Pointer
+
+_TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
+_TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_TYPES |= {"float64": "fp64"}
+_ALIGNED = [["tt.divisibility", 16]]
+POINTER = "pointer"
+
+
+class Code(NamedTuple):
+    """A kernel for one kind of GPU; `shared` bytes and `threads` of a program.
+
+    `parameters` are the names of its arguments and how each is passed: POINTER, "i32", "i64" or
+    "fp32". Behind them Triton has two pointers for scratch memory, which may be null.
+    """
+
+    name: str
+    cubin: bytes
+    threads: int
+    shared: int
+    parameters: tuple[tuple[str, str], ...]
+
+
+def code(launch: Launch, capability: int) -> Code:
+    """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk."""
+    facts = tuple((name, _fact(value)) for name, value in launch.arguments)
+    return _compiled(launch.kernel, facts, launch.warps, launch.stages, launch.early, capability)
+
+
+def _fact(value: Any) -> Any:
+    """What code depends on: of a pointer its type, and whether it is a multiple of 16 bytes."""
+    if isinstance(value, Pointer):
+        return Pointer(0, value.offset % 16, value.dtype)
+    # 1, 1.0 and True are equal, but not the same constants.
+    return type(value), value
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    kernel: Any,
+    facts: tuple[tuple[str, Any], ...],
+    warps: int,
+    stages: int,
+    early: bool,
+    capability: int,
+) -> Code:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    parameters: list[tuple[str, str]] = []
+    for i, ((name, fact), parameter) in enumerate(zip(facts, kernel.params, strict=True)):
+        if isinstance(fact, Pointer):
+            signature[name] = f"*{_TYPES[fact.dtype]}"
+            parameters.append((name, POINTER))
+            if not fact.offset:  # buffers begin at multiples of far more
+                attributes[i,] = _ALIGNED
+            continue
+        value = fact[1]
+        special = not parameter.do_not_specialize
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if parameter.is_constexpr or not number or (special and type(value) is int and value == 1):
+            signature[name], constants[i,] = "constexpr", value
+            continue
+        kind = "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
+        signature[name] = kind
+        parameters.append((name, kind))
+        if special and kind != "fp32" and value % 16 == 0:
+            attributes[i,] = _ALIGNED
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    found = made.metadata
+    if found.global_scratch_size or found.profile_scratch_size:
+        raise ValueError(f"{found.name} wants scratch memory of Triton's, which nobody gives it.")
+    return Code(found.name, made.asm["cubin"], 32 * warps, found.shared, tuple(parameters))

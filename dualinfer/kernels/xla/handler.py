@@ -1,0 +1,245 @@
+"""The custom call by which XLA runs launches of Triton kernels: a handler of XLA's FFI, in Python.
+
+XLA calls it where it captures a command buffer (a CUDA graph), and replays what it launched. Only
+within one call can a kernel start before the one in front of it has ended. A program is known by a
+number made of its content, so that an executable which XLA kept on disk finds it again in another
+process: tracing, which comes first in any process, makes it anew.
+"""
+
+import ctypes
+import hashlib
+import threading
+import traceback
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from ..triton.ahead import POINTER, Code, code
+from ..triton.operands import Launch, Pointer
+
+TARGET = "dualinfer_triton_launches"
+
+# The parts of XLA's FFI (xla/ffi/api/c_api.h) and of CUDA's driver that the handler reads. Those
+# of XLA have not moved since its API has a version; what is behind them may grow.
+
+_POINTER, _SIZE, _INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_POINTERS = ctypes.POINTER(ctypes.c_void_p)
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("extension", _POINTER), ("api", _POINTER), ("ctx", _POINTER)),
+        ("stage", ctypes.c_int),
+        *(("args_struct", _SIZE), ("args_extension", _POINTER), ("args_size", _INT64)),
+        *(("arg_types", _POINTER), ("args", _POINTERS)),
+        *(("rets_struct", _SIZE), ("rets_extension", _POINTER), ("rets_size", _INT64)),
+        *(("ret_types", _POINTER), ("rets", _POINTERS)),
+        *(("attrs_struct", _SIZE), ("attrs_extension", _POINTER), ("attrs_size", _INT64)),
+        *(("attr_types", _POINTER), ("attr_names", _POINTER), ("attrs", _POINTERS)),
+    ]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _POINTER)),
+        ("metadata", _POINTER),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("version_struct", _SIZE), ("version_extension", _POINTER)),
+        *(("major", ctypes.c_int), ("minor", ctypes.c_int), ("traits", ctypes.c_uint32)),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("extension", _POINTER), ("dtype", ctypes.c_int)),
+        ("data", _POINTER),
+    ]
+
+
+class _Scalar(ctypes.Structure):
+    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(_INT64))]
+
+
+class _StreamGet(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("extension", _POINTER), ("ctx", _POINTER)),
+        ("stream", _POINTER),
+    ]
+
+
+class _ErrorCreate(ctypes.Structure):
+    _fields_ = [
+        *(("struct_size", _SIZE), ("extension", _POINTER), ("message", ctypes.c_char_p)),
+        ("code", ctypes.c_int),
+    ]
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
+        ("stream", _POINTER),
+        *(("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint)),
+    ]
+
+
+_METADATA = 1  # the extension by which XLA asks what a handler can do
+_CAPTURABLE = 1
+_VERSION = 32  # byte of the API where its version stands, two ints
+_FUNCTIONS = 48  # byte of the API where its functions begin
+_ERROR_CREATE, _STREAM_GET = 0, 4  # their numbers
+_INTERNAL = 13  # XLA_FFI_Error_Code
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_UNASKED = 48 << 10  # bytes that every kernel may have
+_TYPES = {POINTER: _POINTER, "i32": ctypes.c_int32, "i64": _INT64, "fp32": ctypes.c_float}
+
+
+class _Ready(NamedTuple):
+    """A launch with what the driver takes: `places` are buffers, offsets and where they go."""
+
+    code: Code
+    function: Any
+    config: _LaunchConfig
+    values: list[Any]
+    pointers: Any
+    places: list[tuple[int, int, Any]]
+
+
+class _Program:
+    """Launches in their order, and their code."""
+
+    def __init__(self, launches: tuple[Launch, ...], codes: tuple[Code, ...]) -> None:
+        self.launches, self.codes = launches, codes
+        self._ready: list[_Ready] = []
+
+    def run(self, stream: int, buffers: list[int]) -> None:
+        """Launch them all; `buffers` are addresses."""
+        if not self._ready:
+            pairs = zip(self.launches, self.codes, strict=True)
+            self._ready = [_prepared(*pair) for pair in pairs]
+        for ready in self._ready:
+            if ready.code.shared > _SHARED_UNASKED:
+                _allow_shared(ready.code, _device())
+            ready.config.stream = stream
+            for number, offset, value in ready.places:
+                value.value = buffers[number] + offset
+            config = ctypes.byref(ready.config)
+            _check(_cuda().cuLaunchKernelEx(config, ready.function, ready.pointers, None))
+
+
+def _prepared(launch: Launch, code: Code) -> _Ready:
+    given, values = dict(launch.arguments), []
+    places: list[tuple[int, int, Any]] = []
+    for name, kind in code.parameters:
+        argument = given[name]
+        value = _TYPES[kind]()
+        if isinstance(argument, Pointer):
+            places.append((argument.buffer, argument.offset, value))
+        else:
+            value.value = argument
+        values.append(value)
+    values += [_POINTER(), _POINTER()]  # Triton's scratch
+    pointers = (_POINTER * len(values))(*(ctypes.addressof(value) for value in values))
+    config = _LaunchConfig(launch.grid, (code.threads, 1, 1), code.shared)
+    if launch.early:
+        attribute = (_LaunchAttribute * 1)()
+        attribute[0].id, attribute[0].value[0] = _SERIALIZATION, 1
+        config.attributes, config.count = attribute, 1
+    return _Ready(code, _function(code), config, values, pointers, places)
+
+
+@cache
+def _function(code: Code) -> Any:
+    """The kernel, loaded for every device of the process."""
+    library, function = _POINTER(), _POINTER()
+    none = (None, None, 0, None, None, 0)
+    _check(_cuda().cuLibraryLoadData(ctypes.byref(library), code.cubin, *none))
+    _check(_cuda().cuLibraryGetKernel(ctypes.byref(function), library, code.name.encode()))
+    return function
+
+
+@cache
+def _allow_shared(code: Code, device: int) -> None:
+    _check(_cuda().cuKernelSetAttribute(_MAX_SHARED, code.shared, _function(code), device))
+
+
+def _device() -> int:
+    device = ctypes.c_int()
+    _check(_cuda().cuCtxGetDevice(ctypes.byref(device)))
+    return device.value
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"CUDA's driver answered {code} to a launch of Triton's kernels.")
+
+
+@cache
+def _cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+_programs: dict[int, _Program] = {}
+_lock = threading.Lock()  # XLA calls for each device from a thread of its own
+
+
+def program(launches: tuple[Launch, ...], capability: int) -> int:
+    """The number by which the custom call knows these launches, compiled for `capability`."""
+    _register()
+    codes = tuple(code(launch, capability) for launch in launches)
+    digest = hashlib.sha256()
+    for launch, made in zip(launches, codes, strict=True):
+        arguments = [x for x in launch.arguments if isinstance(x[1], Pointer | int | float)]
+        facts = made._replace(cubin=b""), launch.grid, launch.early, arguments
+        digest.update(hashlib.sha256(made.cubin).digest() + repr(facts).encode())
+    number = int.from_bytes(digest.digest()[:8], "little") >> 1
+    with _lock:
+        _programs.setdefault(number, _Program(launches, codes))
+    return number
+
+
+@ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_Frame))
+def _handler(pointer: Any) -> int | None:
+    frame = pointer.contents
+    try:
+        if frame.extension:
+            extension = _Extension.from_address(frame.extension)
+            if extension.type == _METADATA:
+                metadata = _Metadata.from_address(extension.metadata)
+                version = (ctypes.c_int * 2).from_address(frame.api + _VERSION)
+                metadata.major, metadata.minor = version  # whatever XLA has
+                metadata.traits = _CAPTURABLE
+                return None
+        got = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.ctx, None)
+        if _api(frame, _STREAM_GET)(ctypes.addressof(got)):
+            raise RuntimeError("XLA gave no stream.")
+        at = [frame.args[i] for i in range(frame.args_size)]
+        at += [frame.rets[i] for i in range(frame.rets_size)]
+        number = _Scalar.from_address(frame.attrs[0]).value[0]
+        with _lock:
+            _programs[number].run(got.stream, [_Buffer.from_address(a).data or 0 for a in at])
+    except BaseException:  # XLA would go on with what is not there
+        text = traceback.format_exc().encode()
+        error = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INTERNAL)
+        return _api(frame, _ERROR_CREATE)(ctypes.addressof(error))
+    return None
+
+
+def _api(frame: _Frame, number: int) -> Any:
+    """A function of XLA's."""
+    address = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
+    return ctypes.CFUNCTYPE(_POINTER, _POINTER)(address)
+
+
+@cache
+def _register() -> None:
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform="CUDA")
