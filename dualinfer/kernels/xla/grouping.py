@@ -70,15 +70,15 @@ def _regrouped(jaxpr: Jaxpr) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     group = _Group(last_use)
 
-    def flush() -> None:
+    def flush(i: int) -> None:
         nonlocal group
-        eqns.extend(group.equations())
+        eqns.extend(group.equations(i))
         group = _Group(last_use)
 
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive is launches_p:
             if not group.takes(i, eqn):
-                flush()
+                flush(i)
             group.add(eqn)
         elif not group.reaches(eqn):
             params = {name: _with_inner(value) for name, value in eqn.params.items()}
@@ -86,10 +86,10 @@ def _regrouped(jaxpr: Jaxpr) -> Jaxpr:
         elif _is_reshape(eqn):
             group.rename(eqn)
         else:
-            flush()
+            flush(i)
             params = {name: _with_inner(value) for name, value in eqn.params.items()}
             eqns.append(eqn.replace(params=params))
-    flush()
+    flush(len(jaxpr.eqns))
     return jaxpr.replace(eqns=eqns)
 
 
@@ -159,8 +159,8 @@ class _Group:
         self._renames.append(eqn)
         self._memory[eqn.outvars[0]] = self._origin(eqn.invars[0])
 
-    def equations(self) -> list[JaxprEqn]:
-        """The call, and the reshapes for whoever comes after."""
+    def equations(self, i: int) -> list[JaxprEqn]:
+        """The call, and the reshapes that equations from number `i` on read."""
         if not self._eqns:
             return []
         superseded = {v for v in self._before.values() if v in self._made}
@@ -187,4 +187,5 @@ class _Group:
         call = self._eqns[0].replace(
             invars=inputs, outvars=final, params=self._eqns[0].params | params
         )
-        return [call, *self._renames]
+        last_use = self._last_use
+        return [call, *(e for e in self._renames if last_use.get(e.outvars[0], -1) >= i)]
