@@ -150,28 +150,29 @@ class Steps:
         """
         steps, mode = limits
 
-        @jax.jit  # so that the two loops have one body, traced and lowered once
-        def step(carry: tuple) -> tuple:
-            i, cache, state, scratch, tokens = carry
-            args = cache, state, scratch, mode, tokens, i
-            cache, state, scratch, tokens = self._step(params, *args)
-            return i + 1, cache, state, scratch, tokens
+        def loop(mode: jax.Array | int, carry: tuple) -> tuple:
+            @jax.jit  # so that the two loops have one body, traced and lowered once
+            def step(carry: tuple) -> tuple:
+                return self._step(params, mode, *carry)
 
-        def several(carry: tuple) -> tuple:
-            return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+            def several(carry: tuple) -> tuple:
+                return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+
+            if self.block > 1:
+                carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
+            return jax.lax.while_loop(unfinished, step, carry)
 
         def unfinished(carry: tuple, count: int = 1) -> jax.Array:
-            i, _, state, *_ = carry
-            return (i + count <= steps) & state.active.any()
+            _, state, _, _, i = carry
+            return (i[0] + count <= steps) & state.active.any()
 
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
-        carry = (jnp.int32(0), cache, state, self._scratch(params, slots), tokens)
-        if self.block > 1:
-            carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
-        _, cache, state, scratch, tokens = jax.lax.while_loop(unfinished, step, carry)
-        state = state._replace(seen=mark(state.seen, tokens))
-        return cache, state, tokens, self.ops.using(scratch).given_up()
+        rows = jnp.zeros(slots, jnp.int32)
+        carry = (cache, state, self._scratch(params, slots), tokens, rows)
+        cache, state, scratch, tokens, _ = self._by_mode(loop, mode, carry)
+        ops = self.ops.using(scratch)
+        return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode_one(
@@ -183,22 +184,37 @@ class Steps:
         """
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
-        args = cache, state, self._scratch(params, slots), mode, tokens, 0
-        cache, state, scratch, tokens = self._step(params, *args)
-        state = state._replace(seen=mark(state.seen, tokens))
-        return cache, state, tokens, self.ops.using(scratch).given_up()
+        rows = jnp.zeros(slots, jnp.int32)
+        carry = (cache, state, self._scratch(params, slots), tokens, rows)
+
+        def step(mode: jax.Array | int, carry: tuple) -> tuple:
+            return self._step(params, mode, *carry)
+
+        cache, state, scratch, tokens, _ = self._by_mode(step, mode, carry)
+        ops = self.ops.using(scratch)
+        return cache, ops.ended(state, tokens), tokens, ops.given_up()
+
+    def _by_mode(self, run: Callable[[Any, tuple], tuple], mode: Any, carry: tuple) -> tuple:
+        """`run(mode, carry)`, where ops have a step for each of their modes the least that does.
+
+        The choice lies outside of loops, so that no step pays for it.
+        """
+        if not self.ops.modes:
+            return run(mode, carry)
+        place = sum((mode > known).astype(jnp.int32) for known in self.ops.modes[:-1])
+        return jax.lax.switch(place, [partial(run, known) for known in self.ops.modes], carry)
 
     def _step(
         self,
         params: Params,
+        mode: jax.Array | int,
         cache: Cache,
         state: SlotState,
         scratch: Any,
-        mode: jax.Array,
         tokens: jax.Array,
-        i: jax.Array | int,
-    ) -> tuple[Cache, SlotState, Any, jax.Array]:
-        """One token for each active slot, in row `i` of `tokens`."""
+        rows: jax.Array,
+    ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array]:
+        """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
@@ -212,8 +228,8 @@ class Steps:
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
-        state, tokens = ops.advance(scores, state, mode, tokens, i)
-        return replace(cache, layers=filled), state, ops.scratch, tokens
+        state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
+        return replace(cache, layers=filled), state, ops.scratch, tokens, rows
 
 
 @jit_few

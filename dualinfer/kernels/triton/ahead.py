@@ -32,7 +32,7 @@ class Code(NamedTuple):
 def code(launch: Launch, capability: int) -> Code:
     """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk."""
     facts = tuple((name, _fact(value)) for name, value in launch.arguments)
-    return _compiled(launch.kernel, facts, launch.warps, launch.stages, launch.early, capability)
+    return _compiled(launch.kernel, facts, launch.options, launch.early, capability)
 
 
 def _fact(value: Any) -> Any:
@@ -47,8 +47,7 @@ def _fact(value: Any) -> Any:
 def _compiled(
     kernel: Any,
     facts: tuple[tuple[str, Any], ...],
-    warps: int,
-    stages: int,
+    options: tuple[tuple[str, Any], ...],
     early: bool,
     capability: int,
 ) -> Code:
@@ -75,9 +74,10 @@ def _compiled(
         if special and kind != "fp32" and value % 16 == 0:
             attributes[i,] = _ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    chosen = {"num_warps": 4, "num_stages": 3, "launch_pdl": early} | dict(options)
+    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     found = made.metadata
     if found.global_scratch_size or found.profile_scratch_size:
         raise ValueError(f"{found.name} wants scratch memory of Triton's, which nobody gives it.")
-    return Code(found.name, made.asm["cubin"], 32 * warps, found.shared, tuple(parameters))
+    threads = 32 * chosen["num_warps"]
+    return Code(found.name, made.asm["cubin"], threads, found.shared, tuple(parameters))
