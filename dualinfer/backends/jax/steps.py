@@ -150,27 +150,37 @@ class Steps:
         """
         steps, mode = limits
 
-        def loop(mode: jax.Array | int, carry: tuple) -> tuple:
+        def loop(served: jax.Array | int, more: jax.Array | bool, carry: tuple) -> tuple:
+            """Steps of one mode, while `more` and slots are active."""
+
             @jax.jit  # so that the two loops have one body, traced and lowered once
             def step(carry: tuple) -> tuple:
-                return self._step(params, mode, *carry)
+                return self._step(params, served, *carry)
 
             def several(carry: tuple) -> tuple:
                 return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+
+            def unfinished(carry: tuple, count: int = 1) -> jax.Array:
+                _, state, _, _, rows = carry
+                return (rows[0] + count <= steps) & state.active.any() & more
 
             if self.block > 1:
                 carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
             return jax.lax.while_loop(unfinished, step, carry)
 
-        def unfinished(carry: tuple, count: int = 1) -> jax.Array:
-            _, state, _, _, i = carry
-            return (i[0] + count <= steps) & state.active.any()
-
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
         rows = jnp.zeros(slots, jnp.int32)
         carry = (cache, state, self._scratch(params, slots), tokens, rows)
-        cache, state, scratch, tokens, _ = self._by_mode(loop, mode, carry)
+        if self.ops.modes:
+            # Loops one after the other: a branch around them would copy the cache.
+            lower = -1
+            for served in self.ops.modes:
+                carry = loop(served, (mode > lower) & (mode <= served), carry)
+                lower = served
+        else:
+            carry = loop(mode, True, carry)
+        cache, state, scratch, tokens, _ = carry
         ops = self.ops.using(scratch)
         return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
@@ -185,24 +195,10 @@ class Steps:
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
         rows = jnp.zeros(slots, jnp.int32)
-        carry = (cache, state, self._scratch(params, slots), tokens, rows)
-
-        def step(mode: jax.Array | int, carry: tuple) -> tuple:
-            return self._step(params, mode, *carry)
-
-        cache, state, scratch, tokens, _ = self._by_mode(step, mode, carry)
+        args = cache, state, self._scratch(params, slots), tokens, rows
+        cache, state, scratch, tokens, _ = self._step(params, mode, *args)
         ops = self.ops.using(scratch)
         return cache, ops.ended(state, tokens), tokens, ops.given_up()
-
-    def _by_mode(self, run: Callable[[Any, tuple], tuple], mode: Any, carry: tuple) -> tuple:
-        """`run(mode, carry)`, where ops have a step for each of their modes the least that does.
-
-        The choice lies outside of loops, so that no step pays for it.
-        """
-        if not self.ops.modes:
-            return run(mode, carry)
-        place = sum((mode > known).astype(jnp.int32) for known in self.ops.modes[:-1])
-        return jax.lax.switch(place, [partial(run, known) for known in self.ops.modes], carry)
 
     def _step(
         self,

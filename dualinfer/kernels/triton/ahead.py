@@ -1,5 +1,8 @@
 """Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +14,7 @@ from .operands import Launch, Pointer
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _TYPES |= {"float64": "fp64"}
+_THREADS = min(8, os.cpu_count() or 1)
 _ALIGNED = [["tt.divisibility", 16]]
 POINTER = "pointer"
 
@@ -33,6 +37,14 @@ def code(launch: Launch, capability: int) -> Code:
     """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk."""
     facts = tuple((name, _fact(value)) for name, value in launch.arguments)
     return _compiled(launch.kernel, facts, launch.options, launch.early, capability)
+
+
+def codes(launches: Sequence[Launch], capability: int) -> list[Code]:
+    """`code` of each; what Triton has not on disk is compiled several at a time."""
+    distinct = {launch.over(dict.fromkeys(launch.buffers, 0)): launch for launch in launches}
+    with ThreadPoolExecutor(min(len(distinct), _THREADS), "dualinfer-triton") as pool:
+        list(pool.map(lambda launch: code(launch, capability), distinct.values()))
+    return [code(launch, capability) for launch in launches]
 
 
 def _fact(value: Any) -> Any:

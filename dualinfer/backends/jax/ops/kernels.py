@@ -313,7 +313,16 @@ class KernelOps(PlainOps):
         out: jax.Array,
         step: jax.Array,
     ) -> tuple[SlotState, jax.Array, jax.Array]:
-        """See `PlainOps.advance`; `features` is one of `modes`, an int."""
+        """See `PlainOps.advance`; `features` is one of `modes`, or traced."""
+        if not isinstance(features, int):
+
+            def run(mode: int) -> Any:
+                ops = copy.copy(self)
+                return ops.advance(logits, state, mode, out, step), ops._counters
+
+            ways = (lambda: run(FILTERED)), (lambda: run(CHANGED))
+            done, self._counters = jax.lax.cond(features == FILTERED, *ways)
+            return done
         booked = ("active", "last", "length", "new", "remaining", "seen")
         bins = jnp.zeros((2, len(logits), *_BINS), jnp.uint32) if features == FILTERED else None
         assert self._counters is not None

@@ -29,7 +29,7 @@ class PlainOps:
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
     holds_scores = True  # of all pairs of tokens, while a layer attends
-    modes: tuple[int, ...] = ()  # of sampling, that want a step each; none: one step has them all
+    modes: tuple[int, ...] = ()  # of sampling, that want loops of their own; none: one has them all
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
