@@ -37,7 +37,7 @@ class SplitKernelOps(KernelOps):
         sums = f"XLA: {obstacle}"
         if exchange is not None:
             most = exchange.mailboxes.capacity
-            sums = f"Pallas, peer to peer, up to {most:,} values; XLA above"
+            sums = f"Triton, peer to peer, up to {most:,} values; XLA above"
         self.implementations = {**self.implementations, "sum over devices": sums}
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
