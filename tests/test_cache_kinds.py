@@ -314,11 +314,9 @@ def test_kernels_leave_what_they_do_not_know_to_plain_ops(backend, add_blocks, m
         # A prompt goes in pieces only where kernels can go on behind what the cache holds.
         monkeypatch.setattr(dualinfer.backends.torch.prompts, "_MOST_AT_ONCE", 4)
     else:
-        from dualinfer.backends.jax.ops.kernels import KernelOps
+        from .kernels.jax_ops import interpreted_ops
 
-        monkeypatch.setattr(
-            dualinfer.backends.jax, "_make_ops", lambda *args: KernelOps(2, interpret=True)
-        )
+        monkeypatch.setattr(dualinfer.backends.jax, "_make_ops", lambda *args: interpreted_ops())
     add_blocks(lambda layer: layer.attention.window is not None)
     with dualinfer.init_inference(model, **options) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(prompts, **how)), expected)

@@ -340,7 +340,7 @@ def test_env_shows_versions_devices_and_whether_kernels_can_run(run):
     for part in ("python", "transformers", "torch devices", "jax devices", "cpu"):
         assert part in result.stdout
     assert "plain operations" in result.stdout
-    assert "Pallas: not usable" in result.stdout
+    assert "Triton: not usable" in result.stdout
 
 
 def test_no_arguments_show_help(run):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -162,20 +161,6 @@ def test_results_of_many_sizes_are_cut_by_few_executables():
         report = engine.report()
         assert (report.compilations, report.executables, report.evictions) == (1, 1, 0)
         assert live_executables() - before <= graphs._MOST_HELPERS
-
-
-def test_only_the_known_deprecation_is_silent():
-    def step(x, text):
-        warnings.warn(text, DeprecationWarning, stacklevel=1)
-        return x
-
-    known = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
-    executables = Executables()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        executables.run(1, lambda x: step(x, known), np.float32(1))
-        executables.run(2, lambda x: step(x, "another"), np.float32(1))
-    assert [str(w.message) for w in caught] == ["another"]
 
 
 _KEPT = """

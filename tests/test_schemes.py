@@ -329,9 +329,10 @@ def test_plain_weights_beside_quantized_ones_stay_plain(hf_model, tmp_path):
 def test_kernels_leave_quantized_weights_to_plain_ops(backend, tmp_path, monkeypatch):
     """And run around them: norms, attention, sampling."""
     pytest.importorskip("triton")
-    from dualinfer.backends.jax.ops.kernels import KernelOps as JaxOps
     from dualinfer.backends.torch.ops.kernels import KernelOps as TorchOps
     from dualinfer.backends.torch.tuning.cases import tuning_cases
+
+    from .kernels.jax_ops import interpreted_ops
 
     small = {"n_embd": 24, "n_head": 2, "n_layer": 1, "vocab_size": 97}
     write(tmp_path, make_model("gpt2", **small))
@@ -341,7 +342,7 @@ def test_kernels_leave_quantized_weights_to_plain_ops(backend, tmp_path, monkeyp
     monkeypatch.setattr(
         torch_backend, "_make_ops", lambda config, spec, device, _: TorchOps(device)
     )
-    monkeypatch.setattr(jax_backend, "_make_ops", lambda *_: JaxOps(2, interpret=True))
+    monkeypatch.setattr(jax_backend, "_make_ops", lambda *_: interpreted_ops())
     with engine(tmp_path / "int8", backend, replace_with_kernel_inject=True) as made:
         assert_same((made(ids).logits, made.generate(ids, **GREEDY)), expected)
         ops = made.report().ops

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from ...errors import UnsupportedError
+from ...kernels.xla.grouping import grouped
 from ...system.patience import told_if_slow
 from ...system.progress import track
-from ...kernels.xla.grouping import grouped
 from .compilation_cache import keep_all
 
 TRACED = (
@@ -96,6 +95,7 @@ class Executables:
     That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
     go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
     executables ever made, `evictions` those that went, `seconds` what compiling took, by the clock.
+    `launches` says that functions launch kernels, which then come in as few calls as possible.
     Threads that ask for one key wait for one compilation.
     """
 
@@ -104,9 +104,10 @@ class Executables:
         options: Mapping[str, str] | None = None,
         most: int = _MOST,
         most_bytes: int = _MOST_BYTES,
+        launches: bool = False,
     ) -> None:
         self._options = dict(options) if options else None
-        self._most, self._most_bytes = most, most_bytes
+        self._most, self._most_bytes, self._launches = most, most_bytes, launches
         self._made: dict[Hashable, Any] = {}  # the last used one is last
         self._bytes: dict[Hashable, int] = {}
         self._asked: set[Hashable] = set()  # by `prepare`
@@ -223,10 +224,8 @@ class Executables:
             self.evictions += 1
 
     def _lower(self, job: Job) -> jax.stages.Lowered:
-        with _LOWERING, warnings.catch_warnings():
-            # Known: launch.py of the Pallas kernels has the Triton lowering to itself.
-            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            function = grouped(job.function)
+        with _LOWERING:
+            function = grouped(job.function) if self._launches else job.function
             jitted = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results)
             return jitted.lower(*job.args)
 

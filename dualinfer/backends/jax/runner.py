@@ -70,7 +70,7 @@ class JaxRunner:
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
-        self._executables = Executables(options)
+        self._executables = Executables(options, launches=bool(ops.kernels))
         self._cache_specs = cache_specs(own) if spec.causal else ()
         self._split = split(self._cache_specs, place)
         self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)

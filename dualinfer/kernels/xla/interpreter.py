@@ -3,11 +3,8 @@
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..triton.operands import Buffer, Launch, Pointer
-
-_LIKE = {"bfloat16": torch.int16, "uint32": torch.int32}  # NumPy's have no torch dtype
 
 
 def run(
@@ -39,11 +36,15 @@ def _numpy(name: str) -> Any:
     return jnp.dtype(name)
 
 
-def _tensor(x: np.ndarray) -> torch.Tensor:
+def _tensor(x: np.ndarray) -> Any:
     """The bytes of an array, in the same memory."""
+    import torch
+
     x = x if x.flags.writeable else x.copy()
     return torch.from_numpy(x.reshape(-1).view(np.uint8))
 
 
-def _at(buffer: torch.Tensor, pointer: Pointer) -> torch.Tensor:
+def _at(buffer: Any, pointer: Pointer) -> Any:
+    import torch
+
     return buffer[pointer.offset :].view(getattr(torch, pointer.dtype))

@@ -10,9 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ..triton.launch import INTERPRETED
 from ..triton.operands import Buffer, Launch, Operand, Recording
-from . import handler
 
 launches_p = Primitive("triton_launches")
 launches_p.multiple_results = True
@@ -99,6 +97,8 @@ def _on_gpu(
     aliases: tuple[tuple[int, int], ...],
     capability: int,
 ) -> Sequence[jax.Array]:
+    from . import handler  # which imports Triton
+
     number = handler.program(launches, capability)
     results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in out]
     run = jax.ffi.ffi_call(handler.TARGET, results, input_output_aliases=dict(aliases))
@@ -112,6 +112,8 @@ def _on_host(
     aliases: tuple[tuple[int, int], ...],
     capability: int,
 ) -> Sequence[jax.Array]:
+    from ..triton.launch import INTERPRETED
+
     if not INTERPRETED:
         raise NotImplementedError("Triton's kernels need a GPU, or TRITON_INTERPRET=1.")
     from . import interpreter

@@ -45,17 +45,7 @@ from . import primitives
 from .cudnn import cudnn_serves
 from .plain import PlainOps, scoring
 
-_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 _HOPPER = 90
-
-
-def runs_kernels(device: jax.Device) -> bool:
-    """True on NVIDIA's data-centre GPUs from Ampere on.
-
-    They have more than 99 KiB of shared memory for a block, which the kernels' configurations fill.
-    """
-    capability = str(getattr(device, "compute_capability", ""))
-    return device.platform == "gpu" and capability in _CAPABILITIES
 
 
 def unserved(spec: ModelSpec) -> str | None:

@@ -1,4 +1,4 @@
-"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Pallas.
+"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Triton.
 
 Everything is traced.
 """
