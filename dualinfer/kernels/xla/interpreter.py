@@ -1,10 +1,13 @@
 """Launches on the CPU, by Triton's interpreter, which wants torch tensors: for tests."""
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from ..triton.operands import Buffer, Launch, Pointer
+
+_turn = threading.Lock()  # the interpreter is one of the process, and each device has its thread
 
 
 def run(
@@ -26,7 +29,8 @@ def run(
             name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
             for name, x in launch.arguments
         }
-        launch.kernel[launch.grid](**values)
+        with _turn:
+            launch.kernel[launch.grid](**values)
     return outputs
 
 
