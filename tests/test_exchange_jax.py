@@ -6,6 +6,9 @@ tests/kernels/test_triton_exchange.py.
 """
 
 import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +32,9 @@ from dualinfer.backends.jax.parallel import Split  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.errors import DistributedError  # noqa: E402
 from dualinfer.kernels.triton import linear  # noqa: E402
+from dualinfer.kernels.triton.ahead import POINTER, Code  # noqa: E402
+from dualinfer.kernels.triton.operands import Launch, Pointer  # noqa: E402
+from dualinfer.kernels.xla import handler  # noqa: E402
 
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
 from .models import make_model, random_ids, relative_rms  # noqa: E402
@@ -126,6 +132,51 @@ def test_steps_give_what_one_plain_device_gives(name, exchanging, standing_in):
         applied = jax.jit(engine.apply)(engine.params, ids).logits
         assert relative_rms(applied, logits) < 1e-5 and standing_in.sums == passes * 3
         assert "mailboxes" not in engine.params
+
+
+class Driver:
+    """CUDA's driver: device 0's launch takes until device 1 has launched as well."""
+
+    def __init__(self) -> None:
+        self.mine, self.launched, self.streams = threading.local(), threading.Event(), {}
+
+    def cuCtxGetDevice(self, device: Any) -> int:
+        device._obj.value = self.mine.device
+        return 0
+
+    def cuLibraryLoadData(self, *args: Any) -> int:
+        return 0
+
+    cuLibraryGetKernel = cuLibraryLoadData
+
+    def cuLaunchKernelEx(self, config: Any, kernel: Any, pointers: Any, extra: Any) -> int:
+        if self.mine.device == 1:
+            self.launched.set()
+        arrived = self.launched.wait(10)
+        self.streams[self.mine.device] = config._obj.stream
+        return 0 if arrived else 1
+
+
+def test_devices_launch_without_waiting_for_one_another(monkeypatch):
+    """Else exchanges of a full queue would wait for what another device may not launch."""
+    driver = Driver()
+    monkeypatch.setattr(handler, "_cuda", lambda: driver)
+    x = "x_ptr", Pointer(0, 0, "float32")
+    launch = Launch(None, (1, 1, 1), (x,), options=(), early=False)
+    code = Code("kernel", b"of this test", 32, 0, (("x_ptr", POINTER),))
+    program = handler._Program((launch,), (code,))
+
+    def run(device: int) -> None:
+        driver.mine.device = device
+        program.run(100 + device, [256])
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, 0)
+        while not program._ready:
+            time.sleep(0.001)
+        pool.submit(run, 1).result()
+        first.result()
+    assert driver.streams == {0: 100, 1: 101}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
