@@ -15,9 +15,9 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from ...errors import UnsupportedError
+from ...kernels.xla.grouping import grouped
 from ...system.patience import told_if_slow
 from ...system.progress import track
-from ...kernels.xla.grouping import grouped
 from .compilation_cache import keep_all
 
 TRACED = (

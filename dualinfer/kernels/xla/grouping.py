@@ -187,9 +187,7 @@ class _Group:
             launches += [x.over(dict(enumerate(own))) for x in eqn.params["launches"]]
             for v, buffer in zip(eqn.outvars, eqn.params["out"], strict=True):
                 out[numbers[v] - len(inputs)] = buffer
-        aliases = tuple(
-            (numbers[v], numbers[last[v]] - len(inputs)) for v in inputs if v in last
-        )
+        aliases = tuple((numbers[v], numbers[last[v]] - len(inputs)) for v in inputs if v in last)
         params = {"launches": tuple(launches), "out": tuple(out), "aliases": aliases}
         call = self._eqns[0].replace(
             invars=inputs, outvars=final, params=self._eqns[0].params | params
