@@ -1,10 +1,13 @@
 """Launches on the CPU, by Triton's interpreter, which wants torch tensors: for tests."""
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from ..triton.operands import Buffer, Launch, Pointer
+
+_one_at_a_time = threading.Lock()  # the interpreter's state is the process's; devices have threads
 
 
 def run(
@@ -21,12 +24,13 @@ def run(
         for i, b in enumerate(out)
     ]
     buffers = [_tensor(x) for x in (*inputs, *outputs)]
-    for launch in launches:
-        values = {
-            name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
-            for name, x in launch.arguments
-        }
-        launch.kernel[launch.grid](**values)
+    with _one_at_a_time:
+        for launch in launches:
+            values = {
+                name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
+                for name, x in launch.arguments
+            }
+            launch.kernel[launch.grid](**values)
     return outputs
 
 
