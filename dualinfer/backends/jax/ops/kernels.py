@@ -29,7 +29,7 @@ from ..cache import FullCache
 from ..parallel import Split
 from . import primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, scoring
+from .plain import PlainOps, scoring, turns
 
 _HOPPER = 90
 
@@ -223,7 +223,9 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         if not isinstance(cache, FullCache):
-            return super().attend_token(layer, qkv, angles, cache, lengths)
+            rope = layer.spec.rope
+            turned = {rope: turns(rope, angles)} if rope else {}
+            return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         slots, kv_heads, reach, dim = cache.k.shape
         shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
