@@ -215,11 +215,11 @@ class Ops(BlockOps, Protocol):
 
     def advance(
         self, logits: Array, state: Any, features: Any, out: Array, step: Array
-    ) -> tuple[Any, Array]:
-        """Choose each active slot's next token from float32 logits [N, V]: the state, and `out`.
+    ) -> tuple[Any, Array, Array]:
+        """Choose each active slot's next token from float32 logits [N, V]: state, `out`, `step`.
 
-        The state has booked the token; a row of int `out` [R, N] has it, `step` says which one, and
-        NO_TOKEN for slots that are not active. A slot's length is the position of the token before,
+        The state has booked the token; row step[n] of int `out` [R, N] has it, or NO_TOKEN for a
+        slot that is not active, and int `step` [N] grows by one. A slot's length is the position of the token before,
         which is in the cache by now, and grows by one. What is given may be overwritten.
         """
         ...

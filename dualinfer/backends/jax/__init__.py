@@ -78,7 +78,7 @@ def create_runner(
     with without_mesh():
         params, model, notes = load_params(place, tp_plan, plan, source, dtype)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
-        options = compiler_options(config.enable_cuda_graph, place.device, ops.exchange is not None)
+        options = compiler_options(config.enable_cuda_graph, place.device, bool(ops.kernels))
         most = spec.most_tokens(config.max_out_tokens)
         runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes

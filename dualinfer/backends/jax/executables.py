@@ -54,24 +54,23 @@ _CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_
 
 
 def compiler_options(
-    enable_cuda_graph: bool | None, device: jax.Device, exchanges: bool = False
+    enable_cuda_graph: bool | None, device: jax.Device, loops: bool = False
 ) -> dict[str, str] | None:
     """Options for the compiler; None is XLA's own choice, which captures CUDA graphs on a GPU.
 
-    That choice captures the bodies of while loops and not the loops themselves, which is best on
-    one device. Over several, where `exchanges` says that nothing but kernels is in a body, captured
-    loops save the threads of all devices their turn between two tokens. The figures are in
-    docs/measured-and-left-out.md.
+    That choice captures the bodies of while loops and not the loops themselves. With `loops` it
+    captures these as well, which is best where a step is a few calls of our kernels: the host then
+    has no part between two tokens. The figures are in docs/measured-and-left-out.md.
     """
     if device.platform != "gpu":
         return None
     if enable_cuda_graph is False:
         return {"xla_gpu_enable_command_buffer": ""}  # the empty list of commands to capture
-    # Kernels of several layers are one command, and worth a graph of its own.
-    options = {"xla_gpu_graph_min_graph_size": "1"}
-    if exchanges:
-        options["xla_gpu_enable_command_buffer"] = f"{_CAPTURED},WHILE"
-    return options
+    if not loops:
+        return None
+    # One call is worth a graph of its own: it is the kernels of many layers.
+    graphs = {"xla_gpu_graph_min_graph_size": "1"}
+    return graphs | {"xla_gpu_enable_command_buffer": f"{_CAPTURED},WHILE"}
 
 
 class Job(NamedTuple):

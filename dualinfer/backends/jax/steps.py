@@ -150,28 +150,39 @@ class Steps:
         """
         steps, mode = limits
 
-        @jax.jit  # so that the two loops have one body, traced and lowered once
-        def step(carry: tuple) -> tuple:
-            i, cache, state, scratch, tokens = carry
-            args = cache, state, scratch, mode, tokens, i
-            cache, state, scratch, tokens = self._step(params, *args)
-            return i + 1, cache, state, scratch, tokens
+        def loop(served: jax.Array | int, more: jax.Array | bool, carry: tuple) -> tuple:
+            """Steps of one mode, while `more` and slots are active."""
 
-        def several(carry: tuple) -> tuple:
-            return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+            @jax.jit  # so that the two loops have one body, traced and lowered once
+            def step(carry: tuple) -> tuple:
+                return self._step(params, served, *carry)
 
-        def unfinished(carry: tuple, count: int = 1) -> jax.Array:
-            i, _, state, *_ = carry
-            return (i + count <= steps) & state.active.any()
+            def several(carry: tuple) -> tuple:
+                return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
+
+            def unfinished(carry: tuple, count: int = 1) -> jax.Array:
+                _, state, _, _, rows = carry
+                return (rows[0] + count <= steps) & state.active.any() & more
+
+            if self.block > 1:
+                carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
+            return jax.lax.while_loop(unfinished, step, carry)
 
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
-        carry = (jnp.int32(0), cache, state, self._scratch(params, slots), tokens)
-        if self.block > 1:
-            carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
-        _, cache, state, scratch, tokens = jax.lax.while_loop(unfinished, step, carry)
-        state = state._replace(seen=mark(state.seen, tokens))
-        return cache, state, tokens, self.ops.using(scratch).given_up()
+        rows = jnp.zeros(slots, jnp.int32)
+        carry = (cache, state, self._scratch(params, slots), tokens, rows)
+        if self.ops.modes:
+            # Loops one after the other: a branch around them would copy the cache.
+            lower = -1
+            for served in self.ops.modes:
+                carry = loop(served, (mode > lower) & (mode <= served), carry)
+                lower = served
+        else:
+            carry = loop(mode, True, carry)
+        cache, state, scratch, tokens, _ = carry
+        ops = self.ops.using(scratch)
+        return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode_one(
@@ -183,22 +194,23 @@ class Steps:
         """
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
-        args = cache, state, self._scratch(params, slots), mode, tokens, 0
-        cache, state, scratch, tokens = self._step(params, *args)
-        state = state._replace(seen=mark(state.seen, tokens))
-        return cache, state, tokens, self.ops.using(scratch).given_up()
+        rows = jnp.zeros(slots, jnp.int32)
+        args = cache, state, self._scratch(params, slots), tokens, rows
+        cache, state, scratch, tokens, _ = self._step(params, mode, *args)
+        ops = self.ops.using(scratch)
+        return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
     def _step(
         self,
         params: Params,
+        mode: jax.Array | int,
         cache: Cache,
         state: SlotState,
         scratch: Any,
-        mode: jax.Array,
         tokens: jax.Array,
-        i: jax.Array | int,
-    ) -> tuple[Cache, SlotState, Any, jax.Array]:
-        """One token for each active slot, in row `i` of `tokens`."""
+        rows: jax.Array,
+    ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array]:
+        """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
@@ -212,8 +224,8 @@ class Steps:
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
         scores = decoder.logits(*model, x[:, 0], wide=True)
-        state, tokens = ops.advance(scores, state, mode, tokens, i)
-        return replace(cache, layers=filled), state, ops.scratch, tokens
+        state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
+        return replace(cache, layers=filled), state, ops.scratch, tokens, rows
 
 
 @jit_few

@@ -1,5 +1,8 @@
 """Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +14,7 @@ from .operands import Launch, Pointer
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _TYPES |= {"float64": "fp64"}
+_THREADS = min(8, os.cpu_count() or 1)
 _ALIGNED = [["tt.divisibility", 16]]
 POINTER = "pointer"
 
@@ -32,7 +36,15 @@ class Code(NamedTuple):
 def code(launch: Launch, capability: int) -> Code:
     """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk."""
     facts = tuple((name, _fact(value)) for name, value in launch.arguments)
-    return _compiled(launch.kernel, facts, launch.warps, launch.stages, launch.early, capability)
+    return _compiled(launch.kernel, facts, launch.options, launch.early, capability)
+
+
+def codes(launches: Sequence[Launch], capability: int) -> list[Code]:
+    """`code` of each; what Triton has not on disk is compiled several at a time."""
+    distinct = {launch.over(dict.fromkeys(launch.buffers, 0)): launch for launch in launches}
+    with ThreadPoolExecutor(min(len(distinct), _THREADS), "dualinfer-triton") as pool:
+        list(pool.map(lambda launch: code(launch, capability), distinct.values()))
+    return [code(launch, capability) for launch in launches]
 
 
 def _fact(value: Any) -> Any:
@@ -47,8 +59,7 @@ def _fact(value: Any) -> Any:
 def _compiled(
     kernel: Any,
     facts: tuple[tuple[str, Any], ...],
-    warps: int,
-    stages: int,
+    options: tuple[tuple[str, Any], ...],
     early: bool,
     capability: int,
 ) -> Code:
@@ -75,9 +86,10 @@ def _compiled(
         if special and kind != "fp32" and value % 16 == 0:
             attributes[i,] = _ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    chosen = {"num_warps": 4, "num_stages": 3, "launch_pdl": early} | dict(options)
+    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     found = made.metadata
     if found.global_scratch_size or found.profile_scratch_size:
         raise ValueError(f"{found.name} wants scratch memory of Triton's, which nobody gives it.")
-    return Code(found.name, made.asm["cubin"], 32 * warps, found.shared, tuple(parameters))
+    threads = 32 * chosen["num_warps"]
+    return Code(found.name, made.asm["cubin"], threads, found.shared, tuple(parameters))

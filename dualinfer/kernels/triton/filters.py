@@ -1,5 +1,6 @@
 """The launches that find a row's top-k and top-p, and the scratch that sampling works in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,18 @@ def make_workspace(rows: int, vocab: int, device: Any) -> Workspace:
     """Scratch for rows of `vocab` logits on a torch device; about 32 KiB a row."""
     import torch
 
+    def zeros(dtype: str, *shape: int) -> torch.Tensor:
+        return torch.zeros(rows, *shape, dtype=getattr(torch, dtype), device=device)
+
+    edges = torch.tensor(scales(), dtype=torch.float64, device=device)
+    return workspace_of(rows, vocab, zeros, edges)
+
+
+def workspace_of(rows: int, vocab: int, zeros: Callable[..., Any], edges: Any) -> Workspace:
+    """The same of `zeros(dtype, *shape)`, memory [rows, *shape]; `edges` float64 are `scales()`.
+
+    What must be zero are counters, coarse and fine, and they are again when a launch has ended.
+    """
     if not 1 <= vocab <= MOST_TOKENS:
         raise ValueError(
             f"The sampling kernel takes 1 to {MOST_TOKENS:,} tokens, and the vocabulary has "
@@ -133,25 +146,21 @@ def make_workspace(rows: int, vocab: int, device: Any) -> Workspace:
         )
     block = max(_SMALLEST_BLOCK, next_power_of_2(-(-vocab // _MOST_CHUNKS)))
     chunks = next_power_of_2(-(-vocab // block))
-
-    def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
     return Workspace(
         rows=rows,
         vocab=vocab,
         block=block,
         chunks=chunks,
-        counters=zeros(torch.int32),
-        keys=zeros(torch.int32, chunks),
-        ids=zeros(torch.int32, chunks),
-        chunk_best=zeros(torch.float32, chunks),
-        row_best=zeros(torch.float32),
-        ints=zeros(torch.int32, ROW_INTS.value),
-        masses=zeros(torch.float64, ROW_MASSES.value),
-        coarse=zeros(torch.int64, COPIES.value, BINS.value),
-        fine=zeros(torch.int64, COPIES.value, BINS.value),
-        scales=torch.tensor(scales(), dtype=torch.float64, device=device),
+        counters=zeros("int32"),
+        keys=zeros("int32", chunks),
+        ids=zeros("int32", chunks),
+        chunk_best=zeros("float32", chunks),
+        row_best=zeros("float32"),
+        ints=zeros("int32", ROW_INTS.value),
+        masses=zeros("float64", ROW_MASSES.value),
+        coarse=zeros("int64", COPIES.value, BINS.value),
+        fine=zeros("int64", COPIES.value, BINS.value),
+        scales=edges,
     )
 
 

@@ -28,6 +28,15 @@ def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     return like.new_empty(tuple(shape), dtype=getattr(torch, dtype))
 
 
+def as_bytes(x: Any) -> Any:
+    """bool elements as the bytes that they are, 0 or 1."""
+    if isinstance(x, Operand):
+        return x.view("uint8")
+    import torch
+
+    return x.view(torch.uint8)
+
+
 class Pointer(NamedTuple):
     """An argument of a launch: a place in a buffer, `offset` bytes from its start."""
 
@@ -39,14 +48,13 @@ class Pointer(NamedTuple):
 class Launch(NamedTuple):
     """A kernel with its arguments by name: Pointers, and what is the same at every run.
 
-    With `early` it may start before the kernel in front of it has ended.
+    `options` are Triton's: num_warps, num_stages and the like. With `early` it may start before the kernel in front of it has ended.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
     arguments: tuple[tuple[str, Any], ...]
-    warps: int
-    stages: int
+    options: tuple[tuple[str, Any], ...]
     early: bool
 
     @property
@@ -87,11 +95,10 @@ class Recording:
         self, kernel: Any, grid: Sequence[int], args: Sequence[Any], early: bool, **meta: Any
     ) -> None:
         """Write a launch down; `meta` as Triton takes it."""
-        warps, stages = meta.pop("num_warps", 4), meta.pop("num_stages", 3)
         named = dict(zip(kernel.arg_names, args, strict=False)) | meta
-        arguments = tuple((name, _argument(named[name])) for name in kernel.arg_names)
-        size = (*grid, 1, 1)[:3]
-        self.launches.append(Launch(kernel, size, arguments, warps, stages, early))
+        arguments = tuple((name, _argument(named.pop(name))) for name in kernel.arg_names)
+        options = tuple(sorted(named.items()))
+        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], arguments, options, early))
 
 
 def _argument(value: Any) -> Any:
@@ -162,8 +169,11 @@ class Operand:
         return all(size == 1 or mine == its for size, mine, its in axes)
 
     def new_empty(self, shape: Sequence[int], dtype: Any = None) -> "Operand":
-        """New memory."""
-        return self.recording.operand(shape, dtype or self.dtype)
+        """New memory; of 8 bytes an element as pairs of words, since JAX may have no others."""
+        name = dtype_name(dtype or self.dtype)
+        if _BYTES[name] < 8:
+            return self.recording.operand(shape, name)
+        return self.recording.operand((*shape, 2), "uint32").view(name).reshape(tuple(shape))
 
     def reshape(self, *shape: Any) -> "Operand":
         """A contiguous view in another shape."""
@@ -174,6 +184,15 @@ class Operand:
         if not self.is_contiguous() or math.prod(shape) != self.numel():
             raise ValueError(f"{self.shape} with strides {self.strides} has no view {shape}.")
         return self._view(shape, _packed(shape))
+
+    def view(self, dtype: str) -> "Operand":
+        """The bytes as elements of another dtype; the last axis is longer or shorter by it."""
+        if not self.is_contiguous():
+            raise ValueError(f"{self.shape} with strides {self.strides} has no view as {dtype}.")
+        last = self.shape[-1] * self.element_size() // _BYTES[dtype]
+        shape = (*self.shape[:-1], last)
+        offset = self.offset * self.element_size() // _BYTES[dtype]
+        return Operand(self.recording, self.buffer, shape, _packed(shape), offset, dtype)
 
     def transpose(self, a: int, b: int) -> "Operand":
         """The view with two axes exchanged."""

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .filters import Workspace, find_thresholds, make_workspace
 from .launch import launch, let_next_start, wait_for_inputs
+from .operands import as_bytes
 from .threefry import gumbel, log
 from .thresholds import (
     LOWEST,
@@ -232,14 +233,9 @@ def _run(
 ) -> None:
     _check(logits, state, work)
     count, vocab = logits.shape
-    import torch
-
-    def flags(column: Any) -> Any:
-        return column.view(torch.uint8)
-
     source = (
         *(logits, logits.stride(0)),
-        *(flags(state.seen), state.seen.stride(0), state.penalty),
+        *(as_bytes(state.seen), state.seen.stride(0), state.penalty),
         *(state.eos, state.eos.stride(0), state.new, state.minimum),
     )
     grid = (-(-vocab // work.block), count)
@@ -251,7 +247,7 @@ def _run(
         num_warps=max(4, work.block // 256),
         enable_fp_fusion=False,  # a product is rounded before it is compared with itself
     )
-    active, noise = flags(state.active), flags(state.noise)
+    active, noise = as_bytes(state.active), as_bytes(state.noise)
     filters = features.noise and features.filters
     if filters:
         find_thresholds(source, state, (active, noise), work, meta, step is not None)

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from .launches import launches_p
 
 _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim", "expand_dims", "slice")
-MOST = 24  # launches of a call: what they hand on to one another is in memory at the same time
+MOST_BYTES = 64 << 20  # that launches of a call hand on: all is in memory at the same time
 
 
 def grouped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,6 +93,13 @@ def _regrouped(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
+def _bytes(eqn: JaxprEqn) -> int:
+    """Bytes of the results that are memory of their own."""
+    changed = {place for _, place in eqn.params["aliases"]}
+    made = (v.aval for i, v in enumerate(eqn.outvars) if i not in changed)
+    return sum(aval.size * aval.dtype.itemsize for aval in made)
+
+
 def _is_reshape(eqn: JaxprEqn) -> bool:
     """Whether an equation gives its one argument's elements in their order."""
     if eqn.primitive.name not in _RESHAPES or len(eqn.invars) != 1:
@@ -111,7 +118,7 @@ class _Group:
         self._made: dict[Var, None] = {}
         self._inputs: dict[Var, None] = {}
         self._before: dict[Var, Var] = {}  # of a changed array: what it was
-        self._launches = 0
+        self._bytes = 0
 
     def _origin(self, v: Var) -> Var:
         return self._memory.get(v, v)
@@ -126,7 +133,7 @@ class _Group:
 
         Such arrays would be overwritten within the call, where XLA cannot copy them first.
         """
-        if self._launches + len(eqn.params["launches"]) > MOST:
+        if self._bytes + _bytes(eqn) > MOST_BYTES:
             return False
         if self._eqns and eqn.params["capability"] != self._eqns[0].params["capability"]:
             return False
@@ -152,7 +159,7 @@ class _Group:
             self._before[eqn.outvars[place]] = self._origin(eqn.invars[number])
         self._made |= dict.fromkeys(eqn.outvars)
         self._eqns.append(eqn)
-        self._launches += len(eqn.params["launches"])
+        self._bytes += _bytes(eqn)
 
     def rename(self, eqn: JaxprEqn) -> None:
         """A reshape of what the group makes: the same memory."""

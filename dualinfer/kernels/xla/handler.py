@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..triton.ahead import POINTER, Code, code
+from ..triton.ahead import POINTER, Code, codes
 from ..triton.operands import Launch, Pointer
 
 TARGET = "dualinfer_triton_launches"
@@ -195,15 +195,15 @@ _lock = threading.Lock()  # XLA calls for each device from a thread of its own
 def program(launches: tuple[Launch, ...], capability: int) -> int:
     """The number by which the custom call knows these launches, compiled for `capability`."""
     _register()
-    codes = tuple(code(launch, capability) for launch in launches)
+    made = tuple(codes(launches, capability))
     digest = hashlib.sha256()
-    for launch, made in zip(launches, codes, strict=True):
+    for launch, its in zip(launches, made, strict=True):
         arguments = [x for x in launch.arguments if isinstance(x[1], Pointer | int | float)]
-        facts = made._replace(cubin=b""), launch.grid, launch.early, arguments
-        digest.update(hashlib.sha256(made.cubin).digest() + repr(facts).encode())
+        facts = its._replace(cubin=b""), launch.grid, launch.early, arguments
+        digest.update(hashlib.sha256(its.cubin).digest() + repr(facts).encode())
     number = int.from_bytes(digest.digest()[:8], "little") >> 1
     with _lock:
-        _programs.setdefault(number, _Program(launches, codes))
+        _programs.setdefault(number, _Program(launches, made))
     return number
 
 

@@ -8,6 +8,7 @@ activations, which XLA fuses as well.
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -15,18 +16,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....kernels.triton import attention, attention_choice, decode_attention, linear, rotary
+from ....kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    embedding,
+    filters,
+    linear,
+    rotary,
+    sampling,
+    thresholds,
+)
 from ....kernels.triton import norm as norms
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
+from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...caches import CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf
+from ...base import SamplingFeatures
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ..cache import FullCache
 from ..parallel import Split
+from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
 from .cudnn import cudnn_serves
 from .plain import PlainOps, scoring, turns
@@ -41,6 +55,8 @@ def unserved(spec: ModelSpec) -> str | None:
         return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
+    if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
+        return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
     return None
 
 
@@ -50,15 +66,18 @@ class KernelOps(PlainOps):
     cache_kinds = frozenset({FullCache.kind})
     kernels = "Triton"
     holds_scores = False
+    modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
     implementations: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; XLA above",
+        "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
         "layer_norm": "Triton, fused into the product of a single row; XLA for prompts",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
     def __init__(self, device: jax.Device, split: Split | None = None) -> None:
@@ -95,6 +114,36 @@ class KernelOps(PlainOps):
         """
         early = self._on_gpu and not INTERPRETED and self.capability >= _HOPPER
         return early and (rows <= 4 or rows >= 64)
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+    ) -> jax.Array:
+        """See `PlainOps.embed`."""
+        tables = [w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w]
+        quantized = any(table.scheme is not None for table in tables)
+        if self.split is not None or spec.embed_width or quantized:
+            return super().embed(spec, w, ids, positions, token_types)
+        table = w["embed.weight"].data
+        types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
+        learned = spec.learned_positions > 0
+        with jax.named_scope("embed"):
+            return call(
+                embedding.embed,
+                ids,
+                table,
+                positions=positions if learned else None,
+                position_weight=w["positions.weight"].data if learned else None,
+                position_offset=spec.position_offset,
+                token_types=token_types,
+                type_weight=None if token_types is None else w[types].data,
+                scale=float(np.asarray(spec.embed_scale, table.dtype)),  # as HF rounds it
+                capability=self.capability,
+            )[0]
 
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
@@ -248,6 +297,75 @@ class KernelOps(PlainOps):
                 **scoring(layer),
             )
         return y[:, None], FullCache(keys, values)
+
+    def advance(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        features: jax.Array | int,
+        out: jax.Array,
+        step: jax.Array,
+    ) -> tuple[SlotState, jax.Array, jax.Array]:
+        """See `PlainOps.advance`; `features` is one of `modes`, or traced."""
+        if not isinstance(features, int):
+
+            def run(mode: int) -> Any:
+                ops = copy.copy(self)
+                return ops.advance(logits, state, mode, out, step), ops._counters
+
+            ways = (lambda: run(FILTERED)), (lambda: run(CHANGED))
+            done, self._counters = jax.lax.cond(features == FILTERED, *ways)
+            return done
+        booked = ("active", "last", "length", "new", "remaining", "seen")
+        bins = jnp.zeros((2, len(logits), *_BINS), jnp.uint32) if features == FILTERED else None
+        assert self._counters is not None
+        written = [*(getattr(state, name) for name in booked), out, step, self._counters]
+        with jax.named_scope("sampling"):
+            _, (*columns, out, step, self._counters) = call(
+                _advance,
+                logits,
+                state,
+                out,
+                step,
+                self._counters,
+                bins,
+                _edges() if features == FILTERED else None,
+                pdl=self.starts_early(len(logits)),
+                capability=self.capability,
+                written=written,
+            )
+        return state._replace(**dict(zip(booked, columns, strict=True))), out, step
+
+    def ended(self, state: SlotState, out: jax.Array) -> SlotState:
+        """See `PlainOps.ended`; each step has marked its tokens."""
+        return state
+
+
+_BINS = thresholds.COPIES.value, thresholds.BINS.value, 2  # of 8 bytes, as two words
+
+
+@lru_cache(maxsize=1)
+def _edges() -> np.ndarray:
+    """`thresholds.scales()`, float64 as pairs of words: JAX has no doubles here."""
+    return np.array(thresholds.scales(), np.float64).view(np.uint32)
+
+
+def _advance(
+    logits: Any, state: Any, out: Any, step: Any, counters: Any, bins: Any, edges: Any, *, pdl: bool
+) -> None:
+    """`sampling.sample_step`, with what its launches hand on in new memory."""
+    rows, vocab = logits.shape
+
+    def memory(dtype: str, *shape: int) -> Any:
+        return empty(logits, (rows, *shape), dtype)
+
+    work = filters.workspace_of(rows, vocab, memory, edges and edges.view("float64"))
+    work = replace(work, counters=counters)
+    if bins is not None:
+        coarse, fine = (bins[i].view("int64") for i in range(2))
+        work = replace(work, coarse=coarse, fine=fine)
+    needs = SamplingFeatures(noise=bins is not None, filters=bins is not None)
+    sampling.sample_step(logits, state, needs, out, step, workspace=work, pdl=pdl)
 
 
 def _turn(qkv: Any, positions: Any, turn: Mapping[str, Any]) -> None:

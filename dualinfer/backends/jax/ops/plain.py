@@ -35,6 +35,7 @@ class PlainOps:
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
     holds_scores = True  # of all pairs of tokens, while a layer attends
+    modes: tuple[int, ...] = ()  # of sampling, that want loops of their own; none: one has them all
 
     def __init__(self, split: Split | None = None) -> None:
         self.split = split  # None: a device has the whole model
@@ -231,10 +232,17 @@ class PlainOps:
         state: SlotState,
         features: jax.Array | int,
         out: jax.Array,
-        step: jax.Array | int,
-    ) -> tuple[SlotState, jax.Array]:
-        """See `contract.Ops.advance`; `features` as in `sample`, `step` is a scalar."""
-        return sampler.advance(logits, state, features, out, step)
+        step: jax.Array,
+    ) -> tuple[SlotState, jax.Array, jax.Array]:
+        """See `contract.Ops.advance`; `features` as in `sample`, `step` int32 [N] is the row.
+
+        What the state has seen lacks the tokens of `out` until `ended`.
+        """
+        return *sampler.advance(logits, state, features, out, step[0]), step + 1
+
+    def ended(self, state: SlotState, out: jax.Array) -> SlotState:
+        """The state after some steps, which gave the tokens `out` [R, N]."""
+        return state._replace(seen=sampler.mark(state.seen, out))
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:

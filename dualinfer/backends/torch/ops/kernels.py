@@ -340,13 +340,13 @@ class KernelOps(PlainOps):
         features: SamplingFeatures,
         out: torch.Tensor,
         step: torch.Tensor,
-    ) -> tuple[SlotState, torch.Tensor]:
+    ) -> tuple[SlotState, torch.Tensor, torch.Tensor]:
         """See `PlainOps.advance`."""
         work = self._workspace(*logits.shape)
         sampling.sample_step(
             logits, state, features, out, step, workspace=work, pdl=self.starts_early(len(logits))
         )
-        return state, out
+        return state, out, step
 
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """See `PlainOps.launches_of`; rows without noise or a penalty pass the same kernel."""

@@ -226,10 +226,10 @@ class PlainOps:
         features: SamplingFeatures,
         out: torch.Tensor,
         step: torch.Tensor,
-    ) -> tuple[SlotState, torch.Tensor]:
+    ) -> tuple[SlotState, torch.Tensor, torch.Tensor]:
         """See `contract.Ops.advance`; all is written in place, as `sampler.advance` says."""
         sampler.advance(logits, state, features, out, step)
-        return state, out
+        return state, out, step
 
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
