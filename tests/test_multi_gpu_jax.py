@@ -17,7 +17,7 @@ from dualinfer.backends.jax.mesh import ManyDevices  # noqa: E402
 from dualinfer.kernels.pallas.exchange import gather_ranks, given_up, sum_ranks  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402
-from .test_gpu_pallas import executables, made_by  # noqa: E402
+from .test_gpu_kernels_jax import executables, made_by  # noqa: E402
 
 COUNT = 0
 if os.environ.get("JAX_PLATFORMS") != "cpu":
