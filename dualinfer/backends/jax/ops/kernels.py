@@ -124,7 +124,9 @@ class KernelOps(PlainOps):
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `PlainOps.embed`."""
-        tables = [w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w]
+        tables = [
+            w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
+        ]
         quantized = any(table.scheme is not None for table in tables)
         if self.split is not None or spec.embed_width or quantized:
             return super().embed(spec, w, ids, positions, token_types)
