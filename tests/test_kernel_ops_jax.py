@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.jax import ahead, sampler, steps  # noqa: E402
+from dualinfer.backends.jax import ahead, steps  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
@@ -23,7 +23,7 @@ from dualinfer.engine import loop  # noqa: E402
 from dualinfer.kernels.triton import linear, norm  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 
-from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
+from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
 from .models import make_model, relative_rms  # noqa: E402
 from .test_kernel_ops import CASES, ENCODER, VOCAB, assert_same_outputs, batch  # noqa: E402
@@ -136,17 +136,12 @@ def with_logits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The greedy text of prompts, and the logits float32 [B, new, V] by which it was chosen."""
     by_position: dict[int, np.ndarray] = {}
-    original = sampler.sample
 
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
 
-    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
-        jax.debug.callback(note, position, logits)
-        return original(logits, state, position, *how)
-
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample)
+        watch_logits(patch, note)
         text = np.asarray(engine.generate(prompts, max_new_tokens=new, **GREEDY))
         jax.effects_barrier()
     first = len(prompts[0])
@@ -189,11 +184,14 @@ def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
         if what == "prefill":
             assert kernels.count("attention_kernel") == layers
             continue
-        assert kernels.count("decode_attention_kernel") == layers
-        products = "matvec_kernel" if rows == 1 else "tile_kernel"
-        assert kernels.count(products) >= (4 * layers + 1 if rows == 1 or dtype != "fp32" else 0)
-        if dtype != "fp32" and name != "gemma2":
-            assert len(calls) == 1 and calls[0].changed == 2 * layers + 1
+        modes = len(KernelOps.modes)  # of sampling, a loop for each
+        assert kernels.count("decode_attention_kernel") == modes * layers
+        products, least = "matvec_kernel" if rows == 1 else "tile_kernel", 4 * layers + 1
+        assert kernels.count(products) >= (modes * least if rows == 1 or dtype != "fp32" else 0)
+        if (rows == 1 or dtype != "fp32") and name not in ("gemma2", "opt-post"):
+            assert len(calls) == modes
+            assert all(call.changed >= 2 * layers + 1 for call in calls)
+            assert all(call.kernels[-1] == "choose_kernel" for call in calls)
 
 
 def test_kernels_lower_where_the_caller_counts_in_64_bits(monkeypatch):
@@ -300,7 +298,7 @@ def test_the_report_names_what_serves(engines):
     fast, plain = (e.report().ops for e in engines("gpt2", **CASES["gpt2"]))
     assert fast.keys() == plain.keys()
     assert {op for op, by in fast.items() if "Triton" in by} == {
-        *("matmul", "rms_norm", "layer_norm", "rotary", "activation"),
-        *("attention", "decode_attention"),
+        *("embed", "matmul", "rms_norm", "layer_norm", "rotary", "activation"),
+        *("attention", "decode_attention", "sampling"),
     }
     assert not any("Triton" in by for by in plain.values())

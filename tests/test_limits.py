@@ -106,7 +106,6 @@ def test_kernels_are_refused_where_they_cannot_run(name, monkeypatch):
     if importlib.util.find_spec("triton") is not None:
         check(**kernels)
     for device, fields, message in [
-        ("gpu", {"backend": "jax"}, "those of replace_with_kernel_inject=True. Set it"),
         ("cuda", {}, "those of replace_with_kernel_inject=True. Set it"),
         ("cpu", kernels, "needs a CUDA device, and torch runs on cpu"),
     ]:

@@ -10,6 +10,7 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("triton")
 
+from dualinfer.backends.jax import sampler  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.kernels.triton.linear import MOST_VECTORS, VectorConfig  # noqa: E402
@@ -39,6 +40,22 @@ def interpreted_ops(split: Any = None, exchange: Any = None) -> KernelOps:
         ops = SplitKernelOps(device, split, exchange)
     ops.configurations = _FewPrograms()
     return ops
+
+
+def watch_logits(patch: pytest.MonkeyPatch, note: Callable[[Any, Any], None]) -> None:
+    """Have `note` get the positions [N] and logits by which steps made from now on choose."""
+    sample, advance = sampler.sample, KernelOps.advance
+
+    def sampled(logits: Any, state: Any, position: Any, *how: Any) -> Any:
+        jax.debug.callback(note, position, logits)
+        return sample(logits, state, position, *how)
+
+    def advanced(ops: Any, logits: Any, state: Any, *how: Any) -> Any:
+        jax.debug.callback(note, state.length + 1, logits)
+        return advance(ops, logits, state, *how)
+
+    patch.setattr(sampler, "sample", sampled)
+    patch.setattr(KernelOps, "advance", advanced)
 
 
 class Call(NamedTuple):

@@ -192,5 +192,9 @@ class _Group:
         call = self._eqns[0].replace(
             invars=inputs, outvars=final, params=self._eqns[0].params | params
         )
-        last_use = self._last_use
-        return [call, *(e for e in self._renames if last_use.get(e.outvars[0], -1) >= i)]
+        kept: list[JaxprEqn] = []
+        for eqn in reversed(self._renames):
+            read = {later.invars[0] for later in kept}  # a reshape may be of another one
+            if eqn.outvars[0] in read or self._last_use.get(eqn.outvars[0], -1) >= i:
+                kept.append(eqn)
+        return [call, *reversed(kept)]

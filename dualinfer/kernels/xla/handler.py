@@ -131,7 +131,7 @@ class _Program:
         turn, prepared = self._ready.setdefault(device, (threading.Lock(), []))
         with turn:
             if not prepared:
-                prepared += map(_prepared, self.launches, self.codes)
+                prepared += [*map(_prepared, self.launches, self.codes)]
             for ready in prepared:
                 if ready.code.shared > _SHARED_UNASKED:
                     _allow_shared(ready.code, device)

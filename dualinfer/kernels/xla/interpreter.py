@@ -7,7 +7,7 @@ import numpy as np
 
 from ..triton.operands import Buffer, Launch, Pointer
 
-_turn = threading.Lock()  # the interpreter is one of the process, and each device has its thread
+_one_at_a_time = threading.Lock()  # the interpreter's state is the process's; devices have threads
 
 
 def run(
@@ -24,12 +24,12 @@ def run(
         for i, b in enumerate(out)
     ]
     buffers = [_tensor(x) for x in (*inputs, *outputs)]
-    for launch in launches:
-        values = {
-            name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
-            for name, x in launch.arguments
-        }
-        with _turn:
+    with _one_at_a_time:
+        for launch in launches:
+            values = {
+                name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
+                for name, x in launch.arguments
+            }
             launch.kernel[launch.grid](**values)
     return outputs
 

@@ -63,10 +63,14 @@ def call(
         capability=capability,
     )
 
+    afterwards = dict(zip(changed, bound[len(made) :], strict=True))
+
     def array(x: Any) -> Any:
         if not isinstance(x, Operand):
             return x
-        whole = bound[x.buffer - given] if x.buffer >= given else arrays[x.buffer]
+        whole = afterwards.get(x.buffer)
+        if whole is None:
+            whole = bound[x.buffer - given] if x.buffer >= given else arrays[x.buffer]
         if x.offset or x.numel() != whole.size or not x.is_contiguous():
             raise ValueError("A function of kernels/triton gave a part of a buffer.")
         return whole.reshape(x.shape)

@@ -43,7 +43,7 @@ from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, scoring
+from .plain import PlainOps, scoring, turns
 
 _HOPPER = 90
 
@@ -276,7 +276,9 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         if not isinstance(cache, FullCache):
-            return super().attend_token(layer, qkv, angles, cache, lengths)
+            rope = layer.spec.rope
+            turned = {rope: turns(rope, angles)} if rope else {}
+            return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         slots, kv_heads, reach, dim = cache.k.shape
         shape = a.heads // kv_heads, dim, qkv.dtype.itemsize

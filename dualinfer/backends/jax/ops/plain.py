@@ -22,6 +22,12 @@ from ..sampler import SlotState
 from . import primitives
 
 
+def turns(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines by which heads turn, [..., R/2]."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.array(rope.inv_freq, jnp.float32)
+    return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
+
+
 class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
@@ -151,9 +157,7 @@ class PlainOps:
         for layer in spec.layers:
             rope = layer.attention.rope
             if rope and rope not in angles:
-                frequencies = jnp.array(rope.inv_freq, jnp.float32)
-                turned = positions[..., None].astype(jnp.float32) * frequencies
-                angles[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
+                angles[rope] = turns(rope, positions)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
