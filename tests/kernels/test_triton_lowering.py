@@ -38,9 +38,7 @@ GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H"
 
 EXCHANGE = {"RANK": 1, "SIZE": 4, "RANKS": 4, "BLOCK": 512}
 ROW = dict.fromkeys(("RANK", "words_ptr", "state_ptr")) | {"peers_ptr": "*i32"}
-AMPERE = {"capability": 80, "PDL": False}
 
-ONCE = {"num_warps": 1, "dtypes": ("fp32",)}
 HALF, BFLOAT16, WHOLE = ("fp16",), ("bf16",), ("fp32",)
 Variant = tuple[str, str, dict[str, Any]]
 
@@ -156,10 +154,7 @@ VARIANTS: list[Variant] = [
     ("exchange", "_sum_kernel", EXCHANGE | {"bias_ptr": "*x", "residual_ptr": None}),
     ("exchange", "_gather_kernel", EXCHANGE | {"stride": None, "dtypes": WHOLE}),
     ("exchange", "_sum_kernel", EXCHANGE | ROW | {"x_ptr": "*fp32", "bias_ptr": None}),
-    ("exchange", "_sum_kernel", EXCHANGE | ROW | AMPERE | {"x_ptr": "*fp32", "SIZE": 3}),
     ("exchange", "_gather_kernel", EXCHANGE | ROW | {"SIZE": 8, "RANKS": 8, "dtypes": WHOLE}),
-    ("exchange", "_gather_kernel", EXCHANGE | ROW | AMPERE | {"stride": "i32", "dtypes": WHOLE}),
-    ("exchange", "_given_up_kernel", ONCE | {"SIZE": 4, "peers_ptr": "*i32", "flag_ptr": "*i32"}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
@@ -272,7 +267,7 @@ def compile_all() -> None:
         options = {k: v for k, v in variant.items() if k in OPTIONS}
         constants = [p.name for p in kernel.params if p.is_constexpr]
         names = [p.name for p in kernel.params]
-        unknown = set(variant) - set(names) - set(options) - {"dtypes", "capability"}
+        unknown = set(variant) - set(names) - set(options) - {"dtypes"}
         assert not unknown, f"{kernel_name} has no parameter {unknown}"
         for dtype in variant.get("dtypes", DTYPES):
             types, values, aligned = signature(names, constants, variant, dtype)
@@ -284,8 +279,7 @@ def compile_all() -> None:
             )
             log = io.StringIO()
             with contextlib.redirect_stdout(log):  # of ptxas, by TRITON_DUMP_PTXAS_LOG
-                target = GPUTarget("cuda", variant.get("capability", 90), 32)
-                compiled = triton.compile(source, target=target, options=options)
+                compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             print(
                 json.dumps(
                     {"kernel": kernel_name, "variant": repr(variant), "dtype": dtype}
@@ -327,8 +321,7 @@ def test_no_kernel_spills(report):
 
 
 def test_kernels_load_16_bytes_at_a_time(report):
-    # A few words a thread, polled for.
-    latency_bound = ("_sum_kernel", "_gather_kernel", "_given_up_kernel")
+    latency_bound = ("_sum_kernel", "_gather_kernel")  # a few words a thread, polled for
     rest = [line for line in report if line["kernel"] not in latency_bound]
     assert not [line for line in rest if not line["wide"]]
 
