@@ -115,7 +115,7 @@ def test_a_rank_that_sends_nothing_is_given_up_and_noted(rows):
 
 
 def test_after_one_was_given_up_none_is_waited_for_and_all_are_nan():
-    box, words, state = mailboxes(2, rows=True, patience=2**31 - 1)[0]  # hours
+    (box, words, state), _other = mailboxes(2, rows=True, patience=2**31 - 1)  # hours
     flags = [given_up(box)]
     state[2] = 1
     deliver(Box(box, words, state), 1, np.zeros(600), 2)
