@@ -95,6 +95,31 @@ def test_each_backend_runs_alone_without_loading_the_other(checkpoint: Path):
     run(GENERATE, checkpoint, "torch", "jax,jaxlib,flax")
 
 
+def test_jax_compiles_tritons_kernels_without_torch(tmp_path: Path):
+    """As on a machine that has JAX for GPUs and Triton."""
+    pytest.importorskip("triton")
+    found = run(
+        """
+        import os
+
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
+        import dualinfer.backends.jax.ops.split
+        from dualinfer.kernels.triton.norm import rms_norm
+        from dualinfer.kernels.triton.operands import Recording
+        from dualinfer.kernels.xla import handler
+
+        made = Recording()
+        x, weight = made.operand((3, 64), "bfloat16"), made.operand((64,), "bfloat16")
+        rms_norm(x, weight, 1e-5, pdl=True)
+        print(handler.program(tuple(made.launches), 90) >= 0)
+        """,
+        tmp_path,
+        hidden=("torch",),
+    )
+    assert found == "True\n"
+
+
 @pytest.mark.parametrize(
     ("backend", "hidden", "named"),
     [
