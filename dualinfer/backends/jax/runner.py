@@ -25,7 +25,7 @@ from .cache import Cache, check_room, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
-from .ops.primitives import scheme_implementations
+from .ops.primitives import SCHEMES
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingTokens
@@ -413,7 +413,7 @@ class JaxRunner:
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
-            "ops": {**served(*ways, known, kinds), **scheme_implementations(leaves)},
+            "ops": {**served(*ways, known, kinds), **SCHEMES.implementations(leaves)},
             **count_leaves(leaves),
             **self._executables.facts,
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),

@@ -15,7 +15,7 @@ from .device import default_dtype as default_dtype
 from .module.autotp.plan import Line, describe
 from .module.runner import create_module_runner as create_module_runner
 from .ops.plain import PlainOps
-from .ops.primitives import check_schemes
+from .ops.primitives import SCHEMES
 from .parallel import Ranks, Split
 from .params import load_params
 from .process_groups import degree_of, forget_graphs_at_exit
@@ -78,7 +78,7 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
-    check_schemes(plan)
+    SCHEMES.check(plan)
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:
