@@ -260,22 +260,25 @@ class _Talk:
         most, asked = _most_tokens(self._engine), self._new_tokens
         if not most:
             return _ANSWER if asked is None else asked
-        prompt, least = self._count(self._messages), asked or 1
-        if prompt + least <= most:
-            return min(_ANSWER, (most - prompt + 1) // 2) if asked is None else asked
-        opening = self._system()
+        prompt, opening = self._count(self._messages), self._system()
+        left = most - prompt
+        if left >= (asked or 1):
+            return min(_ANSWER, (left + 1) // 2) if asked is None else asked
         alone = self._count([*opening, self._messages[-1]])
-        if alone + least <= most:
-            what, ways = f"The conversation with this message is {prompt}", ["begin anew (/reset)"]
+        if left > 0:
+            what = f"No room for an answer of {asked} tokens (--max-new-tokens): with this message"
+            what += f" the conversation has {prompt}, and {left} are left of the model's {most}"
+            ways = ["ask for fewer", *(["begin anew (/reset)"] if alone < prompt else [])]
+        elif alone < most:
+            what = f"The conversation is too long: with this message it has {prompt} tokens, and"
+            what += f" the model takes {most}, the answer included"
+            ways = ["begin anew (/reset)", "ask for shorter answers (--max-new-tokens)"]
         else:
-            what, ways = f"This message is {alone}", ["send a shorter one"]
-        what += " tokens long, all that the template adds included"
-        ways += ["choose a shorter --system prompt"] if opening else []
-        ways.append("ask for shorter answers (--max-new-tokens)")
-        raise LengthError(
-            f"{what}. With an answer of {least} that is over the {most} that the model takes. "
-            f"To go on, {', '.join(ways[:-1])} or {ways[-1]}."
-        )
+            what = f"This message is too long: with what the template adds it has {alone} tokens,"
+            what += f" and the model takes {most}, the answer included"
+            ways = ["send a shorter one"]
+        ways += ["take a shorter system prompt (--system)"] if opening else []
+        raise LengthError(f"{what}. To go on, {' or '.join(ways)}.")
 
     def _count(self, messages: list[dict[str, str]]) -> int:
         return len(encode_chat(self._engine.tokenizer, messages))
@@ -293,7 +296,7 @@ def find_model(name: str, revision: str | None, hint: str) -> Path:
     try:
         return find_checkpoint(name, revision)
     except CheckpointNotFoundError as error:
-        if "/" in name:
+        if "/" in name and " " not in name:
             raise
         raise CheckpointNotFoundError(f"{error} {hint}") from error
 
