@@ -221,6 +221,8 @@ def test_text_has_a_length_of_its_own(engine):
         (lambda e: e.chat([{"role": "user", "content": PARTS}]), "content that is no text: "),
         (lambda e: e.chat([{"role": "user", "content": "\ud800"}]), "content that is no text"),
         (lambda e: e.generate("import os"), r"engine\.generate_text"),
+        (lambda e: e.generate_text("x", max_new_tokens=0), "max_new_tokens=0; expected an int"),
+        (lambda e: e.stream_text("x", do_sample=True, temperature=0), "expected a number above 0"),
     ],
 )
 def test_what_is_no_text_is_refused(engine, call, message):

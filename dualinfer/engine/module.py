@@ -13,7 +13,7 @@ from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError
 from .base import About, InferenceEngine
 from .inputs import by_name, check_ids, make_prompts, read_array
-from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
+from .options import DEFAULT_NEW_TOKENS, check_beams, check_values, config_dict, over_limit
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
@@ -113,6 +113,7 @@ class ModuleEngine(InferenceEngine):
             )
         is_pair = _is_pair(module)
         asked = _options(self.generation_config) | _options(config) | arguments
+        check_values(_options(config) | arguments, greedy=not asked.get("do_sample"))
         ends = _ends(asked)
         inputs = self._padded(rows, asked)
         width = max(map(len, rows))
