@@ -127,6 +127,7 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
 
     vocab = write_byte_tokenizer(tmp_path)
     sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    sizes |= dict(max_position_embeddings=128)
     ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
     torch.manual_seed(0)
     model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **ends)).eval()
@@ -139,6 +140,8 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
     sampled = ("--seed", 3, "--max-new-tokens", 9)
     first, again = (run("generate", tmp_path, PROMPT, *sampled).stdout for _ in range(2))
     assert first == again != result.stdout
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert "the model takes 128" in run("chat", tmp_path, input="x" * 200).stderr
 
 
 def test_generate_shows_the_answer_alone_of_a_model_that_translates(run, tmp_path):
@@ -261,7 +264,7 @@ def test_chat_keeps_the_history_and_obeys(run, talking):
 
 def test_chat_stops_an_answer_and_goes_on(talking, monkeypatch, capsys):
     with dualinfer.init_inference(talking) as engine:
-        talk = texts._Talk(engine, None, 6, TextOptions())
+        talk = texts._Talk(engine, None, 6, TextOptions(), None)
         real = type(engine).stream_chat
 
         def stopped(self, *args, **options):
@@ -332,7 +335,7 @@ def test_a_text_in_the_wrong_place_is_answered_by_the_right_one(run, arguments, 
         ("replace_with_kernel_inject=False", "--no-kernels"),
         ("Without replace_with_kernel_inject it runs.", "Without --kernels it runs."),
         ("temperature=-0.5; top_k='x'", "--temperature -0.5; --top-k x"),
-        ("a seed, its own backend", "a seed, its own backend"),
+        ("a seed, its own backend, /a/dtype=x/b", "a seed, its own backend, /a/dtype=x/b"),
         ("Ask for less, cut it, or set a larger max_out_tokens.", "Ask for less or cut it."),
         ("It has none. Use generate_text() instead, or set tokenizer.chat_template.",
          "It has none. Use `dualinfer generate` without --chat instead."),
@@ -379,6 +382,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
         (("MODEL", "x", "--dtype", "int3"), "--dtype int3: a model computes in"),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
         (("MODEL", "x", "--max-new-tokens", 0), "--max-new-tokens 0"),
+        (("MODEL", "x", "--stop", ""), "--stop ['']; expected non-empty strings"),
     ],
 )
 def test_generate_fails_with_one_clean_message(run, folder, arguments, message):

@@ -63,12 +63,14 @@ def explain(message: str, command: Any) -> str:
 def _in_options(sentence: str, options: Mapping[str, tuple[str, str]]) -> str:
     before = sentence
     for name, (on, off) in options.items():
+        word = rf"(?<![\w./'\"-]){name}"  # and no part of a path
         if off:
-            sentence = re.sub(rf"\b{name}=True\b", on, sentence)
-            sentence = re.sub(rf"\b{name}=False\b", off, sentence)
-        sentence = re.sub(rf"\b{name}={_VALUE}", rf"{on} \2", sentence)
+            sentence = re.sub(rf"{word}=True\b", on, sentence)
+            sentence = re.sub(rf"{word}=False\b", off, sentence)
+        sentence = re.sub(rf"{word}={_VALUE}", rf"{on} \2", sentence)
+        sentence = re.sub(rf"{word}=(?=[^\s,.])", f"{on} ", sentence)
         if "_" in name:
-            sentence = re.sub(rf"(?<![\w.-]){name}\b(?!=)", on, sentence)
+            sentence = re.sub(rf"{word}\b(?!=)", on, sentence)
     for call, typed in _COMMANDS.items():
         sentence = sentence.replace(call, typed)
     sentence = _OTHER_WAY.sub(lambda way: f" or {way[1]}" if way[1] else "", sentence)

@@ -178,7 +178,7 @@ class _Talk:
         system: str | None,
         new_tokens: int | None,
         options: TextOptions,
-        command: Any = None,
+        command: Any,
     ) -> None:
         self._engine, self._new_tokens, self._options = engine, new_tokens, options
         self._command = command
