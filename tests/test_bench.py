@@ -779,6 +779,7 @@ def test_a_table_fits_a_terminal_of_80_columns(models):
     console.print(make_table("decode", rows, 80))
     shown = console.file.getvalue()
     assert "…" not in shown and "dualinfer torch, no kernels" in shown
+    assert not any(line.endswith(" ") for line in shown.splitlines())
     assert "ms/token" in shown and "tokens/s" in shown
     assert ("model gpt-neo-1.3b" in shown) == (models == 1)
     assert ("no room for: " in shown) == (models == 2)
