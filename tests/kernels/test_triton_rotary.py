@@ -55,13 +55,18 @@ def check(prompt: Prompt, dtype: np.dtype, expected: Any, cached: bool = True, *
     whole = put(larger)
     qkv = whole[: prompt.batch, 1 : 1 + prompt.tokens]
     cache = tuple(strided(part) for part in prompt.cache) if cached else None
+    positions = put(prompt.positions)
+    apart = rotary_append(qkv, positions, **prompt.sizes, apart=True, **options)
+    same = (x.astype(np.float32) for x in (get(whole), larger))
+    np.testing.assert_array_equal(*same)
     if cached:
         options |= {"slots": put(prompt.slots), "starts": put(prompt.starts).int()}
-    positions = put(prompt.positions)
     rotary_append(qkv, positions, **prompt.sizes, cache=cache, **options)
     q, k, v = expected
     heads = get(qkv).reshape(prompt.batch, prompt.tokens, -1, prompt.sizes["head_dim"])
     split = np.split(heads, [q.shape[2], q.shape[2] + k.shape[2]], axis=2)
+    for part, its in zip(apart, split, strict=True):
+        np.testing.assert_array_equal(get(part), its)
     length = prompt.sizes["head_dim"]
     assert_close(split[0], q, dtype, length=length)
     assert_close(split[1], k, dtype, length=length)

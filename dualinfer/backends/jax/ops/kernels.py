@@ -35,8 +35,8 @@ from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
-from ...caches import CacheView
 from ...base import SamplingFeatures
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ..cache import FullCache
 from ..parallel import Split
@@ -238,30 +238,33 @@ class KernelOps(PlainOps):
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
         how |= {"pdl": turn["pdl"]} | scoring(layer)
-        with jax.named_scope("attention"):
-            y, (qkv, *filled) = call(
-                _turn if by_cudnn else _turn_and_attend,
+        # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
+        apart = by_cudnn or (cache is not None and full is None)
+        with jax.named_scope("rotary"):
+            written = (*(() if apart else (qkv,)), *(full or ()))
+            y, filled = call(
+                rotary.rotary_append if apart else _turn_and_attend,
                 qkv,
                 angles,
-                turn,
-                *(() if by_cudnn else (a.qkv_sizes, how)),
+                **({"apart": True} | turn if apart else {"turn": turn, "how": how}),
                 capability=self.capability,
-                written=(qkv, *(full or ())),
+                written=written,
             )
-            if by_cudnn or (cache is not None and full is None):
-                q, k, v = (
-                    part.reshape(batch, tokens, -1, a.head_dim)
-                    for part in jnp.split(qkv, np.cumsum(a.qkv_sizes[:2]), axis=-1)
+            cache = cache if full is None else FullCache(*filled[-2:])
+        if not apart:
+            return y.reshape(batch, tokens, -1), cache
+        q, k, v = y
+        if cache is not None and full is None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, k, v)
+        with jax.named_scope("attention"):
+            if by_cudnn:
+                y = jax.nn.dot_product_attention(
+                    q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
                 )
-                if by_cudnn:
-                    y = jax.nn.dot_product_attention(
-                        q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
-                    )
-                if cache is not None and full is None:
-                    assert slots is not None
-                    cache = primitives.write(cache, slots, k, v)
-        if full is not None:
-            cache = FullCache(*filled)
+            else:
+                how |= {"capability": self.capability}
+                y, _ = call(attention.attention, q, k, v, **how)
         return y.reshape(batch, tokens, -1), cache
 
     def attend_token(
@@ -370,21 +373,14 @@ def _advance(
     sampling.sample_step(logits, state, needs, out, step, workspace=work, pdl=pdl)
 
 
-def _turn(qkv: Any, positions: Any, turn: Mapping[str, Any]) -> None:
-    """Queries and keys normed and turned, in place, and the cache filled."""
-    rotary.rotary_append(qkv, positions, **turn)
-
-
 def _turn_and_attend(
-    qkv: Any,
-    positions: Any,
-    turn: Mapping[str, Any],
-    sizes: tuple[int, int, int],
-    how: Mapping[str, Any],
+    qkv: Any, positions: Any, *, turn: Mapping[str, Any], how: Mapping[str, Any]
 ) -> Any:
-    """`_turn`, and attention of the whole sequences."""
-    _turn(qkv, positions, turn)
-    q, k, v = (x.unflatten(-1, (-1, turn["head_dim"])) for x in qkv.split(sizes, dim=-1))
+    """Queries and keys normed and turned in place, the cache filled, and attention of them all."""
+    rotary.rotary_append(qkv, positions, **turn)
+    heads, kv_heads = turn["heads"], turn["kv_heads"]
+    split = qkv.unflatten(-1, (heads + 2 * kv_heads, turn["head_dim"]))
+    q, k, v = split.split((heads, kv_heads, kv_heads), dim=2)
     return attention.attention(q, k, v, **how)
 
 
