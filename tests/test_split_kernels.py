@@ -93,7 +93,7 @@ def outputs_of(cases, folder):
     return found
 
 
-_ROUNDS, _SHAPES = 30, ((1, 700), (2, 40), (1, 1, 1300))
+_ROUNDS, _SHAPES = 18, ((1, 700), (2, 40), (1, 1, 1300))
 
 
 def _values(size):

@@ -115,9 +115,10 @@ def _sum_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
     mask = at < count
-    rank = RANK
     if RANK is None:
         words_ptr, state_ptr, rank = _own(peers_ptr, SIZE)
+    else:
+        rank = RANK
     wait_for_inputs(PDL)
     number, patience = _begin(state_ptr, patience)
     x = tl.load(x_ptr + at, mask=mask, other=0).to(tl.float32)
@@ -143,9 +144,10 @@ def _gather_kernel(
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
-    rank = RANK
     if RANK is None:
         words_ptr, state_ptr, rank = _own(peers_ptr, SIZE)
+    else:
+        rank = RANK
     total = tl.load(firsts_ptr + SIZE)
     first = tl.load(firsts_ptr + rank)
     width = tl.load(firsts_ptr + rank + 1) - first
