@@ -553,8 +553,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "kernels/triton/exchange.py",
-        "slot = ((number & 1) * SIZE + RANK)",
-        "slot = ((number & 0) * SIZE + RANK)",
+        "slot = ((number & 1) * SIZE + rank)",
+        "slot = ((number & 0) * SIZE + rank)",
         "An exchange writes where the one before is still read, and nothing where it is awaited.",
         "tests/kernels/test_triton_exchange.py",
     ),

@@ -27,7 +27,7 @@ FLOORS: dict[str, str] = {
     "decoder": "model backends",
     "backends.torch": "system kernels.triton config quantization model parallel checkpoint "
     "backends decoder",
-    "backends.jax": "system kernels.pallas kernels.triton kernels.xla config quantization model "
+    "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
@@ -54,7 +54,6 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "bench.jax": (TORCH_SIDE, TORCH_SIDE),
     "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them
     "kernels.xla": (TORCH_SIDE | {"flax"}, {"triton", "flax"}),  # torch: to interpret
-    "kernels.pallas": (TORCH_SIDE, TORCH_SIDE),
     "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),  # the NumPy reference
     "decoder": (NEUTRAL, FRAMEWORKS),
     "": (NEUTRAL, set()),

@@ -278,7 +278,8 @@ def test_steps_of_kernels_lower_for_cuda_on_two_devices(name, monkeypatch):
             calls, text = calls_for_cuda(job.function, args, monkeypatch)
         assert calls and "stablehlo.all_reduce" in text
         if job.key[0] == "decode":  # keys, values and counters are written where they are
-            assert max(call.changed for call in calls) == 3
+            attending = [c.changed for c in calls if "decode_attention_kernel" in c.kernels]
+            assert attending and set(attending) == {3}
 
 
 # Weights

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from dualinfer.backends.jax import sampler  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.jax.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.kernels.triton.linear import MOST_VECTORS, VectorConfig  # noqa: E402
 from dualinfer.kernels.xla import handler  # noqa: E402
 from dualinfer.kernels.xla.grouping import grouped  # noqa: E402
@@ -31,9 +32,12 @@ class _FewPrograms:
         return VectorConfig(32, 4) if is_vector else None
 
 
-def interpreted_ops(split: Any = None) -> KernelOps:
+def interpreted_ops(split: Any = None, exchange: Any = None) -> KernelOps:
     """Ops on a device with few processors, so that sums are split over few programs."""
-    ops = KernelOps(SimpleNamespace(platform="cpu", core_count=2), split)
+    device: Any = SimpleNamespace(platform="cpu", core_count=2)
+    ops = KernelOps(device, split)
+    if exchange is not None:
+        ops = SplitKernelOps(device, split, exchange)
     ops.configurations = _FewPrograms()
     return ops
 

@@ -16,7 +16,13 @@ import pytest
 pytest.importorskip("triton")
 jax = pytest.importorskip("jax")
 
-from dualinfer.kernels.triton import attention, decode_attention, linear, rotary  # noqa: E402
+from dualinfer.kernels.triton import (  # noqa: E402
+    attention,
+    decode_attention,
+    exchange,
+    linear,
+    rotary,
+)
 from dualinfer.kernels.triton import embedding as embeddings  # noqa: E402
 from dualinfer.kernels.triton import norm as norms  # noqa: E402
 from dualinfer.kernels.triton.operands import Launch, Pointer, Recording  # noqa: E402
@@ -52,6 +58,11 @@ def recorded(dtype: str, early: bool) -> list[Launch]:
     decode_attention.decode_attention(
         x(4, 6 * 64), cache, x(4, dtype="int32"), heads=4, scale=0.1, **how
     )
+    box = exchange.Mailbox(None, 3, 1 << 17, 9, x(12, dtype="int32"), order=counters)
+    wide, added = x(2, 255, dtype="float32"), x(2, 255)
+    exchange.sum_ranks(wide, box, x(255), added, dtype, pdl=early)
+    exchange.gather_ranks(added, box, x(4, dtype="int32"), (255, 255, 200), pdl=early)
+    exchange.given_up(box, pdl=early)
     return made.launches
 
 
@@ -136,7 +147,7 @@ def test_every_kernel_compiles_for_hopper_and_ampere(reports):
     lines = [line for line in reports[0] if line[0] != "program"]
     for capability in (80, 90):
         mine = [line for line in lines if line[1] == capability]
-        assert len({name for name, *_ in mine}) == 7 and all(kind for _, _, kind, _, _ in mine)
+        assert len({name for name, *_ in mine}) == 10 and all(kind for _, _, kind, _, _ in mine)
 
 
 def test_a_program_has_the_same_number_in_every_process(reports):

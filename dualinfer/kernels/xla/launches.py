@@ -17,6 +17,11 @@ launches_p = Primitive("triton_launches")
 launches_p.multiple_results = True
 
 
+def capability_of(device: jax.Device) -> int:
+    """A GPU's, 90 on Hopper; of another device one that the interpreter goes by."""
+    return int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
+
+
 def call(
     function: Callable[..., Any],
     *args: Any,

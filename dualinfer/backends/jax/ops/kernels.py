@@ -32,7 +32,7 @@ from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
-from ....kernels.xla.launches import call
+from ....kernels.xla.launches import call, capability_of
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...base import SamplingFeatures
@@ -83,8 +83,7 @@ class KernelOps(PlainOps):
     def __init__(self, device: jax.Device, split: Split | None = None) -> None:
         super().__init__(split)
         self.sms = getattr(device, "core_count", None) or 132
-        text = str(getattr(device, "compute_capability", "9.0"))
-        self.capability = int(text.replace(".", ""))
+        self.capability = capability_of(device)
         self._on_gpu = device.platform == "gpu"
         major, minor = divmod(self.capability, 10)
         kinds = device_kinds(device.device_kind, (major, minor), self.sms) if self._on_gpu else ()
