@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from dualinfer.kernels.triton.attention import attention
-from dualinfer.kernels.triton.attention_choice import Config
-from dualinfer.kernels.xla.launches import call
 
 from dualinfer.bench.case import TracedCall
 from dualinfer.bench.chain import chain_seconds
+from dualinfer.kernels.triton.attention import attention
+from dualinfer.kernels.triton.attention_choice import Config
+from dualinfer.kernels.xla.launches import call
 
 RIGHT = 1e-2  # relative RMS; rounding to bfloat16 alone gives about 2e-3
 FASTEST = 1e15  # FLOP/s

@@ -6,8 +6,8 @@ The profiler runs op by op, outside of command buffers, and early starts stay on
 duration holds the wait at its start. Beside the table stands the token's time without the profiler.
 Products are told apart by their place: out, up and down follow the decode attention, in that order,
 then comes the next layer's qkv, and the head after the last layer. `--config NAME=ROWS,WARPS` tries
-another configuration of one of a layer's products with one row of x, as does NAME=ROWS,WARPS,PER_SM;
-it may be given several times.
+another configuration of one of a layer's products with one row of x, as does
+NAME=ROWS,WARPS,PER_SM; it may be given several times.
 """
 
 import argparse

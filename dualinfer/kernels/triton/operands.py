@@ -99,7 +99,8 @@ class Recording:
         named = dict(zip(kernel.arg_names, args, strict=False)) | meta
         arguments = tuple((name, _argument(named.pop(name))) for name in kernel.arg_names)
         options = tuple(sorted(named.items()))
-        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], arguments, options, early))
+        x, y, z = (*grid, 1, 1)[:3]
+        self.launches.append(Launch(kernel, (x, y, z), arguments, options, early))
 
 
 def _argument(value: Any) -> Any:

@@ -96,7 +96,7 @@ def _regrouped(jaxpr: Jaxpr) -> Jaxpr:
 def _bytes(eqn: JaxprEqn) -> int:
     """Bytes of the results that are memory of their own."""
     changed = {place for _, place in eqn.params["aliases"]}
-    made = (v.aval for i, v in enumerate(eqn.outvars) if i not in changed)
+    made: Any = (v.aval for i, v in enumerate(eqn.outvars) if i not in changed)
     return sum(aval.size * aval.dtype.itemsize for aval in made)
 
 
@@ -104,7 +104,9 @@ def _is_reshape(eqn: JaxprEqn) -> bool:
     """Whether an equation gives its one argument's elements in their order."""
     if eqn.primitive.name not in _RESHAPES or len(eqn.invars) != 1:
         return False
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    return before.size == after.size
 
 
 class _Group:
@@ -120,7 +122,7 @@ class _Group:
         self._before: dict[Var, Var] = {}  # of a changed array: what it was
         self._bytes = 0
 
-    def _origin(self, v: Var) -> Var:
+    def _origin(self, v: Any) -> Var:
         return self._memory.get(v, v)
 
     def reaches(self, eqn: JaxprEqn) -> bool:
@@ -172,7 +174,7 @@ class _Group:
             return []
         superseded = {v for v in self._before.values() if v in self._made}
         final = [v for v in self._made if v not in superseded]
-        inputs = list(self._inputs)
+        inputs: list[Any] = list(self._inputs)
         numbers = {v: i for i, v in enumerate(inputs)}
         numbers |= {v: len(inputs) + i for i, v in enumerate(final)}
         last: dict[Var, Var] = {}  # of an array that is changed several times

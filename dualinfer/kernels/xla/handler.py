@@ -239,7 +239,7 @@ def _handler(pointer: Any) -> int | None:
 
 def _api(frame: _Frame, number: int) -> Any:
     """A function of XLA's."""
-    address = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
+    address: Any = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
     return ctypes.CFUNCTYPE(_POINTER, _POINTER)(address)
 
 

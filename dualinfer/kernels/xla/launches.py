@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -25,7 +26,7 @@ def call(
     function: Callable[..., Any],
     *args: Any,
     capability: int,
-    written: Sequence[jax.Array] = (),
+    written: Sequence[Any] = (),
     **kwargs: Any,
 ) -> tuple[Any, list[jax.Array]]:
     """What `function` of kernels/triton gives for JAX arrays in place of tensors; then `written`.
@@ -36,7 +37,7 @@ def call(
     """
     recording = Recording()
     operands: dict[int, Operand] = {}
-    arrays: list[jax.Array] = []
+    arrays: list[Any] = []
 
     def operand(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray):
@@ -81,7 +82,7 @@ def call(
 
 @launches_p.def_abstract_eval
 def _abstract(*_: Any, out: tuple[Buffer, ...], **__: Any) -> list[Any]:
-    return [jax.core.ShapedArray(b.shape, jnp.dtype(b.dtype)) for b in out]
+    return [ShapedArray(b.shape, jnp.dtype(b.dtype)) for b in out]
 
 
 @launches_p.def_impl
