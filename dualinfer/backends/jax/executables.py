@@ -106,7 +106,7 @@ class Executables:
         most_bytes: int = _MOST_BYTES,
         launches: bool = False,
     ) -> None:
-        self._options = dict(options) if options else None
+        self._options: Any = dict(options) if options else None
         self._most, self._most_bytes, self._launches = most, most_bytes, launches
         self._made: dict[Hashable, Any] = {}  # the last used one is last
         self._bytes: dict[Hashable, int] = {}

@@ -57,7 +57,7 @@ class JaxRunner:
         ops: PlainOps,
         peers: Peers,
         most_tokens: int,
-        options: Mapping[str, str | bool] | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
         on_gpu = place.size == 1 and place.device.platform == "gpu"
