@@ -48,7 +48,8 @@ class Pointer(NamedTuple):
 class Launch(NamedTuple):
     """A kernel with its arguments by name: Pointers, and what is the same at every run.
 
-    `options` are Triton's: num_warps, num_stages and the like. With `early` it may start before the kernel in front of it has ended.
+    `options` are Triton's: num_warps, num_stages and the like. With `early` it may start before the
+    kernel in front of it has ended.
     """
 
     kernel: Any

@@ -123,7 +123,8 @@ class _Group:
         self._bytes = 0
 
     def _origin(self, v: Any) -> Var:
-        return self._memory.get(v, v)
+        origin: Any = self._memory.get(v, v)
+        return origin
 
     def reaches(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads what the group makes."""
