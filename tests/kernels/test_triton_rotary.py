@@ -159,6 +159,17 @@ def test_tokens_behind_the_cache_are_dropped():
     assert whole.count_nonzero() == 8
 
 
+def test_a_slot_behind_the_cache_takes_nothing():
+    """Padding rows of a batch have one."""
+    qkv = put(normal(1, 2, 3, 6, dtype=np.dtype(np.float32)))
+    whole = put(np.zeros((2, 3, 1, 4, 2), np.float32))
+    cache, slots = (whole[0, :2], whole[1, :2]), put(np.array([2, 1], np.int32))
+    rotary_append(qkv, None, heads=1, kv_heads=1, head_dim=2, cache=cache, slots=slots)
+    assert torch.equal(whole[0, 1, 0, :3], qkv[1, :, 2:4])
+    assert torch.equal(whole[1, 1, 0, :3], qkv[1, :, 4:])
+    assert whole.count_nonzero() == 12
+
+
 def test_what_cannot_be_run_is_refused():
     x = put(np.ones((1, 3, 2, 4), np.float32))
     qkv, sizes = x.view(1, 3, 8), {"heads": 2, "kv_heads": 1, "head_dim": 2}
