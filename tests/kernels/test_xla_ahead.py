@@ -44,6 +44,7 @@ def recorded(dtype: str, early: bool) -> list[Launch]:
     embeddings.embed(ids, x(1000, 256), scale=2.0)
     norms.rms_norm(x(2, 256), x(256), 1e-5, residual=x(2, 256), pdl=early)
     norms.layer_norm(x(2, 256), x(256), x(256), 1e-5, pdl=early)
+    norms.rms_norm(x(2, 300).narrow(1, 1, 256), x(256), 1e-5, pdl=early)  # 2 bytes off
     linear.linear(x(1, 256), x(512, 256), norm=rms, activation="silu", gated=True, **how)
     linear.linear(x(1, 256), x(1000, 256), residual=x(1, 1000), dtype="float32", **how)
     linear.linear(x(8, 256), x(512, 256), x(512), activation="gelu", **how)
