@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from ....model.weights import Weight
 from ...caches import CacheView
 from ...base import SamplingFeatures
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ..cache import FullCache
+from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
@@ -73,7 +73,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
@@ -134,7 +134,9 @@ class KernelOps(PlainOps):
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `PlainOps.embed`."""
-        tables = [w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w]
+        tables = [
+            w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
+        ]
         quantized = any(table.scheme is not None for table in tables)
         if self.split is not None or spec.embed_width or quantized:
             return super().embed(spec, w, ids, positions, token_types)
@@ -220,6 +222,10 @@ class KernelOps(PlainOps):
         """The positions: kernels turn by them as they read queries and keys."""
         return positions
 
+    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind."""
+        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
+
     def attend(
         self,
         layer: LayerAttention,
@@ -235,10 +241,12 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
         batch, tokens, _ = qkv.shape
-        full = cache if isinstance(cache, FullCache) else None
+        known = self._known(cache)
+        pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"cache": full, "slots": None if full is None else slots}
+        turn |= {"cache": pools, "slots": None if known is None else slots}
+        turn |= {"table": _table_of(known)}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads
         shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
@@ -254,9 +262,9 @@ class KernelOps(PlainOps):
                 turn,
                 *(() if by_cudnn else (a.qkv_sizes, how)),
                 capability=self.capability,
-                written=(qkv, *(full or ())),
+                written=(qkv, *(pools or ())),
             )
-            if by_cudnn or (cache is not None and full is None):
+            if by_cudnn or (cache is not None and known is None):
                 q, k, v = (
                     part.reshape(batch, tokens, -1, a.head_dim)
                     for part in jnp.split(qkv, np.cumsum(a.qkv_sizes[:2]), axis=-1)
@@ -265,11 +273,11 @@ class KernelOps(PlainOps):
                     y = jax.nn.dot_product_attention(
                         q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
                     )
-                if cache is not None and full is None:
+                if cache is not None and known is None:
                     assert slots is not None
                     cache = primitives.write(cache, slots, k, v)
-        if full is not None:
-            cache = FullCache(*filled)
+        if known is not None:
+            cache = known._replace(k=filled[0], v=filled[1])
         return y.reshape(batch, tokens, -1), cache
 
     def attend_token(
@@ -281,10 +289,11 @@ class KernelOps(PlainOps):
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
-        if not isinstance(cache, FullCache):
+        known = self._known(cache)
+        if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a = layer.spec
-        slots, kv_heads, reach, dim = cache.k.shape
+        slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
         key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.window or reach), *shape)
         assert self._counters is not None
@@ -292,19 +301,20 @@ class KernelOps(PlainOps):
             y, (keys, values, self._counters) = call(
                 decode_attention.decode_attention,
                 qkv[:, 0],
-                tuple(cache),
+                known[:2],
                 lengths,
+                table=_table_of(known),
                 heads=a.heads,
                 counters=self._counters,
                 config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
-                written=(*cache, self._counters),
+                written=(*known[:2], self._counters),
                 **_norms_of(layer),
                 **scoring(layer),
             )
-        return y[:, None], FullCache(keys, values)
+        return y[:, None], known._replace(k=keys, v=values)
 
     def advance(
         self,
@@ -398,6 +408,10 @@ def _turn_and_attend(
 def _frequencies(rope: Rope) -> np.ndarray:
     """float32 [R/2], the same array each time, so that a step holds it once."""
     return np.array(rope.inv_freq, np.float32)
+
+
+def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
+    return cache.table if isinstance(cache, BlockCache) else None
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:
