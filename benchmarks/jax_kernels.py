@@ -1,4 +1,4 @@
-"""Attention of prompts on JAX, by everyone who can: cuDNN, our Pallas kernel, JAX's Mosaic kernel.
+"""Attention of prompts on JAX, by everyone who can: cuDNN, our Triton kernel, JAX's Mosaic kernel.
 
     python benchmarks/jax_kernels.py [--only mosaic] [--seconds 540]
 
@@ -11,8 +11,8 @@ In jax 0.10.2 it is `attention(q, k, v, config)` with `TuningConfig(block_q, blo
 max_concurrent_steps, use_schedule_barrier, causal)`: q [B, T, H, D] comes already scaled, T is a
 multiple of 2 block_q and of block_kv, causal refuses CUDA from 12.8.0 to 12.9.0, and its shared
 memory is declared float16, so that it refuses bfloat16; 64 by 256 tokens have no room in it. Later
-versions may differ: fields that are unknown there are left out. On a CPU our kernel is interpreted,
-on a tiny problem, to try the script.
+versions may differ: fields that are unknown there are left out. On a CPU, with TRITON_INTERPRET=1,
+our kernel is interpreted, on a tiny problem, to try the script.
 """
 
 import argparse
@@ -28,8 +28,9 @@ import jax.numpy as jnp
 
 from dualinfer.bench.case import TracedCall
 from dualinfer.bench.chain import chain_seconds
-from dualinfer.kernels.pallas.attention import attention
-from dualinfer.kernels.pallas.attention_choice import Config
+from dualinfer.kernels.triton.attention import attention
+from dualinfer.kernels.triton.attention_choice import Config
+from dualinfer.kernels.xla.launches import call
 
 RIGHT = 1e-2  # relative RMS; rounding to bfloat16 alone gives about 2e-3
 FASTEST = 1e15  # FLOP/s
@@ -102,7 +103,9 @@ def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def variants(problem: Problem, on_cpu: bool) -> Iterator[tuple[str, str, Callable[[], Run]]]:
     """Name, dtype, and what makes the function; making it may fail, as its call may."""
     scale = problem.dim**-0.5
-    sms = getattr(jax.devices()[0], "core_count", 132)
+    device = jax.devices()[0]
+    sms = getattr(device, "core_count", None) or 132
+    capability = int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
 
     def by_jax(implementation: str) -> Run:
         return lambda q, k, v: jax.nn.dot_product_attention(
@@ -115,9 +118,8 @@ def variants(problem: Problem, on_cpu: bool) -> Iterator[tuple[str, str, Callabl
         )
 
     def ours(config: Config) -> Run:
-        return lambda q, k, v: attention(
-            q, k, v, scale=scale, causal=True, config=config, sms=sms, interpret=on_cpu
-        )
+        how = {"scale": scale, "causal": True, "config": config, "sms": sms}
+        return lambda q, k, v: call(attention, q, k, v, capability=capability, **how)[0]
 
     def mosaic(fields: dict[str, Any]) -> Run:
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -130,8 +132,8 @@ def variants(problem: Problem, on_cpu: bool) -> Iterator[tuple[str, str, Callabl
         yield "cuDNN", dtype, lambda: by_jax("cudnn")
     yield "XLA, dense", "bfloat16", lambda: by_jax("xla")
     for config in CONFIGS[:1] if on_cpu else CONFIGS:
-        yield f"dualinfer Pallas {tuple(config)}", "bfloat16", lambda c=config: ours(c)
-    yield f"dualinfer Pallas {tuple(CONFIGS[0])}", "float16", lambda: ours(CONFIGS[0])
+        yield f"dualinfer Triton {tuple(config)}", "bfloat16", lambda c=config: ours(c)
+    yield f"dualinfer Triton {tuple(CONFIGS[0])}", "float16", lambda: ours(CONFIGS[0])
     for dtype in ("float16", "bfloat16"):
         for fields in MOSAIC:
             name = f"Mosaic q {fields['block_q']}, kv {fields['block_kv']}, "
@@ -143,14 +145,14 @@ def measure(problem: Problem, dtype: str, run: Run, wanted: jax.Array, scaled: b
     """The line of one variant; it gets its queries `scaled`, rounded once more, if it asks."""
 
     @jax.jit
-    def call(state: None, *inputs: jax.Array) -> tuple[jax.Array, None]:
+    def traced(state: None, *inputs: jax.Array) -> tuple[jax.Array, None]:
         return run(*inputs), state
 
     def prepare() -> TracedCall:
         q, k, v = problem.inputs(dtype)
         if scaled:
             q = (q * problem.dim**-0.5).astype(dtype)
-        return TracedCall(call, None, (q, k, v))
+        return TracedCall(traced, None, (q, k, v))
 
     found = prepare()().astype(jnp.float32)
     error = float(jnp.sqrt(jnp.mean((found - wanted) ** 2) / jnp.mean(wanted**2)))

@@ -2,12 +2,12 @@
 
     python benchmarks/step.py --shape llama-2-7b:4 [--dtype bfloat16] [--tp 2] [--config out=1,8]
 
-The profiler runs op by op, outside of command buffers, and XLA's early launches stay on: a kernel's
+The profiler runs op by op, outside of command buffers, and early starts stay on: a kernel's
 duration holds the wait at its start. Beside the table stands the token's time without the profiler.
 Products are told apart by their place: out, up and down follow the decode attention, in that order,
 then comes the next layer's qkv, and the head after the last layer. `--config NAME=ROWS,WARPS` tries
-another configuration of one of a layer's products with one row of x, as does NAME=ROWS,WARPS,TURNS;
-it may be given several times.
+another configuration of one of a layer's products with one row of x, as does
+NAME=ROWS,WARPS,PER_SM; it may be given several times.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from dualinfer import init_inference
 from dualinfer.bench.limits import open_device
 from dualinfer.bench.random_weights import checkpoint
 from dualinfer.bench.shapes import open_model
-from dualinfer.kernels.pallas import linear
+from dualinfer.kernels.triton import linear
+from dualinfer.kernels.triton.tuning import Measured
 
 PROMPT, TOKENS, PROFILED, REPEATS = 128, 128, 24, 5
 ATTENTION = "decode_attention"
@@ -69,23 +70,17 @@ def named(found: Sequence[Event]) -> Iterator[tuple[str, float]]:
         yield name, event.duration / 1e3
 
 
-def configure(given: Sequence[str], layer: dict[str, Any]) -> None:
-    """Have the products of these weights run as given, by NAME=ROWS,WARPS or with TURNS behind."""
-    chosen, default = {}, linear.default_config
+def configure(given: Sequence[str], layer: dict[str, Any], ops: Any) -> None:
+    """Have the products of these weights run as given, by NAME=ROWS,WARPS or with PER_SM behind."""
+    table = {}
     for text in given:
         name, _, numbers = text.partition("=")
         features, width = layer[name].shape
         gated = name == "up" and features == 2 * layer["down"].shape[1]
-        config = linear.VectorConfig(*map(int, numbers.split(",")))
-        chosen[features // 2 if gated else features, width, gated] = config
-
-    def config_of(
-        count: int, features: int, width: int, itemsize: int, gated: bool, sms: int
-    ) -> linear.VectorConfig | linear.TileConfig:
-        own = chosen.get((features, width, gated)) if count == 1 else None
-        return own or default(count, features, width, itemsize, gated, sms)
-
-    linear.default_config = config_of
+        features = features // 2 if gated else features
+        key = linear.tuning_key(1, features, width, layer[name].dtype.itemsize, gated)
+        table[key] = Measured(linear.VectorConfig(*map(int, numbers.split(","))), 0.0)
+    ops.configurations = ops.configurations.having("the command line", table)
 
 
 def main() -> None:
@@ -94,7 +89,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-2-7b:4")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--config", action="append", default=[], metavar="NAME=ROWS,WARPS,TURNS")
+    parser.add_argument("--config", action="append", default=[], metavar="NAME=ROWS,WARPS,PER_SM")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("the profiler shows kernels on a GPU only")
@@ -109,7 +104,7 @@ def main() -> None:
     layer = {
         name: parts[name]["weight"].addressable_data(0) for name in ("qkv", "out", "up", "down")
     }
-    configure(options.config, layer)
+    configure(options.config, layer, engine.runner.steps.ops)
 
     def seconds(count: int) -> float:
         start = time.perf_counter()

@@ -125,7 +125,7 @@ def _choose_mode(
     fills it. What cannot be honoured is refused.
     """
     asked, on_jax = settings.replace_with_kernel_inject, settings.backend == "jax"
-    unknown = _unknown_family(model) if kind == "folder" else None
+    unknown = unknown_family(model) if kind == "folder" else None
     if unknown is not None and (on_jax or asked):
         way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
         raise ModelError(f"{unknown} {way} transformers' own model runs, in module mode.")
@@ -146,7 +146,7 @@ def _choose_mode(
     return _make_fused_engine if fused else _make_module_engine, model, settings, []
 
 
-def _unknown_family(folder: Path) -> ModelError | None:
+def unknown_family(folder: Path) -> ModelError | None:
     """Why fused mode does not serve a folder's model; None where it knows the family."""
     written = read_json(folder / "config.json")
     try:

@@ -4,13 +4,16 @@ Each line of standard input is a message. MODEL is a folder or hub id with a cha
 it the embedded model answers, which knows Python and no conversations.
 """
 
+import argparse
 import sys
 
 import dualinfer
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
-engine = dualinfer.init_inference(sys.argv[1] if len(sys.argv) > 1 else dualinfer.embedded_model())
+parser = argparse.ArgumentParser(description="Answer each line of standard input.")
+parser.add_argument("model", nargs="?", default=dualinfer.embedded_model())
+engine = dualinfer.init_inference(parser.parse_args().model)
 if engine.tokenizer.chat_template is None:
     engine.tokenizer.chat_template = TEMPLATE
 

@@ -3,14 +3,16 @@
 What it was before stands in the comments. A model's folder or hub id may follow.
 """
 
-import sys
+import argparse
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dualinfer  # import deepspeed
 
-name = sys.argv[1] if len(sys.argv) > 1 else dualinfer.embedded_model()
+parser = argparse.ArgumentParser(description="Generate, as a script for DeepSpeed did.")
+parser.add_argument("model", nargs="?", default=dualinfer.embedded_model())
+name = parser.parse_args().model
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name)
 

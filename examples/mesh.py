@@ -3,8 +3,10 @@
 Needs four devices: four GPUs, or a CPU that acts as four (JAX_PLATFORMS=cpu chooses the CPU).
 """
 
+import argparse
 import os
 
+argparse.ArgumentParser(description="Score rows over a mesh of four devices.").parse_args()
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax

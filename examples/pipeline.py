@@ -3,23 +3,26 @@
 A model's folder or hub id may follow, and then the backend: torch or jax.
 """
 
-import sys
+import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dualinfer
 
-name = sys.argv[1] if len(sys.argv) > 1 else dualinfer.embedded_model()
-backend = sys.argv[2] if len(sys.argv) > 2 else None
+parser = argparse.ArgumentParser(description="Run a pipeline with and without an engine.")
+parser.add_argument("model", nargs="?", default=dualinfer.embedded_model())
+parser.add_argument("backend", nargs="?", choices=["torch", "jax"])
+asked = parser.parse_args()
 
-model = AutoModelForCausalLM.from_pretrained(name)
-pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(name))
+model = AutoModelForCausalLM.from_pretrained(asked.model)
+tokenizer = AutoTokenizer.from_pretrained(asked.model)
+pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
 options = {"max_new_tokens": 20, "do_sample": False}
 before = pipe("def area(width, height):", **options)[0]["generated_text"]
 
 # The one new line. Everything else of the pipeline stays as it is.
 pipe.model = dualinfer.init_inference(
-    model, backend=backend, dtype="float32", replace_with_kernel_inject=True
+    model, backend=asked.backend, dtype="float32", replace_with_kernel_inject=True
 )
 
 after = pipe("def area(width, height):", **options)[0]["generated_text"]

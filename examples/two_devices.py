@@ -4,9 +4,12 @@ Each process takes a GPU, or they share the CPU where there is none. All make th
 the same results.
 """
 
+import argparse
 import os
 
 import dualinfer
+
+argparse.ArgumentParser(description="Continue a text on two devices.").parse_args()
 
 with dualinfer.init_inference(
     dualinfer.embedded_model(),

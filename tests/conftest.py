@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,6 +33,22 @@ def pytest_unconfigure(config):
     """The cache lives as long as the run."""
     if hasattr(config, "jax_cache"):
         shutil.rmtree(config.jax_cache, ignore_errors=True)
+
+
+def pytest_collection_finish():
+    """Triton's interpreter patches its language at each call within a kernel: half of its time."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch, language = interpreter._patch_lang, interpreter.tl
+
+    def once(function):
+        used = [x for x in function.__globals__.values() if x is language or x is language.core]
+        if any(language.core.is_builtin(module.load) for module in used):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,13 @@
 """The command line, in this process; without a framework: tests/test_isolation.py."""
 
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import dualinfer
@@ -12,6 +15,9 @@ from dualinfer import embedded
 from dualinfer.checkpoint.tokenizer import load_tokenizer
 from dualinfer.cli import main as cli
 from dualinfer.cli import texts
+from dualinfer.cli.options import TextOptions
+from dualinfer.cli.terminal import explain
+from dualinfer.engine.fused import FusedEngine
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -42,7 +48,13 @@ def expected_text(folder: Path, new_tokens: int, **options) -> str:
     ids = tokenizer(PROMPT)["input_ids"]
     with dualinfer.init_inference(folder) as engine:
         whole = engine.generate([ids], max_new_tokens=new_tokens, **options)[0].tolist()
-    return tokenizer.decode(whole, skip_special_tokens=True)
+    return named(tokenizer.decode(whole, skip_special_tokens=True))
+
+
+def named(text: str) -> str:
+    """A text as commands show it: control characters by their names."""
+    is_control = [unicodedata.category(c) == "Cc" and c not in "\n\t" for c in text]
+    return "".join(repr(c)[1:-1] if k else c for c, k in zip(text, is_control, strict=True))
 
 
 def one_message(result) -> str:
@@ -115,19 +127,68 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
 
     vocab = write_byte_tokenizer(tmp_path)
     sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    sizes |= dict(max_position_embeddings=128)
     ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
     torch.manual_seed(0)
     model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **ends)).eval()
     model.save_pretrained(tmp_path)
     tokenizer = cli.load_tokenizer(tmp_path)
     ids = tokenizer(PROMPT, return_tensors="pt")
-    text = tokenizer.decode(model.generate(**ids, max_new_tokens=9, do_sample=False)[0])
+    text = named(tokenizer.decode(model.generate(**ids, max_new_tokens=9, do_sample=False)[0]))
     result = run("generate", tmp_path, PROMPT, "--max-new-tokens", 9)
     assert (result.exit_code, result.stdout) == (0, text + "\n")
     sampled = ("--seed", 3, "--max-new-tokens", 9)
     first, again = (run("generate", tmp_path, PROMPT, *sampled).stdout for _ in range(2))
     assert first == again != result.stdout
-    assert "JAX does not run it" in one_message(run("parity", tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert "the model takes 128" in run("chat", tmp_path, input="x" * 200).stderr
+
+
+def test_generate_shows_the_answer_alone_of_a_model_that_translates(run, tmp_path):
+    import torch
+    import transformers as hf
+
+    vocab = write_byte_tokenizer(tmp_path)
+    ends = dict(pad_token_id=2, eos_token_id=1, decoder_start_token_id=0)
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=vocab, **sizes, **ends))
+    model.eval().save_pretrained(tmp_path)
+    ids = load_tokenizer(tmp_path)(PROMPT, return_tensors="pt")
+    new = model.generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    text = load_tokenizer(tmp_path).decode(new, skip_special_tokens=True)
+    assert text and PROMPT not in text
+    result = run("generate", tmp_path, PROMPT, "--max-new-tokens", 9)
+    assert (result.exit_code, result.stdout) == (0, named(text) + "\n")
+    with dualinfer.init_inference(tmp_path) as engine:
+        options = dict(max_new_tokens=9, do_sample=False)
+        assert engine.generate_text(PROMPT, **options) == text
+        assert "".join(engine.stream_text(PROMPT, **options)) == text
+
+
+@pytest.mark.parametrize("command", [("parity",), ("generate", "x", "--backend", "both")])
+def test_what_jax_does_not_run_is_refused_before_anything_is_loaded(run, tmp_path, command):
+    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+    message = one_message(run(command[0], tmp_path, *command[1:]))
+    assert "'phi3' is not supported" in message and "JAX does not run it" in message
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+def test_control_characters_of_a_model_are_named(run, talking, monkeypatch, command):
+    def pieces(self, *args, **options):
+        yield from ("\x1b[31mred\x1b]0;title\x07", "\r\x9b2J\x7f", "\tta\u3000b\n")
+
+    shown = "\\x1b[31mred\\x1b]0;title\\x07\\r\\x9b2J\\x7f\tta\u3000b\n\n"
+    if command == "demo":
+        table = cli._side_by_side(Console(), "\x1b", {"one": cli._Run(None, "".join(pieces(None)))})
+        text = str(next(iter(table.columns[0].cells)))
+        assert text == "\\x1b" + shown.removesuffix("\n")
+        return
+    monkeypatch.setattr(FusedEngine, "stream_text", pieces)
+    monkeypatch.setattr(FusedEngine, "stream_chat", pieces)
+    arguments = ("\x1bc",) if command == "generate" else ()
+    result = run(command, talking, *arguments, input="hello")
+    assert result.stdout == ("\\x1bc" if arguments else "") + shown
 
 
 def test_generate_fits_the_default_length_to_the_model(run, folder):
@@ -182,7 +243,7 @@ def answers(folder: Path, *chats: str) -> list[str]:
 
 def test_generate_applies_the_chat_template(run, talking, folder):
     result = run("generate", talking, "hello", "--chat", "--max-new-tokens", 6)
-    assert result.stdout == answers(talking, "user: hello|")[0] + "\n"
+    assert result.stdout == named(answers(talking, "user: hello|")[0]) + "\n"
     message = one_message(run("generate", folder, "hello", "--chat"))
     assert "no chat template" in message
 
@@ -195,7 +256,7 @@ def test_chat_keeps_the_history_and_obeys(run, talking):
     options = ("--system", "Be kind.", "--max-new-tokens", 6)
     result = run("chat", talking, *options, input="\n".join(lines))
     assert result.exit_code == 0, result.output
-    assert result.stdout == "".join(f"{text}\n" for text in (first, second, second, again))
+    assert result.stdout == named("".join(f"{text}\n" for text in (first, second, second, again)))
     assert result.stderr.count("There is no answer yet.") == 2
     assert result.stderr.count(" tokens/s: ") == 4
     assert "There is no /what." in result.stderr and "Be kind." in result.stderr
@@ -203,7 +264,7 @@ def test_chat_keeps_the_history_and_obeys(run, talking):
 
 def test_chat_stops_an_answer_and_goes_on(talking, monkeypatch, capsys):
     with dualinfer.init_inference(talking) as engine:
-        talk = texts._Talk(engine, None, 6, {})
+        talk = texts._Talk(engine, None, 6, TextOptions(), None)
         real = type(engine).stream_chat
 
         def stopped(self, *args, **options):
@@ -219,9 +280,76 @@ def test_chat_stops_an_answer_and_goes_on(talking, monkeypatch, capsys):
         assert capsys.readouterr().out.count(" [stopped]\n") == 2
 
 
-def test_chat_that_is_too_long_says_how_to_begin_anew(run, talking):
-    message = one_message(run("chat", talking, "--max-new-tokens", 6, input="x" * 200))
-    assert "Or begin anew with /reset." in message
+def test_chat_in_a_pipe_says_what_is_too_long_and_goes_on(run, talking):
+    """Here of 129 tokens; the text of an answer may be more tokens when it is read again."""
+    (first,) = answers(talking, "user: hello|")
+    long = "x" * 200
+    options = ("--max-new-tokens", 6)
+    result = run("chat", talking, *options, input=f"hello\n{long}\n/reset\nhello")
+    assert (result.exit_code, result.stdout) == (1, named(first + "\n") * 2)
+    error = next(x for x in result.stderr.splitlines() if x.startswith("error"))
+    assert "This message is too long" in error and "has 207 tokens" in error
+    result = run(
+        "chat", talking, "--max-new-tokens", 100, "--system", "Be kind.", input="hello\nyou"
+    )
+    assert result.exit_code == 1 and result.stdout.count("\n") == 1
+    assert "The conversation is too long" in result.stderr or "No room" in result.stderr
+    for way in ("/reset", "--max-new-tokens", "--system"):
+        assert way in result.stderr
+    assert run("chat", talking, *options, input="hello").exit_code == 0
+
+
+def test_an_answer_leaves_room_for_the_next_turn(run, talking):
+    """Where nobody names its length, it takes half of what is left."""
+    result = run("chat", talking, "--stop", "|", input="hello")
+    count = int(re.match(r"(\d+) new tokens", result.stderr)[1])
+    assert result.exit_code == 0 and count <= (129 - len("user: hello|") + 1) // 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_that_is_no_text_is_told(run, talking, command):
+    arguments = ("-",) if command == "generate" else ()
+    message = one_message(run(command, talking, *arguments, input=b"a\xff\xfe"))
+    assert "Standard input is no text" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("parity", "MODEL", "a text"), "dualinfer parity MODEL --prompt 'a text'"),
+        (("demo", "a text"), "dualinfer demo --prompt 'a text'"),
+        (("chat", "MODEL", "a text"), "echo 'a text' | dualinfer chat MODEL"),
+    ],
+)
+def test_a_text_in_the_wrong_place_is_answered_by_the_right_one(run, arguments, hint):
+    result = run(*arguments)
+    assert result.exit_code == 2 and hint in re.sub(r"[\s│]+", " ", result.stderr)
+    assert "--prompt 'a text'" in one_message(run("parity", "a text"))
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("backend='torch', dtype=\"bf16\"", "--backend torch, --dtype bf16"),
+        ("with replace_with_kernel_inject=True", "with --kernels"),
+        ("replace_with_kernel_inject=False", "--no-kernels"),
+        ("Without replace_with_kernel_inject it runs.", "Without --kernels it runs."),
+        ("temperature=-0.5; top_k='x'", "--temperature -0.5; --top-k x"),
+        ("a seed, its own backend, /a/dtype=x/b", "a seed, its own backend, /a/dtype=x/b"),
+        ("Ask for less, cut it, or set a larger max_out_tokens.", "Ask for less or cut it."),
+        ("It has none. Use generate_text() instead, or set tokenizer.chat_template.",
+         "It has none. Use `dualinfer generate` without --chat instead."),
+        ("No such field. Load it and pass the module, with backend='torch'.",
+         "No such field. In Python, load it and pass the module, with backend='torch'."),
+        ("Use --tp 2, or set CUDA_VISIBLE_DEVICES= to run.",
+         "Use --tp 2, or set CUDA_VISIBLE_DEVICES= to run."),
+    ],
+)  # fmt: skip
+def test_errors_speak_of_options(message, typed):
+    commands = typer.main.get_command(cli.app).commands
+    assert explain(message, commands["generate"]) == typed
+    if "backend" in message:
+        assert "--backend" not in explain(message, commands["demo"])
 
 
 def test_chat_needs_a_template(run, folder):
@@ -250,10 +378,11 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
     [
         (("nowhere", "x"), "'nowhere' is no folder here"),
         (("MODEL", ""), "The prompt is empty"),
-        (("MODEL", "x", "--max-new-tokens", 500), "over the model's max_position_embeddings"),
-        (("MODEL", "x", "--dtype", "int3"), "dtype='int3': a model computes in"),
+        (("MODEL", "x", "--max-new-tokens", 500), "fewer new tokens or shorten the prompt. "),
+        (("MODEL", "x", "--dtype", "int3"), "--dtype int3: a model computes in"),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
-        (("MODEL", "x", "--max-new-tokens", 0), "max_new_tokens=0"),
+        (("MODEL", "x", "--max-new-tokens", 0), "--max-new-tokens 0"),
+        (("MODEL", "x", "--stop", ""), "--stop ['']; expected non-empty strings"),
     ],
 )
 def test_generate_fails_with_one_clean_message(run, folder, arguments, message):
@@ -299,6 +428,7 @@ def test_parity_prints_a_row_a_layer(run, folder):
     assert result.exit_code == 0, result.output
     for name in ("embedding", "layer 0", "layer 1", "logits"):
         assert name in result.stdout
+    assert not re.search(r"[ \t]$", result.stdout, re.MULTILINE)
     assert "Best token equal at 6 of 6 positions" in result.stdout
 
 
@@ -340,7 +470,8 @@ def test_env_shows_versions_devices_and_whether_kernels_can_run(run):
     for part in ("python", "transformers", "torch devices", "jax devices", "cpu"):
         assert part in result.stdout
     assert "plain operations" in result.stdout
-    assert "Pallas: not usable" in result.stdout
+    assert "Triton: not usable" in result.stdout
+    assert not re.search(r"[ \t]$", result.stdout, re.MULTILINE)
 
 
 def test_no_arguments_show_help(run):

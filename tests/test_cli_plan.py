@@ -104,6 +104,7 @@ def test_plan_prints_what_goes_where(run, tmp_path):
     assert "embed.weight [101, 48] [26 | 25 | vocab 9.5 KiB 25 | 25, 48]" in text
     assert "final_norm.weight [48] [48] replicated 96 B" in text
     assert "…" not in text and max(map(len, result.stdout.splitlines()[:24])) <= 80
+    assert not re.search(r"[ \t]$", result.stdout, re.MULTILINE)
     assert "all devices together: " in text and "the rest being what several hold" in text
     assert "per token: 5 sums of 96 B over the devices and one gather of the logits" in text
     assert "note: KV heads are fewer than devices" in text

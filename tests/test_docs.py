@@ -20,8 +20,8 @@ EXAMPLES = {
     "-k pebble",
     ("family", "op"): "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
     "tests/kernels/test_implementations.py -k 'pebble or damped or ops'",
-    ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py tests/test_pallas_ops.py "
-    "tests/test_decoder.py -k 'damp or pebble or ops_take or spills'",
+    ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py "
+    "tests/test_kernel_ops_jax.py tests/test_decoder.py -k 'damp or pebble or ops_take or spills'",
     ("scheme",): "tests/test_rows8.py tests/test_schemes.py -k 'rows8 or refused or llama'",
     ("cache-kind",): "tests/test_by_token.py tests/parity tests/test_cache_kinds.py "
     "-k 'by_token or window or gemma2 or different_kinds'",

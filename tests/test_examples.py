@@ -81,6 +81,15 @@ def test_the_notebook_prints_what_it_stores():
             assert printed.getvalue() == "".join(stored["text"]), cell["id"]
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_says_how_it_is_called(run, capsys, path):
+    for argument, code in (("--help", 0), ("--nonsense", 2)):
+        with pytest.raises(SystemExit) as stopped:
+            run(path.name, argument)
+        out, err = capsys.readouterr()
+        assert stopped.value.code == code and f"usage: {path.name}" in out + err
+
+
 def test_every_example_is_short():
     assert all(len(path.read_text().splitlines()) < 40 for path in EXAMPLES.glob("*.py"))
 

@@ -95,6 +95,31 @@ def test_each_backend_runs_alone_without_loading_the_other(checkpoint: Path):
     run(GENERATE, checkpoint, "torch", "jax,jaxlib,flax")
 
 
+def test_jax_compiles_tritons_kernels_without_torch(tmp_path: Path):
+    """As on a machine that has JAX for GPUs and Triton."""
+    pytest.importorskip("triton")
+    found = run(
+        """
+        import os
+
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
+        import dualinfer.backends.jax.ops.split
+        from dualinfer.kernels.triton.norm import rms_norm
+        from dualinfer.kernels.triton.operands import Recording
+        from dualinfer.kernels.xla import handler
+
+        made = Recording()
+        x, weight = made.operand((3, 64), "bfloat16"), made.operand((64,), "bfloat16")
+        rms_norm(x, weight, 1e-5, pdl=True)
+        print(handler.program(tuple(made.launches), 90) >= 0)
+        """,
+        tmp_path,
+        hidden=("torch",),
+    )
+    assert found == "True\n"
+
+
 @pytest.mark.parametrize(
     ("backend", "hidden", "named"),
     [
@@ -209,6 +234,9 @@ def test_the_command_imports_no_more_than_it_needs(checkpoint: Path):
         assert "torch" not in sys.modules
         call("generate", model, "ab", "--backend", "torch", "--max-new-tokens", "3")
         assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+        import transformers
+        assert transformers.AutoTokenizer and transformers.GenerationConfig
+        assert not hasattr(transformers, "LlamaConfig")  # no source of a model was read for it
         """,
         checkpoint,
     )

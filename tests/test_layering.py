@@ -23,18 +23,17 @@ FLOORS: dict[str, str] = {
     "model": "quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
-    "backends": "config model parallel",
+    "backends": "config quantization model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config quantization model parallel checkpoint "
-    "backends decoder",
-    "backends.jax": "system kernels.pallas config quantization model parallel checkpoint "
-    "backends decoder",
+    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
+    "backends.jax": "system kernels.triton kernels.xla config model "
+    "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
     "": "config embedded engine api",
     "bench": "embedded system config model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
-    "bench.jax": "kernels.pallas model backends backends.jax bench",
+    "bench.jax": "kernels.triton kernels.xla model backends backends.jax bench",
     "cli": "embedded system config quantization model parallel checkpoint backends engine api "
     "bench",
     "__main__": "cli",
@@ -52,8 +51,8 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "backends.jax": (TORCH_SIDE, TORCH_SIDE),
     "bench.torch": (JAX_SIDE, JAX_SIDE),
     "bench.jax": (TORCH_SIDE, TORCH_SIDE),
-    "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them one day
-    "kernels.pallas": (TORCH_SIDE, TORCH_SIDE),
+    "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them
+    "kernels.xla": (TORCH_SIDE | {"flax"}, {"triton", "flax"}),  # torch: to interpret
     "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),  # the NumPy reference
     "decoder": (NEUTRAL, FRAMEWORKS),
     "": (NEUTRAL, set()),
@@ -189,6 +188,7 @@ READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "model.weights")
 # Attributes of that name of other things.
 OTHER_DATA = {
     "backends.jax.exchange": "a shard of a jax.Array",
+    "kernels.xla.handler": "an address that XLA hands over",
     "backends.torch.adapter": "a torch Parameter",
     "checkpoint.files": "a NumPy array's memory",
 }

@@ -61,7 +61,8 @@ ANYWHERE = [
     ({"checkpoint": {"type": "ds_model", "checkpoints": []}}, "checkpoint=.*DeepSpeed"),
 ]
 FUSED = [
-    ({"use_triton": True, "triton_autotune": True}, "use_triton=True.*(Triton is torch's|CUDA)"),
+    ({"use_triton": True}, "use_triton=True.*CUDA"),
+    ({"triton_autotune": True}, "triton_autotune=True.*(the search is torch's|CUDA)"),
     ({"injection_policy": {torch.nn.Linear: "out"}}, "injection_policy.*fused"),
 ]
 MODULE = [
@@ -105,7 +106,6 @@ def test_kernels_are_refused_where_they_cannot_run(name, monkeypatch):
     if importlib.util.find_spec("triton") is not None:
         check(**kernels)
     for device, fields, message in [
-        ("cuda", {"backend": "jax", **kernels}, "Triton is torch's"),
         ("cuda", {}, "those of replace_with_kernel_inject=True. Set it"),
         ("cpu", kernels, "needs a CUDA device, and torch runs on cpu"),
     ]:
@@ -116,6 +116,14 @@ def test_kernels_are_refused_where_they_cannot_run(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(dualinfer.ConfigError, match="Triton is not installed"):
         check(**kernels)
+
+
+def test_the_search_is_torchs():
+    fields = {"backend": "jax", "replace_with_kernel_inject": True}
+    with pytest.raises(dualinfer.ConfigError, match="triton_autotune=True: the search is torch's"):
+        check_config(InferenceConfig(triton_autotune=True, **fields), "fused", "gpu")
+    if importlib.util.find_spec("triton") is not None:
+        check_config(InferenceConfig(use_triton=True, **fields), "fused", "gpu")
 
 
 def test_tuning_without_kernels_is_refused():

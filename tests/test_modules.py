@@ -348,3 +348,72 @@ def test_beams_and_lengths_are_seen_wherever_the_signature_has_them():
         with pytest.raises(dualinfer.LengthError, match="9 tokens"):
             engine.generate(ids)
     assert engine.generate([[1] * 5])
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_t5])
+def test_hf_modules_take_ids_in_every_form_that_fused_mode_takes(make):
+    engine = init_inference(make(), dtype="fp32")
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    more = {"decoder_input_ids": torch.tensor([[0]])} if make is make_t5 else {}
+    whole, logits = engine.generate(IDS, **options), engine(IDS, **more).logits
+    for ids in (IDS.tolist(), IDS[0].tolist(), IDS.numpy(), IDS[0].numpy().astype(np.int32)):
+        assert torch.equal(engine.generate(ids, **options), whole)
+        assert torch.equal(engine.generate(inputs=ids, **options), whole)
+        given = {name: value.tolist() for name, value in more.items()}
+        assert torch.equal(engine(ids, attention_mask=[[1] * 6], **given).logits, logits)
+    ragged = engine.generate([[3, 4], *IDS.tolist()], hf.GenerationConfig(**options))
+    alone = engine.generate({"input_ids": [[3, 4]]}, **options)
+    assert torch.equal(ragged[1:], whole) and torch.equal(ragged[:1, -4:], alone[:, -4:])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[5, "a"]], "expected integers"),
+        ([[5, 99]], "is 99, outside the vocabulary of 25"),
+        ([[]], "empty|no token"),
+        ({"input_ids": [[5]], "more": 1}, r"\*\*inputs"),
+        ("text", "generate_text"),
+        (5, "input_ids is a int"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_ids_of_a_hf_module_is_refused(ids, message):
+    engine = init_inference(make_gpt2(), dtype="fp32")
+    with pytest.raises(dualinfer.ArgumentError, match=message):
+        engine(ids)
+    with pytest.raises(dualinfer.ArgumentError, match=message):
+        engine.generate(inputs=ids)
+    with pytest.raises(dualinfer.ArgumentError, match="rows differ in length"):
+        engine([[1], [2, 3]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_modules_take_lists_or_it_is_said_that_they_do_not(backend):
+    from flax import nnx
+
+    class Embedding(nnx.Module if backend == "jax" else torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            rngs = {"rngs": nnx.Rngs(0)} if backend == "jax" else {}
+            self.embed = (nnx.Embed if backend == "jax" else torch.nn.Embedding)(9, 4, **rngs)
+
+        def __call__(self, ids, sizes=(1,)):
+            return self.embed(ids) * len(sizes)
+
+        forward = generate = __call__
+
+    if backend == "torch":
+        del Embedding.__call__
+    engine = init_inference(Embedding(), backend=backend, dtype="fp32")
+    ids = torch.tensor([[1, 2]])
+    assert engine(ids, sizes=[1, 2]).shape == (1, 2, 4)
+    for call in (engine.forward, engine.generate):
+        with pytest.raises(
+            dualinfer.ArgumentError, match=f"argument 0, a list.*arrays of {backend}"
+        ):
+            call([[1, 2]])
+        with pytest.raises(dualinfer.ArgumentError, match=f"ids, a list.*arrays of {backend}"):
+            call(ids=[[1, 2]])
+    with pytest.raises((TypeError, AttributeError)):  # no input's fault
+        engine(ids, sizes=None)

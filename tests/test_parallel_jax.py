@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +31,11 @@ from dualinfer.errors import (  # noqa: E402
     OutOfMemoryError,
     UnsupportedError,
 )
-from dualinfer.kernels.pallas import linear  # noqa: E402
+from dualinfer.kernels.triton import linear  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
+from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
 from .models import CASES, VOCAB, make_model, random_ids, relative_rms  # noqa: E402
 
 pytestmark = [
@@ -250,13 +250,13 @@ _SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("name", _SMALL)
 def test_kernels_on_each_device_give_what_one_plain_device_gives(name, monkeypatch):
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     model = make_model(name, vocab_size=97, **_SMALL[name])
-    make_ops = lambda *args: KernelOps(2, interpret=True, split=args[3])  # noqa: E731
     plain = make(model)
-    monkeypatch.setattr(backend, "_make_ops", make_ops)
+    monkeypatch.setattr(backend, "_make_ops", lambda *args: interpreted_ops(args[3]))
     fast = make(model, tensor_parallel={"tp_size": 2})
     text, expected = (e.generate([[5, 6, 7]], max_new_tokens=5, **GREEDY) for e in (fast, plain))
     np.testing.assert_array_equal(text, expected)
@@ -265,7 +265,7 @@ def test_kernels_on_each_device_give_what_one_plain_device_gives(name, monkeypat
 @pytest.mark.parametrize("name", _SMALL)
 def test_steps_of_kernels_lower_for_cuda_on_two_devices(name, monkeypatch):
     model = make_model(name, vocab_size=97, **_SMALL[name])
-    monkeypatch.setattr(backend, "_make_ops", lambda *args: KernelOps(132, split=args[3]))
+    monkeypatch.setattr(backend, "_make_ops", lambda *args: KernelOps(gpu(), split=args[3]))
     engine = make(model, dtype="bf16", tensor_parallel={"tp_size": 2})
     jobs = ahead.jobs(engine.runner, ahead.Wanted((1,), (5,), 4), 4)
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
@@ -274,14 +274,12 @@ def test_steps_of_kernels_lower_for_cuda_on_two_devices(name, monkeypatch):
     engine.runner._place = ManyDevices(mesh, "tp")
     for job in jobs:
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
-        with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
-            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            traced = jax.jit(job.function).trace(*args)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
+        with jax.sharding.use_abstract_mesh(mesh):
+            calls, text = calls_for_cuda(job.function, args, monkeypatch)
         assert calls and "stablehlo.all_reduce" in text
         if job.key[0] == "decode":  # keys, values and counters are written where they are
-            assert max(line.count("output_operand_alias<") for line in calls) == 3
+            attending = [c.changed for c in calls if "decode_attention_kernel" in c.kernels]
+            assert attending and set(attending) == {3}
 
 
 # Weights

@@ -5,7 +5,10 @@ A file that both map stands for the memory that GPUs share.
 
 import functools
 import os
+import random
+import time
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -39,10 +42,11 @@ def _mailbox(folder, split, name):
     box = Mailbox(
         rank=rank,
         size=size,
-        words=mapped[rank].view(2, size, CAPACITY),
-        peers=torch.tensor([words.data_ptr() for words in mapped]),
-        state=torch.zeros(3, dtype=torch.int32),
+        capacity=CAPACITY,
         patience=100_000,
+        peers=torch.tensor([words.data_ptr() for words in mapped]),
+        words=mapped[rank],
+        state=torch.zeros(3, dtype=torch.int32),
     )
     return box, mapped
 
@@ -87,6 +91,54 @@ def outputs_of(cases, folder):
     finally:
         backend._make_ops = original
     return found
+
+
+_ROUNDS, _SHAPES = 18, ((1, 700), (2, 40), (1, 1, 1300))
+
+
+def _values(size):
+    """What each rank sends in each exchange."""
+    chance = np.random.default_rng(0)
+    shapes = [(size, *_SHAPES[i % 3]) for i in range(_ROUNDS)]
+    return [chance.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def exchanged_by_rows(folder, size):
+    """Sums and gathers by turns of a rank that runs ahead and falls behind, by its row alone."""
+    from dualinfer.kernels.triton.exchange import Mailbox, gather_ranks, row, sum_ranks
+
+    capacity, rank, found = 1300, int(os.environ["RANK"]), []
+    count = 2 * size * capacity
+    words = [
+        torch.from_file(f"{folder}/{r}", shared=True, size=count, dtype=torch.int64)
+        for r in range(size)
+    ]
+    state = torch.zeros(3, dtype=torch.int32)
+    peers = torch.tensor(row(rank, [w.data_ptr() for w in words], state.data_ptr()))
+    box = Mailbox(None, size, capacity, 100_000, peers.view(torch.int32))
+    chance = random.Random(rank)
+    for i, values in enumerate(_values(size)):
+        time.sleep(chance.choice((0, 0, 0.05)) * chance.random())
+        x = torch.from_numpy(values[rank])
+        if i % 2:
+            widths = [x.shape[-1]] * (size - 1) + [x.shape[-1] - 7]
+            firsts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32)
+            found.append(gather_ranks(x, box, firsts, widths).numpy())
+        else:
+            found.append(sum_ranks(x, box).numpy())
+    return found, state.tolist()
+
+
+def test_every_rank_gets_the_same_whatever_the_order(crew, tmp_path):
+    size = 3
+    by_rank = crew.run(exchanged_by_rows, str(tmp_path), size, world=size)
+    for i, values in enumerate(_values(size)):
+        joined = np.concatenate(values, axis=-1)[..., :-7]
+        for found, state in by_rank:
+            assert state == [_ROUNDS, 0, 0]
+            np.testing.assert_array_equal(found[i], by_rank[0][0][i])
+            expected = joined if i % 2 else values.sum(0)
+            np.testing.assert_allclose(found[i], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_split_kernels_give_what_one_process_gives(crew, tmp_path):

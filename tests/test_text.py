@@ -8,7 +8,7 @@ import torch
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, UnsupportedError
 from dualinfer.checkpoint.tokenizer import load_tokenizer
-from dualinfer.engine.text import TextStream
+from dualinfer.engine.text import TextStream, encode_chat
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -112,6 +112,8 @@ def test_a_plain_tokenizer_is_what_auto_tokenizer_gives(tmp_path):
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{{ more }}"
 TEXTS = ["one", "a longer one"]
+HI = {"role": "user", "content": "hi"}
+PARTS = [{"type": "text", "text": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,17 @@ def test_text_has_a_length_of_its_own(engine):
         (lambda e: e.generate_text("x", tokenizer="gpt2"), "expected a HF tokenizer"),
         (lambda e: e.chat("hi"), "messages is 'hi'; expected dicts"),
         (lambda e: e.chat([{"content": "x"}]), "expected dicts"),
+        (lambda e: e.chat([]), r"messages is \[\]; expected dicts"),
+        (lambda e: e.chat([HI, {"role": "user"}]), r"messages\[1\], the user's, has no content"),
+        (lambda e: e.stream_chat([{"role": "user", "content": None}]), "has no content"),
+        (lambda e: e.chat([{"role": "usr", "content": "x"}]), "has the role 'usr', which the chat"),
+        (lambda e: e.chat([{"role": None, "content": "x"}]), "has the role None"),
+        (lambda e: e.chat([{"role": "user", "content": 5}]), "content that is no text: 5"),
+        (lambda e: e.chat([{"role": "user", "content": PARTS}]), "content that is no text: "),
+        (lambda e: e.chat([{"role": "user", "content": "\ud800"}]), "content that is no text"),
         (lambda e: e.generate("import os"), r"engine\.generate_text"),
+        (lambda e: e.generate_text("x", max_new_tokens=0), "max_new_tokens=0; expected an int"),
+        (lambda e: e.stream_text("x", do_sample=True, temperature=0), "expected a number above 0"),
     ],
 )
 def test_what_is_no_text_is_refused(engine, call, message):
@@ -227,6 +239,20 @@ def test_a_template_that_fails_or_is_not_there_is_told(engine, folder):
     plain.chat_template = None
     with pytest.raises(ArgumentError, match="no chat template"):
         engine.chat(messages, tokenizer=plain)
+
+
+def test_a_template_says_what_else_messages_may_be(tokenizer):
+    template = "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content[0].text }}"
+    template += "{% elif m.content is mapping %}{{ m.content.x }}{% endif %}{% endfor %}"
+    more = "{# content is mapping, part.type #}"
+    calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    answers = {"role": "tool", "content": {"x": "ho"}}
+    messages = [{"role": "critic", "content": PARTS}, calls, answers]
+    ids = encode_chat(tokenizer, messages, {"chat_template": template + more})
+    assert tokenizer.decode(ids) == "hiho"
+    for wrong in (messages[0], answers):
+        with pytest.raises(ArgumentError, match="content that is no text"):
+            encode_chat(tokenizer, [wrong], {"chat_template": "{# 'critic' #}"})
 
 
 def test_a_model_from_nowhere_asks_for_its_tokenizer(tokenizer):

@@ -1,13 +1,13 @@
 """The launches of a layer for one token on JAX, by several ways of launching them.
 
-    python benchmarks/launches/chain.py --way pallas [--shape 7b] [--no-graphs] [--no-early]
+    python benchmarks/launches/chain.py --way engine [--shape 7b] [--no-graphs] [--no-early]
 
 A chain of layers with weights of their own runs in one compiled loop of decode steps, as a step of
 an engine does; then each kind of launch alone, one after another over the layers' weights. A line
 of JSON says microseconds a layer and a launch, the chain's fraction of the read bandwidth, and the
 relative RMS error against float32. Ways:
 
-- pallas: today's kernels, by Pallas' Triton lowering;
+- engine: what an engine launches (dualinfer/kernels/xla), a step in one custom call;
 - ring: products by Mosaic GPU (ring.py), attention as today; `--ring KIND=SLOTS,PER_SM,ROWS`;
 - ptx: our Triton kernels, each by XLA's call of PTX (ours.py);
 - jax-triton: the same by jax_triton 0.3.1, or with `--ffi` as 0.4 calls XLA;
@@ -33,11 +33,12 @@ import jax.numpy as jnp
 import ours
 from jax import lax
 
-from dualinfer.kernels.pallas import decode_attention, linear, linear_kernels
-from dualinfer.kernels.pallas.launch import launch
 from dualinfer.kernels.triton import decode_attention as triton_attention
 from dualinfer.kernels.triton import linear as triton_linear
 from dualinfer.kernels.triton.linear_kernels import matvec_kernel
+from dualinfer.kernels.triton.tuning import Configurations, shipped
+from dualinfer.kernels.xla import launches
+from dualinfer.kernels.xla.grouping import grouped
 
 SHAPES = {  # embed, heads, KV heads, dim, ffn, layers; gpt2 has its sizes, not its norms and biases
     "7b": (4096, 32, 32, 128, 11008, 16),
@@ -121,38 +122,29 @@ def reference(shape: Shape, params: Any, caches: Any, x: jax.Array) -> jax.Array
     return x
 
 
-class Pallas:
-    """Today's kernels; the other ways replace what they do differently."""
+class Engine:
+    """What an engine launches; the other ways replace what they do differently."""
 
     def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
         self.shape, self.options, self.early = shape, options, not options.no_early
+        self.configurations = Configurations(shipped(("H100",)))
+
+    def call(self, function: Any, *args: Any, **how: Any) -> Any:
+        return launches.call(function, *args, sms=SMS, pdl=self.early, capability=90, **how)
 
     def product(self, kind: str, x: jax.Array, p: Any, residual: Any = None) -> jax.Array:
         features, width, gated, _ = self.shape.kinds[kind]
-        config = linear.default_config(1, features, width, 2, gated, SMS)
-        assert isinstance(config, linear.VectorConfig)
+        key = triton_linear.tuning_key(1, features, width, 2, gated)
         gain = p.get(kind + "_norm")
-        kernel = linear_kernels.matvec_kernel(
-            *(1, features, width),
-            rows=config.rows,
-            turns=config.turns,
-            norm=None if gain is None else "rms",
-            eps=EPS,
-            activation="silu" if gated else None,
-            gated=gated,
-        )
-        added = None if residual is None else residual.reshape(1, -1)
-        (y,) = launch(
-            kernel,
-            (-(-features // (config.rows * config.turns)),),
-            *(x.reshape(1, -1), p[kind], None, added, gain, None),
-            out=[jax.ShapeDtypeStruct((1, features), BF)],
-            warps=config.warps,
-        )
-        return y.reshape(-1)
+        norm = None if gain is None else triton_linear.NormArguments("rms", gain, None, EPS)
+        how: dict[str, Any] = {"norm": norm, "activation": "silu" if gated else None}
+        how |= {"gated": gated, "config": self.configurations.find(key)}
+        how["residual"] = None if residual is None else residual.reshape(1, -1)
+        return self.call(triton_linear.linear, x.reshape(1, -1), p[kind], **how)[0].reshape(-1)
 
     def attention(self, qkv: jax.Array, cache: Any, lengths: Any, counters: Any) -> Any:
-        y, cache, counters = decode_attention.decode_attention(
+        y, (*cache, counters) = self.call(
+            triton_attention.decode_attention,
             qkv.reshape(1, -1),
             tuple(cache),
             lengths,
@@ -160,8 +152,9 @@ class Pallas:
             scale=self.shape.dim**-0.5,
             counters=counters,
             inv_freq=self.shape.frequencies,
+            written=(*cache, counters),
         )
-        return y.reshape(-1), list(cache), counters
+        return y.reshape(-1), cache, counters
 
     def step(self, params: Any, caches: Any, x: Any, lengths: Any, counters: Any) -> State:
         after = []
@@ -191,7 +184,7 @@ class Pallas:
         return x, caches, counters
 
 
-class Ring(Pallas):
+class Ring(Engine):
     """Products by Mosaic GPU."""
 
     def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
@@ -221,7 +214,7 @@ class Ring(Pallas):
         return call(x, p[kind], p.get(kind + "_norm"), residual)
 
 
-class Ptx(Pallas):
+class Ptx(Engine):
     """Our Triton kernels."""
 
     def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
@@ -357,18 +350,18 @@ class Program(Ptx):
             for name in "kv":
                 aliases[at[name]] = len(out)
                 out.append(jax.ShapeDtypeStruct(caches[0][0].shape, BF))
-        launches, now = [], 0
+        commands, now = [], 0
         for at in places:
-            launches.append(self._product("qkv", now, at, qkv, -1))
+            commands.append(self._product("qkv", now, at, qkv, -1))
             if not self.options.skip_attention:
                 buffers = (qkv, at["k"], at["v"], 1, y, sums, count, 3)
-                launches.append(ours.Launch(kernel, grid, buffers, self.early))
+                commands.append(ours.Launch(kernel, grid, buffers, self.early))
             seen = qkv if self.options.skip_attention else y
-            launches.append(self._product("out", seen, at, between, now))
-            launches.append(self._product("up", between, at, h, -1))
-            launches.append(self._product("down", h, at, last, between))
+            commands.append(self._product("out", seen, at, between, now))
+            commands.append(self._product("up", between, at, h, -1))
+            commands.append(self._product("down", h, at, last, between))
             now = last
-        found = list(ours.program_call(ours.program(launches), args, out, aliases))
+        found = list(ours.program_call(ours.program(commands), args, out, aliases))
         return found[1], [found[i : i + 2] for i in range(7, len(found), 2)], found[6]
 
     def alone(
@@ -382,26 +375,26 @@ class Program(Ptx):
             out = [jax.ShapeDtypeStruct((self.shape.heads * self.shape.dim,), BF)]
             out += [jax.ShapeDtypeStruct(partial, jnp.float32)]
             out += [jax.ShapeDtypeStruct(counters.shape, counters.dtype)]
-            launches = [
+            commands = [
                 ours.Launch(kernel, grid, (0, i, i + 1, 1, n, n + 1, n + 2, 3), self.early)
                 for i in range(4, n, 2)
             ]
-            y, _, counters = ours.program_call(ours.program(launches), args, out, {2: 2})
+            y, _, counters = ours.program_call(ours.program(commands), args, out, {2: 2})
             return y, caches, counters
-        args, launches, last = [x, wide], [], 0
+        args, commands, last = [x, wide], [], 0
         for p in params:
             args += [p[kind], p.get(kind + "_norm", x)]
         for i in range(len(params)):
             weights = {kind: 2 + 2 * i, kind + "_norm": 3 + 2 * i}
             y, source = len(args) + i % 2, 1 if kind == "down" else last
-            launches.append(self._product(kind, source, weights, y, last))
+            commands.append(self._product(kind, source, weights, y, last))
             last = y
         out = [jax.ShapeDtypeStruct((max(self.shape.kinds[kind][0], x.size),), BF)] * 2
-        found = ours.program_call(ours.program(launches), args, out)
+        found = ours.program_call(ours.program(commands), args, out)
         return found[last - len(args)], caches, counters
 
 
-WAYS = {"pallas": Pallas, "ring": Ring, "ptx": Ptx, "jax-triton": JaxTriton, "program": Program}
+WAYS = {"engine": Engine, "ring": Ring, "ptx": Ptx, "jax-triton": JaxTriton, "program": Program}
 
 
 def read_bandwidth() -> float:
@@ -431,12 +424,12 @@ def compiled_loop(step: Callable[..., State], options: dict[str, Any]) -> Callab
         size = jax.eval_shape(step, params, caches, x, lengths, counters)[0]
         return lax.fori_loop(0, STEPS, turn, (jnp.zeros(size.shape, BF), caches, counters))
 
-    return jax.jit(run, donate_argnums=(1, 3), compiler_options=options)
+    return jax.jit(grouped(run), donate_argnums=(1, 3), compiler_options=options)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A layer's launches on JAX, by several ways.")
-    parser.add_argument("--way", default="pallas", choices=WAYS)
+    parser.add_argument("--way", default="engine", choices=WAYS)
     parser.add_argument("--shape", default="7b", choices=SHAPES)
     parser.add_argument("--ring", action="append", default=[], metavar="KIND=SLOTS,PER_SM,ROWS")
     parser.add_argument("--calls", type=int, default=1, help="custom calls a step, of 'program'")
@@ -452,7 +445,7 @@ def main() -> None:
     shape = Shape(options.shape)
     way = WAYS[options.way](shape, options)
     flags: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""} if options.no_graphs else {}
-    if options.way == "program" and not options.no_graphs:
+    if options.way in ("engine", "program") and not options.no_graphs:
         flags = {"xla_gpu_graph_min_graph_size": 1}
     bandwidth = read_bandwidth()
     params, caches = made(shape)

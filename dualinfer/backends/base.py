@@ -105,7 +105,7 @@ class Runner(Protocol):
     device: Any
     dtype: Any
     is_compiled: bool
-    kernels: str  # "Triton" or "Pallas" where these serve the ops, else ""
+    kernels: str  # "Triton" where it serves the ops, else ""
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].

@@ -219,7 +219,8 @@ class Ops(BlockOps, Protocol):
         """Choose each active slot's next token from float32 logits [N, V]: state, `out`, `step`.
 
         The state has booked the token; row step[n] of int `out` [R, N] has it, or NO_TOKEN for a
-        slot that is not active, and int `step` [N] grows by one. A slot's length is the position of the token before,
-        which is in the cache by now, and grows by one. What is given may be overwritten.
+        slot that is not active, and int `step` [N] grows by one. A slot's length is the position of
+        the token before, which is in the cache by now, and grows by one. What is given may be
+        overwritten.
         """
         ...

@@ -7,7 +7,9 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
+
+from ..system.tables import Table
 
 Row = dict[str, Any]
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..backends import check_backend, describe_split
@@ -21,6 +20,7 @@ from ..errors import ConfigError, ModelError, printable
 from ..model.families import check_model_type, describe_model
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
+from ..system.tables import Table
 from .options import RevisionOption
 from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
 from .quick_start import OWN_PROCESS, start_sooner

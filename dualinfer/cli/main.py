@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,27 +15,29 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
-from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from ..engine.fused import FusedEngine
-from ..engine.module import ModuleEngine
 from ..engine.text import TextStream, encode
-from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError, printable
+from ..errors import BackendNotAvailableError, DualinferError
+from ..system.tables import Table
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
 from .options import RevisionOption
 from .parity import Parity, compare, first_difference
 from .quick_start import OWN_PROCESS, start_sooner
-from .texts import NEW_TOKENS, Generate, chat, generate
+from .terminal import print_error, without_controls
+from .texts import NEW_TOKENS, Generate, chat, check_both_run, find_model, generate
 
 _PROMPT = 'def copy_file(source, target):\n    """'
+
+
+_EXTRA = {"allow_extra_args": True}  # which the command itself answers
 
 
 class _Commands(TyperGroup):
@@ -45,8 +48,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DualinferError as error:
-            text = Text.assemble(("error:", "bold red"), f" {printable(str(error))}")
-            Console(stderr=True, soft_wrap=True).print(text)
+            print_error(error, self.get_command(ctx, ctx.invoked_subcommand or "") or self)
             raise typer.Exit(1) from error
 
 
@@ -59,7 +61,7 @@ app = typer.Typer(
 )
 
 app.command(cls=Generate)(generate)
-app.command()(chat)
+app.command(context_settings=_EXTRA)(chat)
 
 
 def _show_version(asked: bool) -> None:
@@ -89,7 +91,7 @@ class _Run:
     speed: float = 0.0
 
 
-@app.command()
+@app.command(context_settings=_EXTRA)
 def demo(
     ctx: typer.Context,
     prompt: Annotated[
@@ -98,6 +100,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = NEW_TOKENS,
 ) -> None:
     """Continue one prompt on both backends, side by side, and say whether they agree."""
+    _refuse_text(ctx, "dualinfer demo")
     _check_both("The demo")
     console = Console()
     folder = embedded.path()
@@ -141,7 +144,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(context_settings=_EXTRA)
 def parity(
     ctx: typer.Context,
     model: Annotated[
@@ -155,8 +158,11 @@ def parity(
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
+    _refuse_text(ctx, f"dualinfer parity {model}")
     _check_both("parity")
-    folder = find_checkpoint(model or embedded.path(), revision)
+    hint = f"A prompt is given by --prompt: dualinfer parity --prompt {shlex.quote(model or '')}"
+    folder = embedded.path() if model is None else find_model(model, revision, hint)
+    check_both_run(folder)
     console = Console()
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
@@ -215,6 +221,13 @@ def _check_both(what: str) -> None:
             raise BackendNotAvailableError(f"{what} compares both backends. {error}") from error
 
 
+def _refuse_text(ctx: typer.Context, command: str) -> None:
+    """A usage error for arguments that were meant as the prompt."""
+    if ctx.args:
+        text = shlex.quote(" ".join(ctx.args))
+        raise typer.BadParameter(f"A prompt is given by --prompt: {command} --prompt {text}")
+
+
 def _row(ids: Any) -> Any:
     import numpy as np
 
@@ -228,10 +241,7 @@ def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
     try:
         for name in backends.BACKENDS:
             engine = init_inference(folder, backend=name, dtype=dtype)
-            if isinstance(engine, ModuleEngine):
-                runs = str(engine)
-                engine.close()
-                raise UnsupportedError(f"{runs}: JAX does not run it, so nothing is compared.")
+            assert isinstance(engine, FusedEngine)
             engines[name] = engine
         yield engines
     finally:
@@ -260,7 +270,9 @@ def _side_by_side(console: Console, prompt: str, runs: dict[str, _Run]) -> Table
         column.width = max(20, (console.width - 7) // 2)  # 7: borders and the blanks inside
     table.add_row(
         *(
-            Text(prompt, style="bold", overflow="fold").append(run.text, style="not bold")
+            Text(without_controls(prompt), style="bold", overflow="fold").append(
+                without_controls(run.text), style="not bold"
+            )
             for run in runs.values()
         )
     )

@@ -1,57 +1,85 @@
 """Options that several commands share."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import typer
 
+from ..system.command_options import with_options
+
 Choice = Literal["torch", "jax", "both"]
 
-BackendOption = Annotated[
-    Literal["torch", "jax"] | None,
-    typer.Option(show_default=False, help="What runs the model; unset: what is installed."),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU.",
-    ),
-]
 RevisionOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME", help="A branch, a tag or a commit of the hub's model; unset: main."
     ),
 ]
-KernelsOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--kernels/--no-kernels",
-        show_default=False,
-        help="Fused kernels, which need a GPU, or plain operations; unset: kernels where they run.",
-    ),
-]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(metavar="NUMBER", help="Sample; below 1 it prefers likely tokens more."),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(metavar="COUNT", help="Sample among this many best tokens; unset: 50, as in HF."),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(metavar="NUMBER", help="Sample among the best tokens of this total probability."),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(metavar="NUMBER", help="Sample from this seed: the same text every time."),
-]
-PenaltyOption = Annotated[
-    float | None,
-    typer.Option(metavar="NUMBER", help="Above 1, it avoids tokens that are there already."),
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="End after this text; may be given several times."),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How a command makes text; None leaves it to the model and the device."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Sample; below 1 it prefers likely tokens more."),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT", help="Sample among this many best tokens; unset: 50, as in HF."
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER", help="Sample among the best tokens of this total probability."
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", help="Sample from this seed: the same text every time."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Above 1, it avoids tokens that are there already."),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End after this text; may be given several times."),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU.",
+        ),
+    ] = None
+    kernels: Annotated[
+        bool | None,
+        typer.Option(
+            "--kernels/--no-kernels",
+            show_default=False,
+            help="Fused kernels, which need a GPU, or plain operations; unset: kernels where they "
+            "run.",
+        ),
+    ] = None
+    revision: RevisionOption = None
+
+    @property
+    def samples(self) -> bool:
+        """True if an option shapes sampling, and so asks for it."""
+        shapes = (self.temperature, self.top_k, self.top_p, self.seed)
+        return any(value is not None for value in shapes)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the options ask of generate."""
+        names = ("temperature", "top_k", "top_p", "seed", "repetition_penalty")
+        asked = {name: getattr(self, name) for name in names} | {"stop_strings": self.stop or None}
+        if self.samples:
+            asked["do_sample"] = True
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+with_text_options = with_options(TextOptions)

@@ -1,48 +1,39 @@
 """The commands that make text: dualinfer generate | chat."""
 
 import secrets
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
 from .. import backends, embedded
-from ..api import init_inference
+from ..api import init_inference, unknown_family
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..engine.text import encode, encode_chat
 from ..errors import (
     ArgumentError,
-    CheckpointError,
     CheckpointNotFoundError,
     DualinferError,
     LengthError,
-    printable,
+    UnsupportedError,
 )
-from .options import (
-    BackendOption,
-    Choice,
-    DtypeOption,
-    KernelsOption,
-    PenaltyOption,
-    RevisionOption,
-    SeedOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-)
+from .options import Choice, TextOptions, with_text_options
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
+from .terminal import print_error, say, without_controls
 
 NEW_TOKENS = 64
 _ANSWER = 1024
+_UNSET = TextOptions()
 _HELP = """\
 /help           this list
 /system TEXT    begin anew with this system prompt; without TEXT, show it
@@ -59,6 +50,7 @@ class Generate(TyperCommand):
         return ["[OPTIONS]", "[MODEL]", "PROMPT"]
 
 
+@with_text_options
 def generate(
     ctx: typer.Context,
     arguments: Annotated[
@@ -89,15 +81,7 @@ def generate(
             metavar="COUNT", help=f"Unset: {NEW_TOKENS}, less where the model ends before."
         ),
     ] = None,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    repetition_penalty: PenaltyOption = None,
-    stop: StopOption = None,
-    dtype: DtypeOption = None,
-    kernels: KernelsOption = None,
-    revision: RevisionOption = None,
+    options: TextOptions = _UNSET,
 ) -> None:
     """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
     if len(arguments) > 2:
@@ -106,14 +90,19 @@ def generate(
         )
     if len(arguments) == 1 and (Path(arguments[0]) / "config.json").is_file():
         raise typer.BadParameter(f"{arguments[0]} is a model's folder, and the prompt is missing.")
-    drawn = seed is None and any(value is not None for value in (temperature, top_k, top_p))
-    seed = secrets.randbits(32) if drawn else seed
-    options = _sampling(temperature, top_k, top_p, seed, repetition_penalty, stop)
-    options.setdefault("do_sample", False)
+    drawn = options.samples and options.seed is None
+    options = replace(options, seed=secrets.randbits(32)) if drawn else options
     names = backends.BACKENDS if backend == "both" else (backend or backends.default_backend(),)
     for name in names:
         backends.check_backend(name)
-    folder = _find(arguments, revision)
+    if len(arguments) == 1:
+        folder = embedded.path()
+    else:
+        quoted = f'dualinfer generate "{" ".join(arguments)}"'
+        hint = f"Did you mean to quote the prompt? {quoted}"
+        folder = find_model(arguments[0], options.revision, hint)
+    if len(names) > 1:
+        check_both_run(folder)
     prompt = _read(arguments[-1])
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
@@ -124,24 +113,24 @@ def generate(
     for name in names:
         if len(names) > 1:
             Console().rule(f"[bold]{name}")
-        with init_inference(
-            folder, backend=name, dtype=dtype, replace_with_kernel_inject=kernels
-        ) as engine:
-            _prepare(engine, tokenizer, kernels)
-            options |= _length(engine, ids, max_new_tokens, NEW_TOKENS)
-            kwargs = _for_mode(engine, options)
+        with _engine(folder, name, tokenizer, options) as engine:
+            most = _most_tokens(engine)
+            room = max(1, min(NEW_TOKENS, most - len(ids))) if most else NEW_TOKENS
+            length = room if max_new_tokens is None else max_new_tokens
+            kwargs = {"do_sample": False, **_arguments(engine, options), "max_new_tokens": length}
             stream = engine.stream_chat if messages else engine.stream_text
             pieces = stream(messages or prompt, **kwargs)  # pyright: ignore[reportArgumentType]
-            shown = "" if chat else prompt
-            texts.append(_show(engine, pieces, options["max_new_tokens"], shown))
+            is_continued = not (chat or getattr(engine.config, "is_encoder_decoder", False))
+            texts.append(_show(engine, pieces, length, prompt if is_continued else ""))
     if drawn:
-        _say(f"To get this again: --seed {seed}")
+        say(f"To get this again: --seed {options.seed}")
     if len(texts) > 1:
         at = first_difference(*texts)
         same = "The texts agree." if at is None else f"The texts differ from new token {at + 1} on."
-        _say(same)
+        say(same)
 
 
+@with_text_options
 def chat(
     ctx: typer.Context,
     model: Annotated[
@@ -150,57 +139,60 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system prompt: how it is to answer.")
     ] = None,
-    backend: BackendOption = None,
+    backend: Annotated[
+        Literal["torch", "jax"] | None,
+        typer.Option(show_default=False, help="What runs the model; unset: what is installed."),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="COUNT", help=f"Of an answer; unset: {_ANSWER}, or what fits."),
+        typer.Option(metavar="COUNT", help=f"Of an answer; unset: {_ANSWER}, or half of the room."),
     ] = None,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    repetition_penalty: PenaltyOption = None,
-    stop: StopOption = None,
-    dtype: DtypeOption = None,
-    kernels: KernelsOption = None,
-    revision: RevisionOption = None,
+    options: TextOptions = _UNSET,
 ) -> None:
     """Talk with a model that has a chat template; in a pipe, each line is a message.
 
-    Without a sampling option it samples as the model's own generation config says.
+    Without a sampling option it samples as the model's own generation config says. In a pipe, exit
+    code 1 says that a message was refused.
     """
+    if ctx.args:
+        way = f"echo {shlex.quote(' '.join(ctx.args))} | dualinfer chat {model}"
+        raise typer.BadParameter(f"Messages are typed, or come from standard input: {way}")
     name = backend or backends.default_backend()
     backends.check_backend(name)
-    folder = find_checkpoint(model, revision)
+    folder = find_checkpoint(model, options.revision)
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
     tokenizer = load_tokenizer(folder)
     encode_chat(tokenizer, [*_opening(system), {"role": "user", "content": "Hello"}])
-    options = _sampling(temperature, top_k, top_p, seed, repetition_penalty, stop)
-    with init_inference(
-        folder, backend=name, dtype=dtype, replace_with_kernel_inject=kernels
-    ) as engine:
-        _prepare(engine, tokenizer, kernels)
-        _Talk(engine, system, max_new_tokens, options).run()
+    with _engine(folder, name, tokenizer, options) as engine:
+        if not _Talk(engine, system, max_new_tokens, options, ctx.command).run():
+            raise typer.Exit(1)
 
 
 class _Talk:
     """One conversation on the terminal, or over the lines of a pipe."""
 
     def __init__(
-        self, engine: Any, system: str | None, new_tokens: int | None, options: Mapping[str, Any]
+        self,
+        engine: Any,
+        system: str | None,
+        new_tokens: int | None,
+        options: TextOptions,
+        command: Any,
     ) -> None:
         self._engine, self._new_tokens, self._options = engine, new_tokens, options
+        self._command = command
         self._messages = _opening(system)
         self._is_terminal = sys.stdin.isatty()
 
-    def run(self) -> None:
-        """Until the input ends or /exit; DualinferError ends it where nobody could answer it."""
+    def run(self) -> bool:
+        """Until the input ends or /exit; False if a message in a pipe was refused."""
+        answered = True
         if self._is_terminal:
-            _say(f"{_described(self._engine)}. /help shows what else there is.")
+            say(f"{_described(self._engine)}. /help shows what else there is.")
         for line in self._lines():
             if line in ("/exit", "/quit"):
-                return
+                break
             try:
                 if line.startswith("/"):
                     self._obey(line)
@@ -208,13 +200,16 @@ class _Talk:
                     self._messages.append({"role": "user", "content": line})
                     self._answer()
             except DualinferError as error:
-                if not self._is_terminal:
-                    raise
-                _say(f"error: {error}")
+                print_error(error, self._command)
+                answered = self._is_terminal
+        return answered
 
     def _lines(self) -> Iterator[str]:
         if not self._is_terminal:
-            yield from (line.strip() for line in sys.stdin)
+            try:
+                yield from (line.strip() for line in sys.stdin)
+            except UnicodeDecodeError as error:
+                raise _no_text(error) from error
             return
         import readline  # noqa: F401 (edits the line and remembers those before)
 
@@ -225,62 +220,95 @@ class _Talk:
                 typer.echo()
                 return
             except KeyboardInterrupt:
-                _say("\nCtrl-D or /exit ends.")
+                say("\nCtrl-D or /exit ends.")
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        opening = [message for message in self._messages[:1] if message["role"] == "system"]
+        opening = self._system()
         if command == "/reset":
             self._messages = opening
         elif command == "/system" and rest.strip():
             self._messages = _opening(rest.strip())
         elif command == "/system":
-            _say(opening[0]["content"] if opening else "There is no system prompt.")
+            say(opening[0]["content"] if opening else "There is no system prompt.")
         elif command == "/retry" and self._messages[-1:] != opening[-1:]:
             if self._messages[-1]["role"] == "assistant":
                 self._messages.pop()
             self._answer()
         elif command == "/retry":
-            _say("There is no answer yet.")
+            say("There is no answer yet.")
         else:
-            _say(_HELP if command == "/help" else f"There is no {command}.\n{_HELP}")
+            say(_HELP if command == "/help" else f"There is no {command}.\n{_HELP}")
 
     def _answer(self) -> None:
         """Answer the last message, which is taken back where that cannot be done."""
         answer: list[str] = []
         try:
-            ids = encode_chat(self._engine.tokenizer, self._messages)
-            length = _length(self._engine, ids, self._new_tokens, _ANSWER)
-            kwargs = _for_mode(self._engine, {**self._options, **length})
+            length = self._length()
+            kwargs = {**_arguments(self._engine, self._options), "max_new_tokens": length}
             pieces = self._engine.stream_chat(self._messages, **kwargs)
-            _show(self._engine, pieces, kwargs["max_new_tokens"], "", answer)
+            _show(self._engine, pieces, length, "", answer)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
-        except DualinferError as error:
+        except DualinferError:
             self._messages.pop()
-            if isinstance(error, LengthError):
-                raise type(error)(f"{error} Or begin anew with /reset.") from error
             raise
         self._messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def _length(self) -> int:
+        """How long the answer may be; LengthError where it has no room."""
+        most, asked = _most_tokens(self._engine), self._new_tokens
+        if not most:
+            return _ANSWER if asked is None else asked
+        prompt, opening = self._count(self._messages), self._system()
+        left = most - prompt
+        if left >= (asked or 1):
+            return min(_ANSWER, (left + 1) // 2) if asked is None else asked
+        alone = self._count([*opening, self._messages[-1]])
+        if left > 0:
+            what = f"No room for an answer of {asked} tokens (--max-new-tokens): with this message"
+            what += f" the conversation has {prompt}, and {left} are left of the model's {most}"
+            ways = ["ask for fewer", *(["begin anew (/reset)"] if alone < prompt else [])]
+        elif alone < most:
+            what = f"The conversation is too long: with this message it has {prompt} tokens, and"
+            what += f" the model takes {most}, the answer included"
+            ways = ["begin anew (/reset)", "ask for shorter answers (--max-new-tokens)"]
+        else:
+            what = f"This message is too long: with what the template adds it has {alone} tokens,"
+            what += f" and the model takes {most}, the answer included"
+            ways = ["send a shorter one"]
+        ways += ["take a shorter system prompt (--system)"] if opening else []
+        raise LengthError(f"{what}. To go on, {' or '.join(ways)}.")
+
+    def _count(self, messages: list[dict[str, str]]) -> int:
+        return len(encode_chat(self._engine.tokenizer, messages))
+
+    def _system(self) -> list[dict[str, str]]:
+        return [message for message in self._messages[:1] if message["role"] == "system"]
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _find(arguments: list[str], revision: str | None) -> Path:
-    """The folder of the model that was named, or the embedded one's."""
-    if len(arguments) == 1:
-        return embedded.path()
+def find_model(name: str, revision: str | None, hint: str) -> Path:
+    """The model's folder; where none is there, and the name may be a text, the error has a hint."""
     try:
-        return find_checkpoint(arguments[0], revision)
-    except CheckpointError as error:
-        if isinstance(error, CheckpointNotFoundError) and "/" not in arguments[0]:
-            quoted = f'dualinfer generate "{" ".join(arguments)}"'
-            raise CheckpointNotFoundError(
-                f"{error} Did you mean to quote the prompt? {quoted}"
-            ) from error
-        raise
+        return find_checkpoint(name, revision)
+    except CheckpointNotFoundError as error:
+        if "/" in name and " " not in name:
+            raise
+        raise CheckpointNotFoundError(f"{error} {hint}") from error
+
+
+def check_both_run(folder: Path) -> None:
+    """Raise UnsupportedError for a model that JAX does not run, before anything is loaded."""
+    unknown = unknown_family(folder)
+    if unknown is not None:
+        raise UnsupportedError(
+            f"{unknown} JAX does not run it, so that there is nothing to compare. With torch alone "
+            f"transformers' own model runs: dualinfer generate {folder} PROMPT --backend torch"
+        )
 
 
 def _read(prompt: str) -> str:
@@ -290,40 +318,43 @@ def _read(prompt: str) -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"Standard input is no text: {error}.") from error
+        raise _no_text(error) from error
 
 
-def _sampling(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-    repetition_penalty: float | None,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """What the options ask of generate; those that shape sampling ask for it."""
-    shapes = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options: dict[str, Any] = {n: v for n, v in shapes.items() if v is not None}
-    if options:
-        options["do_sample"] = True
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    if stop:
-        options["stop_strings"] = stop
-    return options
+def _no_text(error: UnicodeDecodeError) -> ArgumentError:
+    return ArgumentError(f"Standard input is no text: {error}.")
 
 
-def _length(engine: Any, ids: list[int], asked: int | None, default: int) -> dict[str, int]:
-    if asked is not None:
-        return {"max_new_tokens": asked}
-    most = engine.report().max_tokens
-    return {"max_new_tokens": max(1, min(default, most - len(ids))) if most else default}
+def _most_tokens(engine: Any) -> int:
+    """Tokens of a prompt and its answer together; 0 where nothing tells."""
+    if most := engine.report().max_tokens:
+        return most
+    of_its_own = getattr(engine.config, "is_encoder_decoder", False)  # the prompt counts apart
+    return 0 if of_its_own else getattr(engine.config, "max_position_embeddings", None) or 0
 
 
-def _for_mode(engine: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _engine(folder: Path, backend: str, tokenizer: Any, options: TextOptions) -> Iterator[Any]:
+    """The engine, closed at the end; it is said where kernels that were asked for do not run."""
+    with init_inference(
+        folder,
+        backend=backend,
+        dtype=options.dtype,
+        replace_with_kernel_inject=options.kernels,
+    ) as engine:
+        engine.tokenizer = tokenizer
+        if options.kernels and not getattr(engine.runner, "kernels", ""):
+            say(
+                "--kernels: none run on this device, plain operations serve. "
+                "dualinfer env says why."
+            )
+        yield engine
+
+
+def _arguments(engine: Any, options: TextOptions) -> dict[str, Any]:
     """The options as the engine takes them: a module's own generate draws from torch's state."""
-    kwargs = dict(options)
-    if engine.report().mode == "module" and kwargs.get("seed") is not None:
+    kwargs = options.arguments()
+    if engine.report().mode == "module" and "seed" in kwargs:
         import torch
 
         torch.manual_seed(kwargs.pop("seed"))
@@ -339,39 +370,20 @@ def _show(
     with closing(pieces):  # pyright: ignore[reportArgumentType]
         for piece in pieces:
             if not times:
-                typer.echo(prompt, nl=False)  # not before: compiling may have something to say
+                typer.echo(
+                    without_controls(prompt), nl=False
+                )  # not before: compiling may have something to say
             times.append(time.perf_counter())
             said.append(piece)
-            typer.echo(_shown(piece), nl=False)
+            typer.echo(without_controls(piece), nl=False)
             sys.stdout.flush()
     typer.echo()
     count = min(len(times), most)  # the end of a broken character is a piece of its own
     seconds = times[-1] - times[0] if times else 0.0
     rate = f", {(count - 1) / seconds:,.0f} tokens/s" if count > 1 and seconds > 0 else ""
-    _say(f"{count} new tokens{rate}: {_described(engine)}")
+    say(f"{count} new tokens{rate}: {_described(engine)}")
     return said
-
-
-def _shown(piece: str) -> str:
-    """A model's text for a terminal, with what would control that written out."""
-    if not sys.stdout.isatty():
-        return piece
-    return "\t".join(printable(part) for part in piece.split("\t"))
 
 
 def _described(engine: Any) -> str:
     return repr(engine).partition("(")[2].removesuffix(")")
-
-
-def _prepare(engine: Any, tokenizer: Any, kernels: bool | None) -> None:
-    """Give the engine its tokenizer, and say where kernels that were asked for do not run."""
-    engine.tokenizer = tokenizer
-    if kernels and not getattr(engine.runner, "kernels", ""):
-        _say("--kernels: none run on this device, plain operations serve. dualinfer env says why.")
-
-
-def _say(text: str) -> None:
-    """A line for the reader, beside the text."""
-    Console(stderr=True, soft_wrap=True).print(
-        printable(text), style="dim", highlight=False, markup=False
-    )

@@ -87,13 +87,15 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
     if not asked:
         return
     name, way = asked[0], "Leave it unset."
-    if config.backend == "jax":
-        _refuse(name, True, f"Triton is torch's; use backend='torch'. {way}")
+    if config.backend == "jax" and config.triton_autotune:
+        reason = "the search is torch's; on JAX the tables that dualinfer brings choose"
+        _refuse("triton_autotune", True, f"{reason}. Use backend='torch', or leave it unset.")
     if mode == "module" or not config.replace_with_kernel_inject:
         reason = "the kernels are those of replace_with_kernel_inject=True. Set it, too."
         _refuse(name, True, reason)
-    if device != "cuda":
-        _refuse(name, True, f"Triton needs a CUDA device, and torch runs on {device} here. {way}")
+    if device not in ("cuda", "gpu"):
+        where = f"{config.backend} runs on {device} here"
+        _refuse(name, True, f"Triton needs a CUDA device, and {where}. {way}")
     if importlib.util.find_spec("triton") is None:
         _refuse(name, True, f"Triton is not installed. Install it (pip install triton). {way}")
     if config.use_triton is False:

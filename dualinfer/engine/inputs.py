@@ -55,7 +55,7 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
             f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
             "or a list."
         )
-    array = _read(ids, name, "rows differ in length; pad them and give a mask.")
+    array = read_array(ids, name, "rows differ in length; pad them and give a mask.")
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
     if array.ndim == 1:
@@ -74,7 +74,7 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
     return array.astype(np.int32)
 
 
-def _read(value: Any, name: str, ragged: str) -> np.ndarray:
+def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
     """The caller's array in host memory; ArgumentError with `ragged` for lists without a shape."""
     try:
         return to_numpy(value)
@@ -94,7 +94,7 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
         return None
     if kind_of(mask) is None:
         raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
-    array = _read(mask, "attention_mask", "rows differ in length.")
+    array = read_array(mask, "attention_mask", "rows differ in length.")
     if array.ndim == 1 and shape[0] == 1:
         array = array[None]
     if array.shape != shape:
@@ -230,7 +230,7 @@ def is_zero(ids: Any) -> bool:
     """True for token types that say nothing."""
     if kind_of(ids) is None:
         return False
-    return not np.any(_read(ids, "token_type_ids", "rows differ in length."))
+    return not np.any(read_array(ids, "token_type_ids", "rows differ in length."))
 
 
 def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:

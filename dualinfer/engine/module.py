@@ -10,13 +10,18 @@ import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
-from ..errors import LengthError, UnsupportedError
+from ..errors import ArgumentError, LengthError, UnsupportedError
 from .base import About, InferenceEngine
-from .inputs import by_name
-from .options import DEFAULT_NEW_TOKENS, check_beams, config_dict, over_limit
+from .inputs import by_name, check_ids, make_prompts, read_array
+from .options import DEFAULT_NEW_TOKENS, check_beams, check_values, config_dict, over_limit
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
+_OF_TOKENS = (
+    *("attention_mask", "position_ids", "token_type_ids"),
+    *("decoder_attention_mask", "decoder_position_ids"),
+)
+_MAIN = ("0", "input_ids", "inputs")  # by its position or its names
 _PATIENCE = 1.0  # seconds for a thread to end; it may wait for a turn that its reader has
 
 
@@ -106,12 +111,11 @@ class ModuleEngine(InferenceEngine):
                 "seed: in module mode the module's own generate draws. Call torch.manual_seed, or "
                 "transformers.set_seed, before it."
             )
-        is_pair = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
-        own = _options(self.generation_config)
-        asked = own | _options(config) | arguments
-        end = asked.get("eos_token_id")
-        ends = to_numpy(np.array([] if end is None else end, np.int64)).reshape(-1).tolist()
-        fill = next((i for i in (asked.get("pad_token_id"), *ends) if i is not None), 0)
+        is_pair = _is_pair(module)
+        asked = _options(self.generation_config) | _options(config) | arguments
+        check_values(_options(config) | arguments, greedy=not asked.get("do_sample"))
+        ends = _ends(asked)
+        inputs = self._padded(rows, asked)
         width = max(map(len, rows))
         if all(asked.get(name) is None for name in ("max_new_tokens", "max_length")):
             limit = self.inference_config.max_out_tokens or width + DEFAULT_TEXT_TOKENS
@@ -119,12 +123,6 @@ class ModuleEngine(InferenceEngine):
             arguments["max_new_tokens"] = max(1, min(DEFAULT_TEXT_TOKENS, room))
         if asked.get("stop_strings") is not None:
             arguments["tokenizer"] = tokenizer
-        ids = np.full((len(rows), width), fill, np.int64)
-        mask = np.zeros_like(ids)
-        for i, row in enumerate(rows):
-            place = slice(None, len(row)) if is_pair else slice(width - len(row), None)
-            ids[i, place], mask[i, place] = row, 1
-        inputs = {"input_ids": self._placed(ids), "attention_mask": self._placed(mask)}
         if config is not None:
             arguments["generation_config"] = config
         with self._turns:
@@ -139,21 +137,100 @@ class ModuleEngine(InferenceEngine):
             return Sequences(prompts, _steps_of(run, 1 if is_pair else width, ends))
         return Sequences(prompts, _streamed_steps(run, ends))
 
-    def _placed(self, array: np.ndarray) -> Any:
+    def _padded(self, rows: Sequence[Sequence[int]], asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Rows of any lengths as ids and mask: those of a decoder alone begin with the padding."""
+        is_pair = _is_pair(self.runner.module)
+        width = max(map(len, rows))
+        fill = next((i for i in (asked.get("pad_token_id"), *_ends(asked)) if i is not None), 0)
+        ids = np.full((len(rows), width), fill, np.int64)
+        mask = np.zeros_like(ids)
+        for i, row in enumerate(rows):
+            place = slice(None, len(row)) if is_pair else slice(width - len(row), None)
+            ids[i, place], mask[i, place] = row, 1
+        return {"input_ids": self._placed(ids), "attention_mask": self._placed(mask)}
+
+    def _placed(self, array: Any) -> Any:
         """An array of the backend's framework where the module is."""
         if self.inference_config.backend == "torch":
             return to_kind(array, "torch").to(self.device)
         return to_kind(array, "jax")
 
+    def _with_arrays(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a HF model with torch's tensors in place of lists and others' arrays.
+
+        Lists are those that hold token ids, masks and the like. In generate their rows may differ
+        in length, as in fused mode. Raises ArgumentError for what cannot be token ids.
+        """
+        module = self.runner.module
+        if self.inference_config.backend != "torch" or not _is_hf(module):
+            return given
+        main = getattr(module, "main_input_name", "input_ids")
+        keys = [key for key in _MAIN if given.get(key) is not None]
+        ids = given[keys[0]] if keys and main == "input_ids" else None
+        if (ids is None or kind_of(ids) == "torch") and not any(
+            kind_of(value) in ("list", "numpy", "jax") for value in given.values()
+        ):
+            return given
+        vocab = getattr(module.config, "vocab_size", None) or 2**31
+        if method == "generate" and kind_of(ids) == "list":
+            asked = _options(self.generation_config)
+            asked |= _options(given.get("generation_config")) | given
+            rows = make_prompts(ids, given.get("attention_mask"), vocab, 0, ()).rows
+            padded = self._padded([row.tolist() for row in rows], asked)
+            given = given | {keys[0]: padded.pop("input_ids")} | padded
+        return {
+            name: self._array(main if name in ("0", "inputs") else name, value, vocab)
+            for name, value in given.items()
+        }
+
+    def _array(self, name: str, value: Any, vocab: int) -> Any:
+        """An argument of a HF model by its name; what is a tensor, or no array, stays as it is."""
+        kind = kind_of(value)
+        if kind == "torch" or value is None:
+            return value
+        if name in ("input_ids", "decoder_input_ids"):
+            return self._placed(check_ids(value, name, vocab))
+        if kind in ("numpy", "jax") or (kind == "list" and name in _OF_TOKENS):
+            array = read_array(value, name, "rows differ in length; pad them.")
+            if array.dtype.kind not in "biufcV":
+                raise ArgumentError(f"{name} has dtype {array.dtype}; expected numbers.")
+            return self._placed(array[None] if name in _OF_TOKENS and array.ndim == 1 else array)
+        return value
+
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the runner's method gives; a process that has no arrays for it takes rank 0's."""
         named = {str(i): value for i, value in enumerate(args)} | kwargs
+        wrong = None
+        try:
+            named = self._with_arrays(method, named)
+        except ArgumentError as error:
+            wrong = error
         with self._call(f"{method}()", named, _is_array) as call:
+            if wrong is not None:
+                raise wrong
             count = sum(name.isdecimal() for name in call.inputs)
             args = tuple(call.inputs.pop(str(i)) for i in range(count))
             kwargs = call.inputs | (self._check(args, call.inputs) if method == "generate" else {})
             call.meet(lambda: (args, sorted(i for i in kwargs.items() if i[0] != "streamer")))
-            return getattr(self.runner, method)(args, kwargs)
+            try:
+                return getattr(self.runner, method)(args, kwargs)
+            except (AttributeError, TypeError) as error:
+                self._refuse_foreign(named, error)
+                raise
+
+    def _refuse_foreign(self, given: Mapping[str, Any], error: Exception) -> None:
+        """Raise ArgumentError if the module failed at what is no array of the backend's."""
+        backend = self.inference_config.backend
+        odd = [
+            f"{'argument ' if name.isdecimal() else ''}{name}, a {type(value).__name__}"
+            for name, value in given.items()
+            if _is_foreign(name, value, backend)
+        ]
+        if odd:
+            raise ArgumentError(
+                f"{self._architecture} does not take {', nor '.join(odd)}: "
+                f"{type(error).__name__}: {error}. Pass arrays of {backend}."
+            ) from error
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Raise for what the contract's guard refuses, before anything runs.
@@ -190,7 +267,7 @@ class ModuleEngine(InferenceEngine):
             if prompt is None:
                 prompt, is_text = kwargs.get(name), name == "inputs_embeds"
         is_text = is_text or _is_ids(prompt)
-        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        if _is_pair(module):
             if is_text and _width(prompt) > limit:
                 raise LengthError(
                     f"The encoder's input has {_width(prompt)} tokens, over max_out_tokens "
@@ -217,6 +294,30 @@ class ModuleEngine(InferenceEngine):
 
     def _name(self) -> str:
         return self._architecture
+
+
+def _is_hf(module: Any) -> bool:
+    return hasattr(getattr(module, "config", None), "to_dict")
+
+
+def _is_pair(module: Any) -> bool:
+    """True for an encoder and a decoder."""
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+
+
+def _ends(asked: Mapping[str, Any]) -> list[int]:
+    end = asked.get("eos_token_id")
+    return to_numpy(np.array([] if end is None else end, np.int64)).reshape(-1).tolist()
+
+
+def _is_foreign(name: str, value: Any, backend: str) -> bool:
+    """True for an input, or numbers, in a form that a module on `backend` may not take."""
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    numbers = first is not value and isinstance(first, int | float)
+    other = kind_of(first) in ("numpy", "jax") and backend == "torch"
+    return numbers or other or (name in _MAIN and isinstance(value, str | Mapping))
 
 
 def _is_array(value: Any) -> bool:

@@ -239,24 +239,32 @@ def make_options(
             "times. Set do_sample=True, or num_return_sequences=1."
         )
     return GenerationOptions(
+        asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
+        do_sample=not greedy,
+        bos_token_id=_bos(values["bos_token_id"]),
+        eos_token_ids=_eos(values["eos_token_id"], vocab),
+        pad_token_id=_pad(values),
+        **check_values(values, greedy),
+        num_return_sequences=count,
+        forced_bos_token_id=values.get("forced_bos_token_id"),
+    )
+
+
+def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+    """Lengths, what shapes sampling, and stop strings; ArgumentError for one out of range."""
+    values = {**_DEFAULTS, **values}
+    return dict(
         max_new_tokens=_integer(values, "max_new_tokens", 1, None),
         max_length=_integer(values, "max_length", 1, None),
-        asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         min_new_tokens=_integer(values, "min_new_tokens", 0, None),
         min_length=_integer(values, "min_length", 0, 0),
-        do_sample=not greedy,
         # HF ignores what shapes sampling when it does not sample, whatever its value.
         temperature=1.0 if greedy else _number(values, "temperature", 1.0, low=0.0, open_low=True),
         top_k=0 if greedy else _integer(values, "top_k", 0, 0),
         top_p=1.0 if greedy else _number(values, "top_p", 1.0, low=0.0, high=1.0),
         min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
-        bos_token_id=_bos(values["bos_token_id"]),
-        eos_token_ids=_eos(values["eos_token_id"], vocab),
-        pad_token_id=_pad(values),
         stop_strings=_strings(values["stop_strings"]),
-        num_return_sequences=count,
-        forced_bos_token_id=values.get("forced_bos_token_id"),
     )
 
 

@@ -10,6 +10,7 @@ from .options import GenerationArguments, config_dict, with_arguments
 
 DEFAULT_TEXT_TOKENS = 256  # as HF's pipelines, where nobody asks for a length
 _CONTEXT = 8  # tokens decoded before the new ones, since a tokenizer may join words by a blank
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -308,12 +309,18 @@ def encode(tokenizer: Any, text: Any) -> list[int]:
 def encode_chat(
     tokenizer: Any, messages: Messages, options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a chat up to where the answer begins; ArgumentError without a chat template."""
-    if not getattr(tokenizer, "chat_template", None) and not (options or {}).get("chat_template"):
+    """Token ids of a chat up to where the answer begins.
+
+    Raises ArgumentError without a chat template, and for messages that are none.
+    """
+    template = (options or {}).get("chat_template") or getattr(tokenizer, "chat_template", None)
+    if not template:
         raise ArgumentError(
             "The tokenizer has no chat template, as those of base models have none. Continue a "
             "text with generate_text() instead, or set tokenizer.chat_template."
         )
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]", str(template))
     settings: dict[str, Any] = {"add_generation_prompt": True, **(options or {})}
     try:
         text = tokenizer.apply_chat_template(list(messages), **(settings | {"tokenize": False}))
@@ -323,6 +330,43 @@ def encode_chat(
     if not ids:
         raise ArgumentError("The chat template makes no text of these messages.")
     return ids
+
+
+def _check_message(message: Mapping[str, Any], name: str, template: str) -> None:
+    """Raise ArgumentError for what a template would pass over or print as Python shows it.
+
+    A role or a form of content that is not usual must be one that the template reads.
+    """
+    role, content = message["role"], message.get("content")
+    known = isinstance(role, str) and (
+        role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
+    )
+    if not known:
+        raise ArgumentError(
+            f"{name} has the role {shown(role)}, which the chat template does not read. Usual are "
+            f"{', '.join(_ROLES)}."
+        )
+    if content is None and message.get("tool_calls"):
+        return
+    if isinstance(content, Mapping) and "content is mapping" in template:  # what a tool gave
+        return
+    if content is None:
+        raise ArgumentError(f"{name}, the {role}'s, has no content. Give it a text as content.")
+    parts = content if isinstance(content, list | tuple) and "type" in template else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if isinstance(content, Mapping) or not all(map(_is_text, texts)):
+        raise ArgumentError(
+            f"{name}, the {role}'s, has content that is no text: {shown(content)}. A str is "
+            "expected."
+        )
+
+
+def _is_text(value: Any) -> bool:
+    """True for a str that is Unicode throughout; half a surrogate pair is none."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_chat(messages: Any) -> bool:

@@ -184,7 +184,7 @@ def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
 
 
 def read_blocks(pool: Array, table: Array) -> Array:
-    """Tokens [N, K, S, D] by position, from blocks [any, K, size, D] in the order of table [N, any].
+    """Tokens [N, K, S, D] by position, of a pool [blocks, K, size, D] by a table int [N, any].
 
     A negative entry stands for a block of zeros.
     """

@@ -193,6 +193,34 @@ def test_results_are_the_same_bits_every_time(dtype, count, config):
         np.testing.assert_array_equal(run(**a, config=config), first)
 
 
+# Features, width, gated, norm: shapes of 7B, 8B and 70B models, and odd ones.
+LARGE = [
+    (12288, 4096, False, "rms"),
+    (11008, 4096, True, "rms"),
+    (4096, 11008, False, None),
+    (32001, 4097, False, "layer"),
+    (6144, 4096, False, "rms_offset"),
+    (5000, 2049, True, "layer"),
+    (14336, 8192, True, "rms"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no GPU: interpreted it would take minutes")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("features", "width", "gated", "kind"), LARGE)
+def test_a_row_of_large_matrices_is_the_reference(features, width, gated, kind, dtype):
+    """What a token of a large model runs, with and without blocks in turn."""
+    a = make(dtype, 1, width, features, gated)
+    how: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
+    how["norm"] = norm_of(kind, dtype, width)
+    default = default_config(1, features, width, 2, gated, 132)
+    for config in (default, VectorConfig(*default[:2], 2)):
+        found = run(**a, **how, config=config, sms=132)
+        assert_close(found, wanted(**a, **how), dtype, length=width)
+        np.testing.assert_array_equal(run(**a, **how, config=config, sms=132), found)
+
+
 def test_split_sums_without_counters_are_not_split():
     a = make(FLOAT32, 5, 100, 63)
     x, weight = put(a["x"]), put(a["weight"])
@@ -234,7 +262,16 @@ def test_every_shape_has_a_configuration(width, gated, itemsize):
 
 def test_what_cannot_be_run_is_refused():
     x, weight = put(np.zeros((2, 6), np.float32)), put(np.ones((5, 6), np.float32))
+    norm = NormArguments("rms", x[0], None, EPS)
     refused = {
+        "x is torch.float32 and weight torch.float16": (x, weight.half(), {}),
+        "The norm is 'l2'": (x[:1], weight, {"norm": norm._replace(kind="l2")}),
+        "kind 'layer' has a bias": (x[:1], weight, {"norm": norm._replace(kind="layer")}),
+        r"weights are \(5,\); \(6,\)": (x[:1], weight, {"norm": norm._replace(weight=x[0, :5])}),
+        "no place for a norm": (
+            *(x[:1], weight),
+            {"norm": norm, "config": TileConfig(16, 16, 16, 4, 2)},
+        ),
         r"weight \(5, 4\) with strides": (x, weight[:, :4].contiguous(), {}),
         r"a contiguous \[out, 6\] is expected": (x, put(np.ones((6, 6), np.float32)).T, {}),
         "gate and up; it has 'silu' and 5": (x, weight, {"gated": True, "activation": "silu"}),
@@ -243,7 +280,7 @@ def test_what_cannot_be_run_is_refused():
         "x has stride 2": (put(np.zeros((2, 12), np.float32))[:, ::2], weight, {}),
         r"bias \(4,\) does not fit": (x, weight, {"bias": weight[0, :4]}),
         r"residual is \(2, 6\); \(2, 5\)": (x, weight, {"residual": x}),
-        "x has 2 rows; a norm": (x, weight, {"norm": NormArguments("rms", x[0], None, EPS)}),
+        "x has 2 rows; a norm": (x, weight, {"norm": norm}),
     }
     for message, (value, matrix, options) in refused.items():
         with pytest.raises(ValueError, match=message):

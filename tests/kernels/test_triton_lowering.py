@@ -37,6 +37,7 @@ NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
 
 EXCHANGE = {"RANK": 1, "SIZE": 4, "RANKS": 4, "BLOCK": 512}
+ROW = dict.fromkeys(("RANK", "words_ptr", "state_ptr")) | {"peers_ptr": "*i32"}
 
 HALF, BFLOAT16, WHOLE = ("fp16",), ("bf16",), ("fp32",)
 Variant = tuple[str, str, dict[str, Any]]
@@ -153,7 +154,9 @@ VARIANTS: list[Variant] = [
     ),
     ("exchange", "_sum_kernel", EXCHANGE | {"x_ptr": "*fp32", "residual_ptr": "*x"}),
     ("exchange", "_sum_kernel", EXCHANGE | {"bias_ptr": "*x", "residual_ptr": None}),
-    ("exchange", "_gather_kernel", EXCHANGE | {"dtypes": WHOLE}),
+    ("exchange", "_gather_kernel", EXCHANGE | {"stride": None, "dtypes": WHOLE}),
+    ("exchange", "_sum_kernel", EXCHANGE | ROW | {"x_ptr": "*fp32", "bias_ptr": None}),
+    ("exchange", "_gather_kernel", EXCHANGE | ROW | {"SIZE": 8, "RANKS": 8, "dtypes": WHOLE}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),

@@ -55,13 +55,18 @@ def check(prompt: Prompt, dtype: np.dtype, expected: Any, cached: bool = True, *
     whole = put(larger)
     qkv = whole[: prompt.batch, 1 : 1 + prompt.tokens]
     cache = tuple(strided(part) for part in prompt.cache) if cached else None
+    positions = put(prompt.positions)
+    apart = rotary_append(qkv, positions, **prompt.sizes, apart=True, **options)
+    same = (x.astype(np.float32) for x in (get(whole), larger))
+    np.testing.assert_array_equal(*same)
     if cached:
         options |= {"slots": put(prompt.slots), "starts": put(prompt.starts).int()}
-    positions = put(prompt.positions)
     rotary_append(qkv, positions, **prompt.sizes, cache=cache, **options)
     q, k, v = expected
     heads = get(qkv).reshape(prompt.batch, prompt.tokens, -1, prompt.sizes["head_dim"])
     split = np.split(heads, [q.shape[2], q.shape[2] + k.shape[2]], axis=2)
+    for part, its in zip(apart, split, strict=True):
+        np.testing.assert_array_equal(get(part), its)
     length = prompt.sizes["head_dim"]
     assert_close(split[0], q, dtype, length=length)
     assert_close(split[1], k, dtype, length=length)
@@ -174,6 +179,17 @@ def test_a_table_says_where_tokens_go():
         np.testing.assert_array_equal(left[unnamed], pool[unnamed])
         expected[3, :, 4:] = 0  # of a block that is not there
         np.testing.assert_array_equal(reference.read_blocks(left, table), expected)
+
+
+def test_a_slot_behind_the_cache_takes_nothing():
+    """Padding rows of a batch have one."""
+    qkv = put(normal(1, 2, 3, 6, dtype=np.dtype(np.float32)))
+    whole = put(np.zeros((2, 3, 1, 4, 2), np.float32))
+    cache, slots = (whole[0, :2], whole[1, :2]), put(np.array([2, 1], np.int32))
+    rotary_append(qkv, None, heads=1, kv_heads=1, head_dim=2, cache=cache, slots=slots)
+    assert torch.equal(whole[0, 1, 0, :3], qkv[1, :, 2:4])
+    assert torch.equal(whole[1, 1, 0, :3], qkv[1, :, 4:])
+    assert whole.count_nonzero() == 12
 
 
 def test_what_cannot_be_run_is_refused():

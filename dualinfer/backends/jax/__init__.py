@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ...config import InferenceConfig
-from ...errors import UnsupportedError
+from ...errors import ConfigError, UnsupportedError
 from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
@@ -14,16 +14,15 @@ from ...parallel.sharding import make_plan
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
+from .device import KERNELS_NEED, NO_TRITON, has_triton, runs_kernels
 from .exchange import open_exchange
 from .executables import check_untraced, compiler_options
 from .forks import check_process
 from .mesh import ManyDevices, Place, find_place, without_mesh
 from .module.parts import Target
 from .module.runner import JaxModuleRunner
-from .ops.kernels import KernelOps, runs_kernels, unserved
 from .ops.plain import PlainOps
-from .ops.primitives import check_schemes
-from .ops.split import SplitKernelOps
+from .ops.primitives import SCHEMES
 from .parallel import Split
 from .params import load_params
 from .processes import join as join_processes
@@ -71,7 +70,7 @@ def create_runner(
 ) -> JaxRunner:
     """A runner on the config's devices with the plan's weights in its dtype."""
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
-    check_schemes(plan)
+    SCHEMES.check(plan)
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
@@ -83,17 +82,22 @@ def create_runner(
         most = spec.most_tokens(config.max_out_tokens)
         runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes
+    if _wants_kernels(config) and runs_kernels(place.device) and not has_triton():
+        runner.notes += (f"{NO_TRITON}: plain XLA serves every op",)
     return runner
 
 
 def describe_kernels() -> str:
-    """Whether Pallas' kernels can run here, for people."""
+    """Whether Triton's kernels can run here, for people."""
     if not runs_kernels(default_device()):
-        return (
-            "Pallas: not usable here; the kernels run on NVIDIA's data-centre GPUs (A100, H100, "
-            "H200, B200); plain XLA"
-        )
-    return "Pallas: usable"
+        return f"Triton: not usable here; {KERNELS_NEED}; plain XLA"
+    if not has_triton():
+        return f"{NO_TRITON}; plain XLA"
+    return "Triton: usable"
+
+
+def _wants_kernels(config: InferenceConfig) -> bool:
+    return bool(config.replace_with_kernel_inject) and config.use_triton is not False
 
 
 def _make_ops(
@@ -103,11 +107,38 @@ def _make_ops(
     split: Split | None = None,
     place: Place | None = None,
 ) -> PlainOps:
-    """Pallas kernels where they are wanted and can run, else plain XLA."""
-    if not config.replace_with_kernel_inject or config.use_triton is False:
+    """Triton kernels where they are wanted and can run, else plain XLA."""
+    if not _wants_kernels(config):
         return PlainOps(split)
-    if not runs_kernels(device) or unserved(spec):
+    obstacle = None
+    if not runs_kernels(device):
+        kind = getattr(device, "device_kind", device.platform)
+        obstacle = f"{KERNELS_NEED}, and this is a {kind}"
+    elif not has_triton():
+        obstacle = NO_TRITON
+    else:
+        from .ops.kernels import unserved
+
+        if beyond := unserved(spec):
+            obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
+    if obstacle is not None:
+        if config.use_triton:
+            raise ConfigError(f"use_triton=True: {obstacle}. Leave it unset.")
         return PlainOps(split)
+    return _make_kernel_ops(config, spec, device, split, place)
+
+
+def _make_kernel_ops(
+    config: InferenceConfig,
+    spec: ModelSpec,
+    device: jax.Device,
+    split: Split | None,
+    place: Place | None,
+) -> PlainOps:
+    """Triton kernels, with exchanges peer to peer where several GPUs allow it."""
+    from .ops.kernels import KernelOps
+    from .ops.split import SplitKernelOps
+
     if split is None or not isinstance(place, ManyDevices):
         return KernelOps(device, split)
     exchange = open_exchange(place, spec.vocab, config.tensor_parallel.timeout)

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from ...errors import DistributedError
-from ...kernels.pallas.exchange import BLOCK, Mailboxes, given_up, sum_ranks
 from .executables import Executables
 from .forks import is_forked
 from .mesh import ManyDevices, Place
@@ -29,28 +28,101 @@ class Exchange:
     """Mailboxes of the devices of `place`, for small sums and gathers over them, each one launch.
 
     They serve one runner, and are an argument of no step: kernels find them by `table`, int32
-    [devices, ...] split over the devices, as `Mailboxes.table`. A device waits `timeout` seconds.
+    [devices, ...] split over the devices, a `row` of kernels/triton/exchange.py for each as pairs
+    of words, the low one first. A device waits `timeout` seconds.
+
+    Exchanges must be traced in one order: each takes the array `order` from the one before it, and
+    gives it back. All devices run them, with arrays of one shape and each with its own row.
     """
 
     def __init__(self, place: ManyDevices, vocab: int, timeout: float) -> None:
-        blocks = -(-max(CAPACITY, vocab) // BLOCK)
-        patience = min(int(timeout * _POLLS), 2**31 - 1)
-        self.mailboxes = Mailboxes(place.size, blocks * BLOCK, patience)
+        from ...kernels.xla.launches import capability_of
+
+        self.size, self.capacity = place.size, max(CAPACITY, vocab)
+        self.patience = min(int(timeout * _POLLS), 2**31 - 1)
+        self._capability = capability_of(place.device)
         self._name, self._timeout = place.name, timeout
-        shape = (place.size, self.mailboxes.bytes // 4)
+        shape = (place.size, self._state // 4 + 4)
         lies = place.sharding(place.over_devices)
         make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=lies)
         # They must be zero before a peer writes.
         boxes = jax.block_until_ready(make())
         shards = {shard.device: shard.data for shard in boxes.addressable_shards}
         addresses = [shards[d].unsafe_buffer_pointer() for d in place.mesh.devices.flat]
-        self.table = place.share(self.mailboxes.table(addresses), place.over_devices)
+        self.table = place.share(self._table(addresses), place.over_devices)
         self._boxes: jax.Array | None = boxes
         self._last: Any = None  # flags
 
+    @property
+    def _state(self) -> int:
+        """Where the kernels' state is in a device's memory, in bytes: behind the words."""
+        return 16 * self.size * self.capacity
+
+    def _table(self, addresses: Sequence[int]) -> np.ndarray:
+        """int32 [devices, 2 (devices + 3)], of each device's memory."""
+        from ...kernels.triton.exchange import row
+
+        rows = [row(rank, addresses, own + self._state) for rank, own in enumerate(addresses)]
+        return np.array(rows, np.int64).view(np.int32)
+
     def serves(self, values: int) -> bool:
         """Whether an exchange of so many values of each device fits."""
-        return 0 < values <= self.mailboxes.capacity
+        return 0 < values <= self.capacity
+
+    def sum(
+        self,
+        x: jax.Array,
+        row: jax.Array,
+        order: jax.Array,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        dtype: Any = None,
+        *,
+        pdl: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """residual + the sum of every device's x + bias, in `dtype`; and `order`.
+
+        As in kernels/triton/exchange.py.
+        """
+        from ...kernels.triton.exchange import sum_ranks
+
+        return self._exchange(sum_ranks, x, row, order, bias, residual, dtype, pdl=pdl)
+
+    def gather(
+        self, x: jax.Array, row: jax.Array, order: jax.Array, columns: int, *, pdl: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first `columns` of all devices' x [..., width] side by side; and `order`.
+
+        Every device has some of them, so that none ends before all have begun.
+        """
+        from ...kernels.triton.exchange import gather_ranks
+
+        firsts = np.minimum(np.arange(self.size + 1) * x.shape[-1], columns).astype(np.int32)
+        widths = np.diff(firsts).tolist()
+        return self._exchange(gather_ranks, x, row, order, firsts, widths, pdl=pdl)
+
+    def given_up(self, row: jax.Array, order: jax.Array, *, pdl: bool = False) -> jax.Array:
+        """int32 [1]: not 0 once this device gave up an exchange of those that made `order`."""
+        from ...kernels.triton.exchange import given_up
+        from ...kernels.xla.launches import call
+
+        return call(given_up, self._mailbox(row, order), pdl=pdl, capability=self._capability)[0]
+
+    def _exchange(
+        self, kernel: Any, x: jax.Array, row: jax.Array, order: jax.Array, *how: Any, pdl: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        from ...kernels.xla.launches import call
+
+        mailbox, capability = self._mailbox(row, order), self._capability
+        y, (order,) = call(
+            kernel, x, mailbox, *how, pdl=pdl, capability=capability, written=(order,)
+        )
+        return y, order
+
+    def _mailbox(self, row: jax.Array, order: jax.Array) -> Any:
+        from ...kernels.triton.exchange import Mailbox
+
+        return Mailbox(None, self.size, self.capacity, self.patience, row, order=order)
 
     def note(self, flags: jax.Array) -> None:
         """Hold on to `given_up` of the step dispatched last, which ends after those before it."""
@@ -97,7 +169,7 @@ def open_exchange(place: ManyDevices, vocab: int, timeout: float) -> Exchange | 
     with place.context():
         try:
             exchange = Exchange(place, vocab, timeout)
-            if _is_right(exchange.mailboxes, exchange.table, place):
+            if _is_right(exchange, place):
                 return exchange
         except jax.errors.JaxRuntimeError as error:  # of the compiler
             return str(error).splitlines()[0]
@@ -140,21 +212,23 @@ def _peers_obstacle(devices: Sequence[jax.Device]) -> str | None:
     return None
 
 
-def _is_right(mailboxes: Mailboxes, table: jax.Array, place: ManyDevices) -> bool:
+def _is_right(exchange: Exchange, place: ManyDevices) -> bool:
     """Whether two sums in a row, one in each half of the mailboxes, give what they should."""
-    mailboxes = mailboxes._replace(patience=min(mailboxes.patience, int(_TRIAL * _POLLS)))
-    x = np.arange(2 * BLOCK - 5, dtype=np.float32)
+    patience = exchange.patience
+    exchange.patience = min(patience, int(_TRIAL * _POLLS))
+    x = np.arange(1019, dtype=np.float32)  # of two programs
 
     def sums(table: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         share = lax.axis_index(place.axis).astype(jnp.float32) + 1
-        counters = jnp.zeros(1, jnp.int32)
+        order = jnp.zeros(1, jnp.int32)
         for _ in range(2):
-            x, counters = sum_ranks(x * share, table[0], mailboxes, counters)
-        return x[None], given_up(table[0], mailboxes, counters)
+            x, order = exchange.sum(x * share, table[0], order)
+        return x[None], exchange.given_up(table[0], order)
 
     over = place.over_devices
     run = place.spread(sums, (over, place.sharding().spec), (over, over))
-    totals, flags = Executables().run("trial", run, table, place.put(x))
+    totals, flags = Executables().run("trial", run, exchange.table, place.put(x))
+    exchange.patience = patience
     factor = place.size * (place.size + 1) // 2
     expected = np.broadcast_to(x * factor**2, totals.shape)
     return not np.asarray(flags).any() and np.array_equal(np.asarray(totals), expected)

@@ -37,7 +37,7 @@ jax.tree_util.register_dataclass(
 class Params(NamedTuple):
     """The weights outside the layers, and those of each layer: what the compiled steps see.
 
-    With them, where kernels exchange, int32 [ranks, ...]: the table of `exchange.Mailboxes`.
+    With them, where kernels exchange, int32 [ranks, ...]: the table of an `Exchange`.
     """
 
     outer: Weights

@@ -127,9 +127,10 @@ def _open(split: Split, symmetric_memory: Any) -> Exchange:
     mailbox = Mailbox(
         rank=ranks.rank,
         size=ranks.size,
-        words=words.view(shape),
-        peers=torch.tensor(addresses, dtype=torch.int64, device=ranks.device),
-        state=torch.zeros(3, dtype=torch.int32, device=ranks.device),
+        capacity=shape[-1],
         patience=min(int(ranks.timeout * _POLLS), 2**31 - 1),
+        peers=torch.tensor(addresses, dtype=torch.int64, device=ranks.device),
+        words=words,
+        state=torch.zeros(3, dtype=torch.int32, device=ranks.device),
     )
     return Exchange(mailbox, split)

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from ...backends.contract import LayerAttention
 from ...backends.jax.cache import FullCache
 from ...backends.jax.ops import primitives
-from ...backends.jax.ops.plain import PlainOps
-from ...kernels.pallas.attention import attention
-from ...kernels.pallas.attention_choice import cudnn_serves
+from ...backends.jax.ops.cudnn import cudnn_serves
+from ...backends.jax.ops.plain import PlainOps, turns
 from ...model.spec import Attention, Rope
 from ..case import OpCase, Shape, heads_of, prompts_work
 from .inputs import Bench, Op
 
 _THETA = 500000.0
 _CUDNN = "cudnn"
+_CUDNN_DTYPES = ("bfloat16", "float16")
 _CUDNN_HEAD = 128  # with room for every version that JAX 0.9 and later may come with
 _MOST_SCORES = 8 << 30  # bytes of the float32 scores that dense attention writes
 
@@ -43,22 +43,19 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         cache = FullCache(draw(*shape), draw(*shape))
         return cache, (qkv, jnp.full(slots, past, jnp.int32, device=bench.device))
 
-    def angles(lengths: jax.Array) -> dict[Rope, tuple[jax.Array, jax.Array]]:
-        if rope is None:
-            return {}
-        angle = lengths[:, None, None].astype(jnp.float32) * jnp.array(frequencies, jnp.float32)
-        return {rope: (jnp.cos(angle), jnp.sin(angle))}
-
     def ready() -> tuple[None, tuple[Any, ...]]:
         cache, (qkv, lengths) = inputs()
         q, k, v = _heads(a, qkv)
         if rope is not None:
-            q, k = (primitives.rotary(x, *angles(lengths)[rope]) for x in (q, k))
+            q, k = (primitives.rotary(x, *turns(rope, lengths[:, None])) for x in (q, k))
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
         return None, (q, *(jnp.asarray(x.swapaxes(1, 2)) for x in cache.read()))
 
     def run(ops: PlainOps, cache: FullCache, qkv: Any, lengths: Any) -> tuple[Any, Any]:
-        return ops.attend_token(layer, qkv, angles(lengths), cache, lengths)
+        angles: Any = lengths[:, None]  # by which kernels turn; XLA by cosines and sines
+        if not ops.kernels:
+            angles = {rope: turns(rope, angles)} if rope else {}
+        return ops.attend_token(layer, qkv, angles, cache, lengths)
 
     def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[Any, None]:
         y = jax.nn.dot_product_attention(q, k, v, scale=a.scale, implementation=_CUDNN)
@@ -69,7 +66,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     op = Op(bench, "decode_attention", description, moved, flops, inputs)
     yield op.by_kernels("", run)
     yield op.by_plain(run)
-    if bench.dtype != jnp.float32 or bench.interpret:  # cuDNN's attention knows no float32
+    if bench.dtype in _CUDNN_DTYPES:
         op = Op(bench, "decode_attention", description, moved, flops, ready)
         yield op.by_gpu("cuDNN", cudnn)
 
@@ -89,12 +86,17 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
         return None, tuple(_heads(a, qkv))
 
     def run(ops: PlainOps, state: None, qkv: Any) -> tuple[jax.Array, None]:
-        return ops.attend(layer, qkv, {})[0], state
+        return ops.attend(layer, qkv, None)[0], state
 
     def our_kernel(ops: PlainOps, state: None, q: Any, k: Any, v: Any) -> tuple[jax.Array, None]:
-        how: dict[str, Any] = {"scale": a.scale, "window": a.window, "softcap": a.softcap}
-        how |= {"sms": bench.kernels.sms, "interpret": bench.interpret}
-        return attention(q, k, v, causal=a.causal, **how).reshape(batch, tokens, -1), state
+        from ...kernels.triton import attention, attention_choice
+
+        shape = bench.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
+        how: dict[str, Any] = {"scale": a.scale, "causal": a.causal, "sms": bench.kernels.sms}
+        how |= {"config": bench.kernels.configurations.find(attention_choice.tuning_key(*shape))}
+        how |= {"pdl": bench.kernels.starts_early(batch * tokens)}
+        y = bench.launch(attention.attention, q, k, v, **how)
+        return y.reshape(batch, tokens, -1), state
 
     def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[jax.Array, None]:
         how: dict[str, Any] = {"scale": a.scale, "is_causal": a.causal}
@@ -106,13 +108,12 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
     about = bench, "attention", *prompts_work(a, batch, tokens, bench.dtype.itemsize)
     op, opened = Op(*about, inputs), Op(*about, ready)
     yield op.by_kernels("", run)
-    _, (q, k, _) = jax.eval_shape(ready)
-    if cudnn_serves(q, k, causal=a.causal, window=a.window, softcap=a.softcap):
-        yield opened.by_kernels("dualinfer's Pallas kernel", our_kernel)
+    _, (qkv,) = jax.eval_shape(inputs)
+    if cudnn_serves(layer, qkv, None, None):
+        yield opened.by_kernels("dualinfer's Triton kernel", our_kernel)
     if 4 * batch * a.heads * tokens * tokens <= _MOST_SCORES:
         yield op.by_plain(run)
-    half = bench.dtype != jnp.float32 or bench.interpret  # cuDNN's attention knows no float32
-    if half and not a.softcap and a.head_dim <= _CUDNN_HEAD:
+    if bench.dtype in _CUDNN_DTYPES and not a.softcap and a.head_dim <= _CUDNN_HEAD:
         yield opened.by_gpu("cuDNN", cudnn)
 
 

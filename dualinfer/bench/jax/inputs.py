@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...backends.jax.ops.kernels import KernelOps, runs_kernels
+from ...backends.jax.device import NO_TRITON, has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
 from ..case import OpCase, TracedCall
 
@@ -17,16 +18,28 @@ _PAIRS = 1024  # of slots and KV heads that the cases have at most
 class Bench:
     """One dtype on one device, and the engine's ops there: by kernels, and by XLA alone.
 
-    `obstacle` says why the device does not run the kernels; `interpret` runs them anywhere.
+    `obstacle` says why the device does not run the kernels.
     """
 
-    def __init__(self, dtype: Any, device: jax.Device, interpret: bool = False) -> None:
-        self.kernels = KernelOps(getattr(device, "core_count", 132), interpret)
+    def __init__(self, dtype: Any, device: jax.Device) -> None:
         self.plain, self.dtype, self.device = PlainOps(), jnp.dtype(dtype), device
-        self.interpret, self.obstacle = interpret, ""
-        if not interpret and not runs_kernels(device):
+        self.obstacle = "" if has_triton() else NO_TRITON
+        if not runs_kernels(device):
             kind = "a CPU" if device.platform == "cpu" else device.device_kind
             self.obstacle = f"it runs on NVIDIA's data-centre GPUs, and this is {kind}"
+
+    @cached_property
+    def kernels(self) -> Any:
+        """The ops by kernels, `KernelOps`."""
+        from ...backends.jax.ops.kernels import KernelOps
+
+        return KernelOps(self.device)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """What a function of kernels/triton gives for these arrays, as an engine launches it."""
+        from ...kernels.xla.launches import call
+
+        return call(function, *args, capability=self.kernels.capability, **how)[0]
 
     def draws(self) -> Callable[..., jax.Array]:
         """A function that makes normal numbers of a shape: the same ones, every time."""
@@ -60,7 +73,8 @@ class Op:
 
     def by_kernels(self, reference: str, function: Callable[..., tuple[Any, Any]]) -> OpCase:
         """The case of `function(ops, state, *inputs)` by the kernels; `reference` as in OpCase."""
-        return self._case(reference, self.bench.kernels, function, self.bench.obstacle)
+        ops = None if self.bench.obstacle else self.bench.kernels
+        return self._case(reference, ops, function, self.bench.obstacle)
 
     def by_plain(self, function: Callable[..., tuple[Any, Any]]) -> OpCase:
         """The same by XLA alone."""

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ...backends.contract import Neighbours
-from ...backends.jax.ops.kernels import runs_kernels
+from ...backends.jax.device import has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
-from ...kernels.pallas import linear as products_by_pallas
-from ...kernels.pallas import norm as norms
 from ...model.spec import Attention
 from ..case import EPS, OpCase, Shape, TracedCall, make_norm, make_weight, rows_of
 from .attention import decode, prompts
@@ -27,6 +25,7 @@ SHAPES = (
     Shape("GPT-2", 768, 12, 12, 64, 3072, 50257, gated=False),
 )
 TINY = Shape("tiny", 64, 4, 2, 16, 96, 101)
+_PROMPT = 128  # rows up to which the engine's norms are kernels
 _WIDTH = 8192  # of the matrix whose product with a vector is a stream
 
 
@@ -126,7 +125,7 @@ def _product(
 
 
 def norms_of(bench: Bench, width: int, rows: int) -> Iterator[OpCase]:
-    """RMSNorm and LayerNorm; with many rows the engine's own is XLA's."""
+    """RMSNorm and LayerNorm; with many rows, as in prompts, the engine's own is XLA's."""
     for name, vectors in (("rms_norm", 1), ("layer_norm", 2)):
 
         def inputs(vectors: int = vectors) -> tuple[None, tuple[Any, ...]]:
@@ -141,18 +140,20 @@ def norms_of(bench: Bench, width: int, rows: int) -> Iterator[OpCase]:
         def our_kernel(
             ops: PlainOps, state: None, x: Any, weight: Any, bias: Any = None
         ) -> tuple[jax.Array, None]:
+            from ...kernels.triton import norm
+
+            how = {"pdl": bench.kernels.starts_early(rows)}
             if bias is None:
-                return norms.rms_norm(x, weight, EPS, interpret=bench.interpret), state
-            return norms.layer_norm(x, weight, bias, EPS, interpret=bench.interpret), state
+                return bench.launch(norm.rms_norm, x, weight, EPS, **how), state
+            return bench.launch(norm.layer_norm, x, weight, bias, EPS, **how), state
 
         moved = (2 * rows + vectors) * width * bench.dtype.itemsize
         op = Op(bench, name, f"{rows_of(rows)} of {width}", moved, 0, inputs)
-        if rows <= products_by_pallas.MOST_ROWS:
-            yield op.by_kernels("", run)
+        yield op.by_kernels("", run)
+        if rows <= _PROMPT:
             yield op.by_plain(run)
         else:
-            yield op.by_kernels("", run)
-            yield op.by_kernels("dualinfer's Pallas kernel", our_kernel)
+            yield op.by_kernels("dualinfer's Triton kernel", our_kernel)
 
 
 def read_streams(nbytes: int, device: jax.Device) -> dict[str, Callable[[], TracedCall]]:
@@ -180,15 +181,16 @@ def read_streams(nbytes: int, device: jax.Device) -> dict[str, Callable[[], Trac
         return jax.lax.bitcast_convert_type(x, jnp.int32).sum()
 
     def product(x: jax.Array, *matrices: jax.Array) -> list[jax.Array]:
-        sms = getattr(device, "core_count", 132)
-        return [products_by_pallas.linear(x, matrix, sms=sms)[0] for matrix in matrices]
+        ops = bench.kernels.using(bench.kernels.make_scratch(1))
+        return [ops.linear(x, make_weight(matrix)) for matrix in matrices]
 
+    bench = Bench(jnp.bfloat16, device)
     floats, matrix = (nbytes // 4,), (nbytes // 4 // _WIDTH, _WIDTH)
     streams = {
         "sum of float32": stream(jnp.sum, floats),
         "sum of int32": stream(whole_numbers, floats),
         "maximum of float32": stream(jnp.max, floats),
     }
-    if runs_kernels(device):
+    if runs_kernels(device) and has_triton():
         streams["matrix-vector products"] = stream(product, (1, _WIDTH), matrix, matrix)
     return streams

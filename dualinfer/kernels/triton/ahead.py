@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile  # noqa: A004
+from triton.compiler import ASTSource, compile
 
 from .operands import Launch, Pointer
 

@@ -14,40 +14,57 @@ import triton
 import triton.language as tl
 
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import dtype_name, empty
 
 _BLOCK = 512
 
 
 class Mailbox(NamedTuple):
-    """One rank's memory for exchanges, of `capacity` values each.
+    """One rank's memory for exchanges, of `capacity` values each; it polls `patience` times.
 
     `words` int64 [2, ranks, capacity], zeros at first, lies where every rank can write; `peers`
     int64 [ranks] holds the addresses of all ranks' words. `state` int32 [3]: exchanges done,
-    programs of the present one done, whether one was given up. A rank polls `patience` times.
+    programs of the present one done, whether one was given up: what was exchanged since is NaN.
+    No kernel of a step writes `peers`.
+
+    Where all ranks run one program, `rank`, `words` and `state` are None, and `peers` is a `row`;
+    each exchange then changes `order`, an array, in name, which keeps them in their order.
     """
 
-    rank: int
+    rank: int | None
     size: int
-    words: Any
-    peers: Any
-    state: Any
+    capacity: int
     patience: int
+    peers: Any
+    words: Any = None
+    state: Any = None
+    order: Any = None
 
-    @property
-    def capacity(self) -> int:
-        """Values of one rank in one exchange."""
-        return self.words.shape[-1]
+
+def row(rank: int, words: Sequence[int], state: int) -> list[int]:
+    """What `peers` then holds, int64 [ranks + 3]: addresses of all ranks' words and this one's."""
+    return [*words, words[rank], state, rank]
 
 
 @triton.jit
-def _send(x, at, mask, peers_ptr, number, capacity, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _own(peers_ptr, SIZE: tl.constexpr):
+    """A row's words, state and rank."""
+    row_ptr = peers_ptr.to(tl.pointer_type(tl.int64)) + SIZE
+    words_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.int64))
+    state_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.int32))
+    return words_ptr, state_ptr, tl.load(row_ptr + 2).to(tl.int32)
+
+
+@triton.jit
+def _send(x, at, mask, peers_ptr, rank, number, capacity, SIZE: tl.constexpr):
     """Write values `x` float32 to every other rank's words number `at`."""
     bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = bits | (number.to(tl.int64) << 32)
-    slot = ((number & 1) * SIZE + RANK).to(tl.int64) * capacity
+    slot = ((number & 1) * SIZE + rank).to(tl.int64) * capacity
+    row_ptr = peers_ptr.to(tl.pointer_type(tl.int64))
     for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            to_ptr = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
+        if peer != rank:
+            to_ptr = tl.load(row_ptr + peer).to(tl.pointer_type(tl.int64))
             tl.store(to_ptr + slot + at, word, mask=mask, cache_modifier=".wt")
 
 
@@ -66,15 +83,16 @@ def _receive(
         words = tl.load(from_ptr, mask=wanted, other=0, volatile=True)
         late = tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != number), 1, 0))
         tries += 1
-    if late != 0:
+    lost = (late != 0) | (patience < 0)
+    if lost:
         tl.store(state_ptr + 2, 1)
-    return words.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(lost, float("nan"), words.to(tl.int32).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _begin(state_ptr, patience):
-    """The number of this exchange, and its patience: none where one before was given up."""
-    return tl.load(state_ptr) + 1, tl.where(tl.load(state_ptr + 2) == 0, patience, 0)
+    """The number of this exchange, and its patience: -1 where one before was given up."""
+    return tl.load(state_ptr) + 1, tl.where(tl.load(state_ptr + 2) == 0, patience, -1)
 
 
 @triton.jit
@@ -97,14 +115,18 @@ def _sum_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
     mask = at < count
+    if RANK is None:
+        words_ptr, state_ptr, rank = _own(peers_ptr, SIZE)
+    else:
+        rank = RANK
     wait_for_inputs(PDL)
     number, patience = _begin(state_ptr, patience)
     x = tl.load(x_ptr + at, mask=mask, other=0).to(tl.float32)
-    _send(x, at, mask, peers_ptr, number, capacity, RANK, SIZE)
-    others = mask[None, :] & (ranks != RANK) & (ranks < SIZE)
+    _send(x, at, mask, peers_ptr, rank, number, capacity, SIZE)
+    others = mask[None, :] & (ranks != rank) & (ranks < SIZE)
     found = _receive(at, others, words_ptr, state_ptr, number, capacity, patience, SIZE, RANKS)
     # In one order, so that all ranks have the same bits.
-    total = tl.sum(tl.where(ranks == RANK, x[None, :], tl.where(others, found, 0.0)), axis=0)
+    total = tl.sum(tl.where(ranks == rank, x[None, :], tl.where(others, found, 0.0)), axis=0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + at % width, mask=mask, other=0).to(tl.float32)
     if residual_ptr is not None:
@@ -115,24 +137,31 @@ def _sum_kernel(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, y_ptr, firsts_ptr, words_ptr, peers_ptr, state_ptr, rows, capacity, patience,
+    x_ptr, y_ptr, firsts_ptr, words_ptr, peers_ptr, state_ptr, rows, stride, capacity, patience,
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, RANKS)[:, None]
+    if RANK is None:
+        words_ptr, state_ptr, rank = _own(peers_ptr, SIZE)
+    else:
+        rank = RANK
     total = tl.load(firsts_ptr + SIZE)
-    first = tl.load(firsts_ptr + RANK)
-    width = tl.load(firsts_ptr + RANK + 1) - first
+    first = tl.load(firsts_ptr + rank)
+    width = tl.load(firsts_ptr + rank + 1) - first
     mask = at < rows * width
     firsts = tl.load(firsts_ptr + ranks, mask=ranks < SIZE, other=0)
     widths = tl.load(firsts_ptr + ranks + 1, mask=ranks < SIZE, other=1) - firsts
-    others = (at[None, :] < rows * widths) & (ranks != RANK) & (ranks < SIZE)
+    others = (at[None, :] < rows * widths) & (ranks != rank) & (ranks < SIZE)
     wait_for_inputs(PDL)
     number, patience = _begin(state_ptr, patience)
-    x = tl.load(x_ptr + at, mask=mask, other=0)
-    _send(x.to(tl.float32), at, mask, peers_ptr, number, capacity, RANK, SIZE)
+    place = at
+    if stride is not None:
+        place = at // width * stride + at % width
+    x = tl.load(x_ptr + place, mask=mask, other=0)
+    _send(x.to(tl.float32), at, mask, peers_ptr, rank, number, capacity, SIZE)
     _place(x, y_ptr, at, mask, first, width, total)
     found = _receive(at, others, words_ptr, state_ptr, number, capacity, patience, SIZE, RANKS)
     _place(found, y_ptr, at[None, :], others, firsts, widths, total)
@@ -144,6 +173,14 @@ def _place(x, y_ptr, at, mask, first, width, total):
     """Store values number `at` of [rows, width] at the columns from `first` on of [rows, total]."""
     to = (at // width).to(tl.int64) * total + first + at % width
     tl.store(y_ptr + to, x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _given_up_kernel(peers_ptr, flag_ptr, SIZE: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    _, state_ptr, _ = _own(peers_ptr, SIZE)
+    wait_for_inputs(PDL)
+    tl.store(flag_ptr, tl.load(state_ptr + 2))
 
 
 def sum_ranks(
@@ -160,8 +197,6 @@ def sum_ranks(
     Added in float32, in one order: every rank gets the same bits. All ranks call it with
     tensors of one shape, contiguous, of at most `mailbox.capacity` elements. `pdl` as in `launch`.
     """
-    import torch
-
     _check(x, mailbox)
     if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
         raise ValueError(
@@ -169,7 +204,7 @@ def sum_ranks(
         )
     if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_contiguous()):
         raise ValueError(f"bias is {tuple(bias.shape)}; {tuple(x.shape[-1:])} is expected.")
-    y = torch.empty_like(x, dtype=dtype or x.dtype)
+    y = empty(x, x.shape, dtype_name(dtype or x.dtype))
     launch(
         _sum_kernel,
         (triton.cdiv(x.numel(), _BLOCK),),
@@ -186,14 +221,16 @@ def gather_ranks(
     """Every rank's x [..., width] side by side: [..., sum of widths], in x's dtype.
 
     `firsts` int32 [ranks + 1] on the device: where each rank's columns begin, and how many there
-    are in all; `widths` are their differences. Values go through float32.
+    are in all; `widths` are their differences. Where all ranks run one program, x is as wide as
+    the widest of them, padded at the end. Values go through float32.
     """
     _check(x, mailbox)
-    rows = x.numel() // x.shape[-1]
-    most = rows * max(widths)
-    if x.shape[-1] != widths[mailbox.rank] or most > mailbox.capacity:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    expected = max(widths) if mailbox.rank is None else widths[mailbox.rank]
+    most, stride = rows * max(widths), width if mailbox.rank is None else None
+    if width != expected or min(widths) < 1 or most > mailbox.capacity:
         raise ValueError(
-            f"x is {tuple(x.shape)}; {widths[mailbox.rank]} columns, and at most "
+            f"x is {tuple(x.shape)}; {expected} columns, some of each rank, and at most "
             f"{mailbox.capacity} values a rank, are expected."
         )
     y = x.new_empty((*x.shape[:-1], sum(widths)))
@@ -201,10 +238,18 @@ def gather_ranks(
         _gather_kernel,
         (triton.cdiv(most, _BLOCK),),
         *(x, y, firsts, mailbox.words, mailbox.peers, mailbox.state),
-        *(rows, mailbox.capacity, mailbox.patience),
+        *(rows, stride, mailbox.capacity, mailbox.patience),
         **_meta(mailbox, pdl),
     )
     return y
+
+
+def given_up(mailbox: Mailbox, *, pdl: bool = False) -> Any:
+    """int32 [1], of a `row`: not 0 once this rank gave up an exchange of those before `order`."""
+    flag = empty(mailbox.peers, (1,), "int32")
+    size = {"SIZE": mailbox.size, "num_warps": 1}
+    launch(_given_up_kernel, (1,), mailbox.peers, flag, pdl=pdl, **size)
+    return flag
 
 
 def _meta(mailbox: Mailbox, pdl: bool) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Pointer(NamedTuple):
 class Launch(NamedTuple):
     """A kernel with its arguments by name: Pointers, and what is the same at every run.
 
-    `options` are Triton's: num_warps, num_stages and the like. With `early` it may start before the kernel in front of it has ended.
+    `options` are Triton's: num_warps, num_stages and the like. With `early` it may start before the
+    kernel in front of it has ended.
     """
 
     kernel: Any
@@ -98,7 +99,8 @@ class Recording:
         named = dict(zip(kernel.arg_names, args, strict=False)) | meta
         arguments = tuple((name, _argument(named.pop(name))) for name in kernel.arg_names)
         options = tuple(sorted(named.items()))
-        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], arguments, options, early))
+        x, y, z = (*grid, 1, 1)[:3]
+        self.launches.append(Launch(kernel, (x, y, z), arguments, options, early))
 
 
 def _argument(value: Any) -> Any:
@@ -140,6 +142,7 @@ class Operand:
         return len(self.shape)
 
     def __len__(self) -> int:
+        """Extent of the first axis."""
         return self.shape[0]
 
     def dim(self) -> int:
@@ -205,6 +208,8 @@ class Operand:
     def narrow(self, axis: int, start: int, length: int) -> "Operand":
         """The view of some indices of an axis."""
         axis %= self.ndim
+        if not 0 <= start <= start + length <= self.shape[axis]:
+            raise ValueError(f"{self.shape} has no {length} indices from {start} in axis {axis}.")
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return self._view(shape, self.strides, start * self.strides[axis])
 
@@ -218,6 +223,8 @@ class Operand:
         axis %= self.ndim
         known = math.prod(n for n in sizes if n != -1)
         sizes = tuple(self.shape[axis] // known if n == -1 else n for n in sizes)
+        if math.prod(sizes) != self.shape[axis]:
+            raise ValueError(f"axis {axis} of {self.shape} is not {sizes}.")
         steps = tuple(n * self.strides[axis] for n in _packed(sizes))
         return self._view(
             (*self.shape[:axis], *sizes, *self.shape[axis + 1 :]),
@@ -232,10 +239,10 @@ class Operand:
         for item in index if isinstance(index, tuple) else (index,):
             if item is None:
                 shape.append(1)
-                strides.append(0)
+                strides.append(self.shape[axis] * self.strides[axis] if axis < self.ndim else 1)
                 continue
-            if isinstance(item, int):
-                offset += item * self.strides[axis]
+            if isinstance(item, int) and -self.shape[axis] <= item < self.shape[axis]:
+                offset += item % self.shape[axis] * self.strides[axis]
             elif item == slice(None):
                 shape.append(self.shape[axis])
                 strides.append(self.strides[axis])

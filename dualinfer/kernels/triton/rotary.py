@@ -51,6 +51,18 @@ def _store_pairs(
 
 
 @triton.jit
+def _store_head(
+    at, first, second, z, rest, inside,
+    D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr,
+):  # fmt: skip
+    """Pairs, and the elements `z` behind them at `rest`, of heads that begin at `at` [heads, 1]."""
+    _store_pairs(at, first, second, inside, PAIRS, INTERLEAVED, HALF)
+    if REST:
+        tl.store(at + rest[None, :], z, mask=inside & (rest < D)[None, :])
+
+
+@triton.jit
 def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
     """A head norm's weight at elements `at`; 1 where there is no norm."""
     gain = tl.full(at.shape, 1.0, tl.float32)
@@ -64,7 +76,8 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 @triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    slots_ptr, starts_ptr, table_ptr, table_stride, scaling, eps, tokens, room, slots,
+    slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, table_stride,
+    scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
@@ -116,13 +129,19 @@ def _rotary_append_kernel(
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
-    # In place: where several threads hold one element, all must have read it before one writes.
-    tl.debug_barrier()
-    changed &= inside
-    _store_pairs(at, x, y, changed, PAIRS, INTERLEAVED, HALF)
     z = z.to(at.dtype.element_ty)
-    if REST:
-        tl.store(at + rest[None, :], z, mask=changed & (rest < D)[None, :])
+    if q_out_ptr is None:
+        # Where several threads hold one element, all must have read it before one writes.
+        tl.debug_barrier()
+        _store_head(at, x, y, z, rest, changed & inside, D, PAIRS, INTERLEAVED, HALF, REST)
+    else:
+        token = row.to(tl.int64)
+        q_at = q_out_ptr + token * H * D + head * D
+        _store_head(q_at, x, y, z, rest, inside & is_q, D, PAIRS, INTERLEAVED, HALF, REST)
+        k_out = k_out_ptr + token * K * D + (head - H) * D
+        _store_head(k_out, x, y, z, rest, inside & is_k, D, PAIRS, INTERLEAVED, HALF, REST)
+        v_out = v_out_ptr + token * K * D + (head - H - K) * D
+        _store_head(v_out, x, y, z, rest, inside & is_v, D, PAIRS, INTERLEAVED, HALF, REST)
     if keys_ptr is not None:
         slot, start = b, 0
         if slots_ptr is not None:
@@ -147,11 +166,8 @@ def _rotary_append_kernel(
         else:
             v_at = values_ptr + at_v
         v_at += (head - H - K).to(tl.int64) * values_stride1
-        _store_pairs(k_at, x, y, to_k, PAIRS, INTERLEAVED, HALF)
-        _store_pairs(v_at, x, y, to_v, PAIRS, INTERLEAVED, HALF)
-        if REST:
-            tl.store(k_at + rest[None, :], z, mask=to_k & (rest < D)[None, :])
-            tl.store(v_at + rest[None, :], z, mask=to_v & (rest < D)[None, :])
+        _store_head(k_at, x, y, z, rest, to_k, D, PAIRS, INTERLEAVED, HALF, REST)
+        _store_head(v_at, x, y, z, rest, to_v, D, PAIRS, INTERLEAVED, HALF, REST)
 
 
 @triton.jit
@@ -187,9 +203,12 @@ def rotary_append(
     slots: Any = None,
     starts: Any = None,
     table: Any = None,
+    apart: bool = False,
     pdl: bool = False,
-) -> None:
+) -> tuple[Any, Any, Any] | None:
     """Norm and turn q and k in qkv [B, T, (H + 2K) D], in place, and append k and v to the cache.
+
+    With `apart` qkv stays as it is: q [B, T, H, D], k and v [B, T, K, D] are given in new memory.
 
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
     `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
@@ -232,14 +251,20 @@ def rotary_append(
     first = 0 if pairs or q_norm is not None else heads
     last = heads + kv_heads if pairs or k_norm is not None else heads
     last = last if keys is None else heads + 2 * kv_heads
+    parts = None
+    if apart:
+        first, last = 0, heads + 2 * kv_heads
+        counts = heads, kv_heads, kv_heads
+        parts = tuple(qkv.new_empty((batch, tokens, n, head_dim)) for n in counts)
     if last <= first or not qkv.numel():
-        return
+        return parts
     # Without rotation the halves of a head are pairs all the same, which only pass.
     meta = _blocks(pairs or head_dim // 2, head_dim, last - first)
     launch(
         _rotary_append_kernel,
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
+        *(parts or (None, None, None)),
         *(table, table_stride, scaling, norm_eps, tokens, room, count),
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
@@ -252,6 +277,7 @@ def rotary_append(
         pdl=pdl,
         **meta,
     )
+    return parts
 
 
 def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:

@@ -96,7 +96,7 @@ def _regrouped(jaxpr: Jaxpr) -> Jaxpr:
 def _bytes(eqn: JaxprEqn) -> int:
     """Bytes of the results that are memory of their own."""
     changed = {place for _, place in eqn.params["aliases"]}
-    made = (v.aval for i, v in enumerate(eqn.outvars) if i not in changed)
+    made: Any = (v.aval for i, v in enumerate(eqn.outvars) if i not in changed)
     return sum(aval.size * aval.dtype.itemsize for aval in made)
 
 
@@ -104,7 +104,9 @@ def _is_reshape(eqn: JaxprEqn) -> bool:
     """Whether an equation gives its one argument's elements in their order."""
     if eqn.primitive.name not in _RESHAPES or len(eqn.invars) != 1:
         return False
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    return before.size == after.size
 
 
 class _Group:
@@ -120,8 +122,9 @@ class _Group:
         self._before: dict[Var, Var] = {}  # of a changed array: what it was
         self._bytes = 0
 
-    def _origin(self, v: Var) -> Var:
-        return self._memory.get(v, v)
+    def _origin(self, v: Any) -> Var:
+        origin: Any = self._memory.get(v, v)
+        return origin
 
     def reaches(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads what the group makes."""
@@ -172,7 +175,7 @@ class _Group:
             return []
         superseded = {v for v in self._before.values() if v in self._made}
         final = [v for v in self._made if v not in superseded]
-        inputs = list(self._inputs)
+        inputs: list[Any] = list(self._inputs)
         numbers = {v: i for i, v in enumerate(inputs)}
         numbers |= {v: len(inputs) + i for i, v in enumerate(final)}
         last: dict[Var, Var] = {}  # of an array that is changed several times
@@ -187,12 +190,14 @@ class _Group:
             launches += [x.over(dict(enumerate(own))) for x in eqn.params["launches"]]
             for v, buffer in zip(eqn.outvars, eqn.params["out"], strict=True):
                 out[numbers[v] - len(inputs)] = buffer
-        aliases = tuple(
-            (numbers[v], numbers[last[v]] - len(inputs)) for v in inputs if v in last
-        )
+        aliases = tuple((numbers[v], numbers[last[v]] - len(inputs)) for v in inputs if v in last)
         params = {"launches": tuple(launches), "out": tuple(out), "aliases": aliases}
         call = self._eqns[0].replace(
             invars=inputs, outvars=final, params=self._eqns[0].params | params
         )
-        last_use = self._last_use
-        return [call, *(e for e in self._renames if last_use.get(e.outvars[0], -1) >= i)]
+        kept: list[JaxprEqn] = []
+        for eqn in reversed(self._renames):
+            read = {later.invars[0] for later in kept}  # a reshape may be of another one
+            if eqn.outvars[0] in read or self._last_use.get(eqn.outvars[0], -1) >= i:
+                kept.append(eqn)
+        return [call, *reversed(kept)]

@@ -115,25 +115,31 @@ class _Ready(NamedTuple):
 
 
 class _Program:
-    """Launches in their order, and their code."""
+    """Launches in their order, and their code.
+
+    XLA calls for each device from a thread of its own, and no device waits here for another one: a
+    launch may take until kernels in front have ended, which wait for kernels of other devices.
+    """
 
     def __init__(self, launches: tuple[Launch, ...], codes: tuple[Code, ...]) -> None:
         self.launches, self.codes = launches, codes
-        self._ready: list[_Ready] = []
+        self._ready: dict[int, tuple[threading.Lock, list[_Ready]]] = {}  # by device
 
     def run(self, stream: int, buffers: list[int]) -> None:
         """Launch them all; `buffers` are addresses."""
-        if not self._ready:
-            pairs = zip(self.launches, self.codes, strict=True)
-            self._ready = [_prepared(*pair) for pair in pairs]
-        for ready in self._ready:
-            if ready.code.shared > _SHARED_UNASKED:
-                _allow_shared(ready.code, _device())
-            ready.config.stream = stream
-            for number, offset, value in ready.places:
-                value.value = buffers[number] + offset
-            config = ctypes.byref(ready.config)
-            _check(_cuda().cuLaunchKernelEx(config, ready.function, ready.pointers, None))
+        device = _device()
+        turn, prepared = self._ready.setdefault(device, (threading.Lock(), []))
+        with turn:
+            if not prepared:
+                prepared += [*map(_prepared, self.launches, self.codes)]
+            for ready in prepared:
+                if ready.code.shared > _SHARED_UNASKED:
+                    _allow_shared(ready.code, device)
+                ready.config.stream = stream
+                for number, offset, value in ready.places:
+                    value.value = buffers[number] + offset
+                config = ctypes.byref(ready.config)
+                _check(_cuda().cuLaunchKernelEx(config, ready.function, ready.pointers, None))
 
 
 def _prepared(launch: Launch, code: Code) -> _Ready:
@@ -189,7 +195,6 @@ def _cuda() -> Any:
 
 
 _programs: dict[int, _Program] = {}
-_lock = threading.Lock()  # XLA calls for each device from a thread of its own
 
 
 def program(launches: tuple[Launch, ...], capability: int) -> int:
@@ -202,8 +207,7 @@ def program(launches: tuple[Launch, ...], capability: int) -> int:
         facts = its._replace(cubin=b""), launch.grid, launch.early, arguments
         digest.update(hashlib.sha256(its.cubin).digest() + repr(facts).encode())
     number = int.from_bytes(digest.digest()[:8], "little") >> 1
-    with _lock:
-        _programs.setdefault(number, _Program(launches, made))
+    _programs.setdefault(number, _Program(launches, made))
     return number
 
 
@@ -225,8 +229,7 @@ def _handler(pointer: Any) -> int | None:
         at = [frame.args[i] for i in range(frame.args_size)]
         at += [frame.rets[i] for i in range(frame.rets_size)]
         number = _Scalar.from_address(frame.attrs[0]).value[0]
-        with _lock:
-            _programs[number].run(got.stream, [_Buffer.from_address(a).data or 0 for a in at])
+        _programs[number].run(got.stream, [_Buffer.from_address(a).data or 0 for a in at])
     except BaseException:  # XLA would go on with what is not there
         text = traceback.format_exc().encode()
         error = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INTERNAL)
@@ -236,7 +239,7 @@ def _handler(pointer: Any) -> int | None:
 
 def _api(frame: _Frame, number: int) -> Any:
     """A function of XLA's."""
-    address = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
+    address: Any = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
     return ctypes.CFUNCTYPE(_POINTER, _POINTER)(address)
 
 

@@ -1,13 +1,13 @@
 """Launches on the CPU, by Triton's interpreter, which wants torch tensors: for tests."""
 
+import threading
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..triton.operands import Buffer, Launch, Pointer
 
-_LIKE = {"bfloat16": torch.int16, "uint32": torch.int32}  # NumPy's have no torch dtype
+_one_at_a_time = threading.Lock()  # the interpreter's state is the process's; devices have threads
 
 
 def run(
@@ -24,12 +24,13 @@ def run(
         for i, b in enumerate(out)
     ]
     buffers = [_tensor(x) for x in (*inputs, *outputs)]
-    for launch in launches:
-        values = {
-            name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
-            for name, x in launch.arguments
-        }
-        launch.kernel[launch.grid](**values)
+    with _one_at_a_time:
+        for launch in launches:
+            values = {
+                name: _at(buffers[x.buffer], x) if isinstance(x, Pointer) else x
+                for name, x in launch.arguments
+            }
+            launch.kernel[launch.grid](**values)
     return outputs
 
 
@@ -39,11 +40,15 @@ def _numpy(name: str) -> Any:
     return jnp.dtype(name)
 
 
-def _tensor(x: np.ndarray) -> torch.Tensor:
+def _tensor(x: np.ndarray) -> Any:
     """The bytes of an array, in the same memory."""
+    import torch
+
     x = x if x.flags.writeable else x.copy()
     return torch.from_numpy(x.reshape(-1).view(np.uint8))
 
 
-def _at(buffer: torch.Tensor, pointer: Pointer) -> torch.Tensor:
+def _at(buffer: Any, pointer: Pointer) -> Any:
+    import torch
+
     return buffer[pointer.offset :].view(getattr(torch, pointer.dtype))

@@ -7,22 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ..triton.launch import INTERPRETED
 from ..triton.operands import Buffer, Launch, Operand, Recording
-from . import handler
 
 launches_p = Primitive("triton_launches")
 launches_p.multiple_results = True
+
+
+def capability_of(device: jax.Device) -> int:
+    """A GPU's, 90 on Hopper; of another device one that the interpreter goes by."""
+    return int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
 
 
 def call(
     function: Callable[..., Any],
     *args: Any,
     capability: int,
-    written: Sequence[jax.Array] = (),
+    written: Sequence[Any] = (),
     **kwargs: Any,
 ) -> tuple[Any, list[jax.Array]]:
     """What `function` of kernels/triton gives for JAX arrays in place of tensors; then `written`.
@@ -33,7 +37,7 @@ def call(
     """
     recording = Recording()
     operands: dict[int, Operand] = {}
-    arrays: list[jax.Array] = []
+    arrays: list[Any] = []
 
     def operand(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray):
@@ -60,10 +64,14 @@ def call(
         capability=capability,
     )
 
+    afterwards = dict(zip(changed, bound[len(made) :], strict=True))
+
     def array(x: Any) -> Any:
         if not isinstance(x, Operand):
             return x
-        whole = bound[x.buffer - given] if x.buffer >= given else arrays[x.buffer]
+        whole = afterwards.get(x.buffer)
+        if whole is None:
+            whole = bound[x.buffer - given] if x.buffer >= given else arrays[x.buffer]
         if x.offset or x.numel() != whole.size or not x.is_contiguous():
             raise ValueError("A function of kernels/triton gave a part of a buffer.")
         return whole.reshape(x.shape)
@@ -74,7 +82,7 @@ def call(
 
 @launches_p.def_abstract_eval
 def _abstract(*_: Any, out: tuple[Buffer, ...], **__: Any) -> list[Any]:
-    return [jax.core.ShapedArray(b.shape, jnp.dtype(b.dtype)) for b in out]
+    return [ShapedArray(b.shape, jnp.dtype(b.dtype)) for b in out]
 
 
 @launches_p.def_impl
@@ -94,6 +102,8 @@ def _on_gpu(
     aliases: tuple[tuple[int, int], ...],
     capability: int,
 ) -> Sequence[jax.Array]:
+    from . import handler  # which imports Triton
+
     number = handler.program(launches, capability)
     results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in out]
     run = jax.ffi.ffi_call(handler.TARGET, results, input_output_aliases=dict(aliases))
@@ -107,6 +117,8 @@ def _on_host(
     aliases: tuple[tuple[int, int], ...],
     capability: int,
 ) -> Sequence[jax.Array]:
+    from ..triton.launch import INTERPRETED
+
     if not INTERPRETED:
         raise NotImplementedError("Triton's kernels need a GPU, or TRITON_INTERPRET=1.")
     from . import interpreter

@@ -32,30 +32,20 @@ from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
-from ....kernels.xla.launches import call
+from ....kernels.xla.launches import call, capability_of
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
-from ...caches import CacheView
 from ...base import SamplingFeatures
+from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, scoring
+from .plain import PlainOps, scoring, turns
 
-_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 _HOPPER = 90
-
-
-def runs_kernels(device: jax.Device) -> bool:
-    """True on NVIDIA's data-centre GPUs from Ampere on.
-
-    They have more than 99 KiB of shared memory for a block, which the kernels' configurations fill.
-    """
-    capability = str(getattr(device, "compute_capability", ""))
-    return device.platform == "gpu" and capability in _CAPABILITIES
 
 
 def unserved(spec: ModelSpec) -> str | None:
@@ -93,8 +83,7 @@ class KernelOps(PlainOps):
     def __init__(self, device: jax.Device, split: Split | None = None) -> None:
         super().__init__(split)
         self.sms = getattr(device, "core_count", None) or 132
-        text = str(getattr(device, "compute_capability", "9.0"))
-        self.capability = int(text.replace(".", ""))
+        self.capability = capability_of(device)
         self._on_gpu = device.platform == "gpu"
         major, minor = divmod(self.capability, 10)
         kinds = device_kinds(device.device_kind, (major, minor), self.sms) if self._on_gpu else ()
@@ -254,30 +243,33 @@ class KernelOps(PlainOps):
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
         how |= {"pdl": turn["pdl"]} | scoring(layer)
-        with jax.named_scope("attention"):
-            y, (qkv, *filled) = call(
-                _turn if by_cudnn else _turn_and_attend,
+        # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
+        apart = by_cudnn or (cache is not None and known is None)
+        with jax.named_scope("rotary"):
+            written = (*(() if apart else (qkv,)), *(pools or ()))
+            y, filled = call(
+                rotary.rotary_append if apart else _turn_and_attend,
                 qkv,
                 angles,
-                turn,
-                *(() if by_cudnn else (a.qkv_sizes, how)),
+                **({"apart": True} | turn if apart else {"turn": turn, "how": how}),
                 capability=self.capability,
-                written=(qkv, *(pools or ())),
+                written=written,
             )
-            if by_cudnn or (cache is not None and known is None):
-                q, k, v = (
-                    part.reshape(batch, tokens, -1, a.head_dim)
-                    for part in jnp.split(qkv, np.cumsum(a.qkv_sizes[:2]), axis=-1)
+            cache = known._replace(k=filled[-2], v=filled[-1]) if known is not None else cache
+        if not apart:
+            return y.reshape(batch, tokens, -1), cache
+        q, k, v = y
+        if cache is not None and known is None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, k, v)
+        with jax.named_scope("attention"):
+            if by_cudnn:
+                y = jax.nn.dot_product_attention(
+                    q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
                 )
-                if by_cudnn:
-                    y = jax.nn.dot_product_attention(
-                        q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
-                    )
-                if cache is not None and known is None:
-                    assert slots is not None
-                    cache = primitives.write(cache, slots, k, v)
-        if known is not None:
-            cache = known._replace(k=filled[0], v=filled[1])
+            else:
+                how |= {"capability": self.capability}
+                y, _ = call(attention.attention, q, k, v, **how)
         return y.reshape(batch, tokens, -1), cache
 
     def attend_token(
@@ -291,7 +283,9 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend_token`."""
         known = self._known(cache)
         if known is None:
-            return super().attend_token(layer, qkv, angles, cache, lengths)
+            rope = layer.spec.rope
+            turned = {rope: turns(rope, angles)} if rope else {}
+            return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
@@ -386,21 +380,14 @@ def _advance(
     sampling.sample_step(logits, state, needs, out, step, workspace=work, pdl=pdl)
 
 
-def _turn(qkv: Any, positions: Any, turn: Mapping[str, Any]) -> None:
-    """Queries and keys normed and turned, in place, and the cache filled."""
-    rotary.rotary_append(qkv, positions, **turn)
-
-
 def _turn_and_attend(
-    qkv: Any,
-    positions: Any,
-    turn: Mapping[str, Any],
-    sizes: tuple[int, int, int],
-    how: Mapping[str, Any],
+    qkv: Any, positions: Any, *, turn: Mapping[str, Any], how: Mapping[str, Any]
 ) -> Any:
-    """`_turn`, and attention of the whole sequences."""
-    _turn(qkv, positions, turn)
-    q, k, v = (x.unflatten(-1, (-1, turn["head_dim"])) for x in qkv.split(sizes, dim=-1))
+    """Queries and keys normed and turned in place, the cache filled, and attention of them all."""
+    rotary.rotary_append(qkv, positions, **turn)
+    heads, kv_heads = turn["heads"], turn["kv_heads"]
+    split = qkv.unflatten(-1, (heads + 2 * kv_heads, turn["head_dim"]))
+    q, k, v = split.split((heads, kv_heads, kv_heads), dim=2)
     return attention.attention(q, k, v, **how)
 
 

@@ -1,4 +1,4 @@
-"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Pallas.
+"""The ops of the contract, composed of XLA's primitives; kernels.py has the same by Triton.
 
 Everything is traced.
 """
@@ -20,6 +20,12 @@ from ..parallel import Split
 from ..params import Params
 from ..sampler import SlotState
 from . import primitives
+
+
+def turns(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines by which heads turn, [..., R/2]."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.array(rope.inv_freq, jnp.float32)
+    return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
 
 class PlainOps:
@@ -151,9 +157,7 @@ class PlainOps:
         for layer in spec.layers:
             rope = layer.attention.rope
             if rope and rope not in angles:
-                frequencies = jnp.array(rope.inv_freq, jnp.float32)
-                turned = positions[..., None].astype(jnp.float32) * frequencies
-                angles[rope] = jnp.cos(turned) * rope.scaling, jnp.sin(turned) * rope.scaling
+                angles[rope] = turns(rope, positions)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:

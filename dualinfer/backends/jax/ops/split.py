@@ -1,12 +1,12 @@
 """The kernels' ops of one device of several: what it sums with the others, and what it gathers."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from ....kernels.pallas import exchange as kernels
 from ....model.weights import Weight
 from ...contract import ALONE, Neighbours
 from ..exchange import Exchange
@@ -36,8 +36,7 @@ class SplitKernelOps(KernelOps):
         self._row: jax.Array | None = None
         sums = f"XLA: {obstacle}"
         if exchange is not None:
-            most = exchange.mailboxes.capacity
-            sums = f"Pallas, peer to peer, up to {most:,} values; XLA above"
+            sums = f"Triton, peer to peer, up to {exchange.capacity:,} values; XLA above"
         self.implementations = {**self.implementations, "sum over devices": sums}
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
@@ -60,7 +59,7 @@ class SplitKernelOps(KernelOps):
         if self.exchange is None or self._row is None:
             return None
         assert self._counters is not None
-        return kernels.given_up(self._row, self.exchange.mailboxes, self._counters)
+        return self.exchange.given_up(self._row, self._counters, pdl=self.starts_early(1))
 
     def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
@@ -81,21 +80,22 @@ class SplitKernelOps(KernelOps):
         """See `PlainOps.gather_logits`; XLA's where a device has no part of the vocabulary."""
         vocab, width = self.split.plan.table.spec.vocab, logits.shape[-1]
         everywhere = vocab > width * (self.split.plan.size - 1)
-        if not everywhere or not self._serves(math.prod(logits.shape[:-1]) * vocab):
+        if not everywhere or not self._serves(logits.size):
             return super().gather_logits(logits)
+        assert self.exchange is not None
         with jax.named_scope("gather"):
-            return self._exchange(kernels.gather_ranks, logits, vocab)
+            return self._exchanged(self.exchange.gather, logits, vocab)
 
     def _sum(
         self, x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, dtype: Any
     ) -> jax.Array:
-        with jax.named_scope("reduce"):
-            return self._exchange(kernels.sum_ranks, x, bias, residual, dtype)
-
-    def _exchange(self, kernel: Any, x: jax.Array, *how: Any) -> jax.Array:
         assert self.exchange is not None
-        boxes = self.exchange.mailboxes
-        y, self._counters = kernel(x, self._row, boxes, self._counters, *how)
+        with jax.named_scope("reduce"):
+            return self._exchanged(self.exchange.sum, x, bias, residual, dtype)
+
+    def _exchanged(self, exchange: Callable[..., Any], x: jax.Array, *how: Any) -> jax.Array:
+        early = self.starts_early(x.size // x.shape[-1])
+        y, self._counters = exchange(x, self._row, self._counters, *how, pdl=early)
         return y
 
     def _serves(self, values: int) -> bool:

@@ -1,6 +1,7 @@
-"""The JAX decoder on Pallas' kernels, interpreted on the CPU, against the one on plain XLA."""
+"""The JAX decoder on Triton's kernels, interpreted on the CPU, against the one on plain XLA."""
 
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,52 +10,36 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
+pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.jax import ahead, sampler  # noqa: E402
+from dualinfer.backends.jax import ahead, steps  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
-from dualinfer.kernels.pallas import linear, norm  # noqa: E402
+from dualinfer.engine import loop  # noqa: E402
+from dualinfer.kernels.triton import linear, norm  # noqa: E402
+from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 
-from .kernels.arrays import INTERPRETED, check_lowers, inlined  # noqa: E402
+from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
+from .kernels.tensors import strict  # noqa: E402
 from .models import make_model, relative_rms  # noqa: E402
+from .test_kernel_ops import CASES, ENCODER, VOCAB, assert_same_outputs, batch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="JAX has a GPU: see test_gpu_pallas.py")
-VOCAB = 97
-SMS = 2  # few, so that sums are split over programs
-# The interpreter is slow: few heads, and no more layers than kinds.
-_LLAMA = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
-_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
-_OPT = {"hidden_size": 24, "ffn_dim": 33, "num_attention_heads": 2, "num_hidden_layers": 1}
-CASES: dict[str, dict[str, Any]] = {
-    "llama-gqa": _LLAMA,
-    "qwen3": _LLAMA,
-    "gpt2": {"n_embd": 24, "n_head": 2, "n_layer": 1},
-    "opt": _OPT | {"word_embed_proj_dim": 24},
-    "opt-post": _OPT | {"word_embed_proj_dim": 20},
-    "gptj": {"n_embd": 28, "n_head": 2, "n_layer": 1},
-    "gpt-neo": {"hidden_size": 24, "num_heads": 2},
-    "neox": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
-    "bloom": {"hidden_size": 30, "n_head": 3, "n_layer": 1},
-    "gemma2": {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
-    | {"num_key_value_heads": 1},
-}
-ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU: see test_gpu_kernels_jax.py"),
+    # The interpreter divides in NumPy, which warns of what IEEE 754 defines.
+    pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
+]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-# Compiling takes nearly all of the time: a third of it so.
-_QUICK = {"xla_backend_optimization_level": "0"}
-if jax.__version_info__ < (0, 11):
-    _QUICK["xla_cpu_use_fusion_emitters"] = "False"
 OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
 
 
 @pytest.fixture
 def engines(monkeypatch):
     """A function from a tiny model, or its name, to engines of it: by kernels, by plain XLA."""
-    monkeypatch.setattr(backend, "compiler_options", lambda *args: _QUICK)
 
     def make(model: Any, dtype: str = "fp32", **changes: Any):
         if isinstance(model, str):
@@ -62,27 +47,13 @@ def engines(monkeypatch):
         options = OPTIONS | {"dtype": dtype}
         plain = dualinfer.init_inference(model, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "_make_ops", lambda *args: KernelOps(SMS, interpret=True))
+            patch.setattr(backend, "_make_ops", lambda *args: interpreted_ops())
             fast = dualinfer.init_inference(model, **options)
-        assert "Pallas" in fast.report().ops["matmul"]
-        assert "Pallas" not in plain.report().ops["matmul"]
+        assert "Triton" in fast.report().ops["matmul"]
+        assert "Triton" not in plain.report().ops["matmul"]
         return fast, plain
 
     return make
-
-
-def batch(tokens: int = 14) -> dict[str, np.ndarray]:
-    """Two rows of ids, the second one with padding on its left."""
-    ids = np.random.default_rng(1).integers(3, VOCAB, (2, tokens))
-    mask = np.ones_like(ids)
-    mask[1, :5] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name: str) -> None:
-    seen = call["attention_mask"] > 0
-    found, wanted = (np.asarray(e(**call)[name])[seen] for e in (fast, plain))
-    assert relative_rms(found, wanted) < 3e-6
 
 
 def assert_same_text(fast: Any, plain: Any, prompts: Any, new: int, **options: Any) -> np.ndarray:
@@ -99,7 +70,7 @@ def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     fast, plain = engines(name, **CASES[name])
     ids = np.random.default_rng(2).integers(3, VOCAB, 13).tolist()
-    text, found = with_logits(fast, [ids, ids[:7]], 5, monkeypatch)
+    text, found = with_logits(fast, [ids, ids[:7]], 4, monkeypatch)
     mask = np.ones_like(text)
     mask[1, :6] = 0
     places = np.maximum(mask.cumsum(1) - 1, 0)
@@ -126,30 +97,33 @@ def test_encoders_take_masks_and_token_types(name, engines, monkeypatch):
     assert_same_outputs(fast, plain, call, output)
 
 
-def test_text_goes_on_where_one_call_of_decode_ends(engines):
-    """At 32 tokens; one row, and three in four slots, of which one ends early."""
+def test_text_goes_on_where_one_call_of_decode_ends(engines, monkeypatch):
+    """One row, and three in four slots, of which one ends early."""
+    monkeypatch.setattr(steps, "MAX_STEPS", 4)
+    monkeypatch.setattr(loop, "MAX_STEPS", 4)
     fast, plain = engines("llama-gqa", **CASES["llama-gqa"])
-    text = assert_same_text(fast, plain, [[5, 6, 7]], 40, **GREEDY)
-    assert text.shape == (1, 43)
-    eos = int(text[0, 3 + 12])
+    text = assert_same_text(fast, plain, [[5, 6, 7]], 10, **GREEDY)
+    assert text.shape == (1, 13)
+    eos = int(text[0, 3 + 6])
     prompts = [[8, 9, 10, 11, 12], [5, 6, 7], [13]]
-    text = assert_same_text(fast, plain, prompts, 40, do_sample=False, eos_token_id=eos)
-    assert eos in text[1, 5 : 5 + 13]
+    text = assert_same_text(fast, plain, prompts, 10, do_sample=False, eos_token_id=eos)
+    assert eos in text[1, 5 : 5 + 7]
 
 
 def test_sampled_text_is_that_of_the_plain_ops(engines):
     fast, plain = engines("gpt2", **CASES["gpt2"])
     sampling = {"do_sample": True, "seed": 3, "temperature": 1.5, "repetition_penalty": 1.4}
     sampling |= {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "min_new_tokens": 3}
-    assert_same_text(fast, plain, [[5, 6, 7], [8, 9, 10, 11, 12]], 12, **sampling)
+    assert_same_text(fast, plain, [[5, 6, 7], [8, 9, 10, 11, 12]], 7, **sampling)
 
 
+@pytest.mark.usefixtures(strict.__name__)  # bfloat16 is rounded as on a GPU
 @pytest.mark.parametrize(("name", "rows"), [("gpt2", 1), ("llama-gqa", 3)])
 def test_bfloat16_is_as_near_to_float32_as_plain_xla(name, rows, engines, monkeypatch):
     model = make_model(name, vocab_size=VOCAB, **CASES[name]).bfloat16().float()
     ids = np.random.default_rng(3).integers(3, VOCAB, (rows, 9))
     fast, plain = engines(model, "bf16")
-    text, found = with_logits(fast, ids.tolist(), 12, monkeypatch)
+    text, found = with_logits(fast, ids.tolist(), 6, monkeypatch)
     other = np.asarray(plain(text).logits, np.float32)[:, 8:-1]
     with torch.no_grad():
         expected = model(torch.tensor(text)).logits[:, 8:-1].numpy()
@@ -162,17 +136,12 @@ def with_logits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The greedy text of prompts, and the logits float32 [B, new, V] by which it was chosen."""
     by_position: dict[int, np.ndarray] = {}
-    original = sampler.sample
 
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
 
-    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
-        jax.debug.callback(note, position, logits)
-        return original(logits, state, position, *how)
-
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample)
+        watch_logits(patch, note)
         text = np.asarray(engine.generate(prompts, max_new_tokens=new, **GREEDY))
         jax.effects_barrier()
     first = len(prompts[0])
@@ -187,7 +156,7 @@ def jobs(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, rows: tuple[int
     """The steps of a tiny model as they are compiled on a GPU, by name and rows; none is run."""
     model = make_model(name, vocab_size=VOCAB, **CASES[name])
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_make_ops", lambda *args: KernelOps(132))
+        patch.setattr(backend, "_make_ops", lambda *args: KernelOps(gpu(core_count=132)))
         engine = dualinfer.init_inference(model, **OPTIONS | {"dtype": dtype})
     wanted = ahead.Wanted(rows, (5,), 4)
     for job in ahead.jobs(engine.runner, wanted, 4):
@@ -202,31 +171,33 @@ _LOWERED = [(name, "bf16") for name in CASES] + [("llama-gqa", "fp16"), ("llama-
 
 @pytest.mark.parametrize(("name", "dtype"), _LOWERED)
 def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
-    """Without a GPU; with the cache's arrays as operands and results of attention that are one."""
+    """Without a GPU; all of a step is one call, which changes caches and counters in place.
+
+    Gemma 2's is not: XLA adds what it norms to the residual.
+    """
     layers = CASES[name].get("num_hidden_layers", CASES[name].get("n_layer", 2))
     for what, rows, step, args in jobs(name, dtype, monkeypatch, (1, 3)):
         if what == "prefill" and rows == 1:
             continue  # nothing of its own
-        text = inlined(check_lowers(step, *args))
-        calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
-        names = [re.findall(r'name = "(\w+)", num_stages', line)[-1] for line in calls]
+        calls, _ = calls_for_cuda(step, args, monkeypatch)
+        kernels = [kernel for call in calls for kernel in call.kernels]
         if what == "prefill":
-            assert names.count("attention_kernel") == layers
+            assert kernels.count("attention_kernel") == layers
             continue
-        assert names.count("decode_attention_kernel") == layers
-        products = "matvec_kernel" if rows == 1 else "tile_kernel"
-        assert names.count(products) >= (4 * layers + 1 if rows == 1 or dtype != "fp32" else 0)
-        for line, kernel in zip(calls, names, strict=True):
-            if kernel == "decode_attention_kernel":
-                assert line.count("output_operand_alias<") == 3  # keys, values, counters
+        modes = len(KernelOps.modes)  # of sampling, a loop for each
+        assert kernels.count("decode_attention_kernel") == modes * layers
+        products, least = "matvec_kernel" if rows == 1 else "tile_kernel", 4 * layers + 1
+        assert kernels.count(products) >= (modes * least if rows == 1 or dtype != "fp32" else 0)
+        if (rows == 1 or dtype != "fp32") and name not in ("gemma2", "opt-post"):
+            assert len(calls) == modes
+            assert all(call.changed >= 2 * layers + 1 for call in calls)
+            assert all(call.kernels[-1] == "choose_kernel" for call in calls)
 
 
 def test_kernels_lower_where_the_caller_counts_in_64_bits(monkeypatch):
-    import jax
-
     with jax.enable_x64(True):
         for _, _, step, args in jobs("llama-gqa", "bf16", monkeypatch, (3,)):
-            assert "triton" in check_lowers(step, *args)
+            assert calls_for_cuda(step, args, monkeypatch)[0]
 
 
 def test_the_cache_is_donated_to_each_step(engines):
@@ -248,10 +219,6 @@ def test_the_cache_is_donated_to_each_step(engines):
 # Which ops
 
 
-def gpu(capability: str, **fields: Any) -> Any:
-    return SimpleNamespace(platform="gpu", compute_capability=capability, **fields)
-
-
 @pytest.fixture(scope="module")
 def spec():
     """A model that the kernels serve."""
@@ -268,7 +235,8 @@ def chosen(spec: Any, device: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "10.3"])
 def test_data_centre_gpus_from_ampere_on_get_kernels(capability, spec):
     ops = chosen(spec, gpu(capability, core_count=108))
-    assert type(ops) is KernelOps and ops.sms == 108 and not ops.interpret
+    assert type(ops) is KernelOps and ops.sms == 108
+    assert ops.capability == int(capability.replace(".", ""))
     assert chosen(spec, gpu(capability)).sms == 132
 
 
@@ -300,11 +268,37 @@ def test_models_beyond_the_kernels_get_plain_xla(spec):
         assert (type(chosen(replace(spec, embed=embed), gpu("9.0"))) is KernelOps) == fits
 
 
+def test_without_triton_plain_xla_serves_and_says_so(spec, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert type(chosen(spec, gpu())) is PlainOps
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "default_device", gpu)
+        said = backend.describe_kernels()
+    assert said == "Triton is not installed (pip install triton); plain XLA"
+    with pytest.raises(dualinfer.ConfigError, match="use_triton=True: Triton is not installed"):
+        chosen(spec, gpu(), use_triton=True)
+    monkeypatch.setattr(backend, "runs_kernels", lambda device: True)
+    model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
+    with dualinfer.init_inference(model, **OPTIONS) as engine:
+        report = engine.report()
+    assert not any("Triton" in by for by in report.ops.values())
+    assert "Triton is not installed (pip install triton): plain XLA" in " ".join(report.notes)
+
+
+def test_required_kernels_that_cannot_run_are_an_error(spec):
+    assert type(chosen(spec, gpu(), use_triton=True)) is KernelOps
+    with pytest.raises(dualinfer.ConfigError, match=r"data-centre GPUs .* this is a NVIDIA L4"):
+        chosen(spec, gpu("8.9", device_kind="NVIDIA L4"), use_triton=True)
+    wide = replace(spec, embed=norm.WIDEST + 1)
+    with pytest.raises(dualinfer.ConfigError, match="do not serve a hidden size of"):
+        chosen(wide, gpu(), use_triton=True)
+
+
 def test_the_report_names_what_serves(engines):
     fast, plain = (e.report().ops for e in engines("gpt2", **CASES["gpt2"]))
     assert fast.keys() == plain.keys()
-    assert {op for op, by in fast.items() if "Pallas" in by} == {
-        *("matmul", "rms_norm", "layer_norm", "rotary", "activation"),
-        *("attention", "decode_attention"),
+    assert {op for op, by in fast.items() if "Triton" in by} == {
+        *("embed", "matmul", "rms_norm", "layer_norm", "rotary", "activation"),
+        *("attention", "decode_attention", "sampling"),
     }
-    assert not any("Pallas" in by for by in plain.values())
+    assert not any("Triton" in by for by in plain.values())

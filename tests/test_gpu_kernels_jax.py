@@ -1,4 +1,4 @@
-"""The JAX decoder by Pallas' kernels on a GPU, by family; run there with `pytest -m gpu`."""
+"""The JAX decoder by Triton's kernels on a GPU, by family; run there with `pytest -m gpu`."""
 
 import copy
 import re
@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.jax import sampler  # noqa: E402
 
+from .kernels.jax_ops import watch_logits  # noqa: E402
 from .models import randomize, relative_rms  # noqa: E402
 from .test_gpu import make_model  # noqa: E402
 from .test_gpu_kernels import (  # noqa: E402
@@ -57,17 +57,12 @@ def with_logits(
     They come out of the very steps that generate runs.
     """
     by_position: dict[int, np.ndarray] = {}
-    original = sampler.sample
 
     def note(position: Any, logits: Any) -> None:
         by_position[int(position[0])] = np.array(logits)[: len(ids)]
 
-    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
-        jax.debug.callback(note, position, logits)
-        return original(logits, state, position, *how)
-
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample)
+        watch_logits(patch, note)
         text = torch.tensor(text_of(engine, ids, max_new_tokens=new))
         jax.effects_barrier()
     places = range(ids.shape[1], ids.shape[1] + new)
@@ -106,7 +101,7 @@ def test_float32_is_hf_in_float64_and_writes_its_text(family):
             model.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist(),
         ]
     with engine_of(model) as engine:
-        assert "Pallas" in engine.report().ops["decode_attention"]
+        assert "Triton" in engine.report().ops["decode_attention"]
         assert relative_rms(engine(ids).logits.cpu(), expected) < 1e-5
         logits = engine(ids, attention_mask=mask).logits
         assert relative_rms(logits.cpu()[keep], masked) < 2e-5
@@ -244,7 +239,7 @@ def test_kernels_write_the_text_of_plain_xla(family, sampling):
     for choice in (None, False):
         with engine_of(model, use_triton=choice) as engine:
             by = engine.report().ops["matmul"]
-            assert ("Pallas" in by) == (choice is None)
+            assert ("Triton" in by) == (choice is None)
             texts.append(
                 [text_of(engine, x, max_new_tokens=40, **sampling) for x in (prompts, prompts[:1])]
             )
@@ -256,7 +251,7 @@ def test_kernels_write_the_text_of_plain_xla(family, sampling):
 _OP = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
 # Those that hand an array on; what is called is there as well, line by line.
 _HANDING_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call"}
-_KERNEL = 'custom_call_target="__gpu$xla.gpu.triton"'
+_KERNELS = 'custom_call_target="dualinfer_triton_launches"'
 
 
 def made_by(text: str, shape: str) -> list[str]:
@@ -275,11 +270,11 @@ def test_a_step_copies_no_cache(family, rows):
         shape = f"bf16[{','.join(map(str, keys.shape))}]"
         (step,) = executables(engine, "decode")
         assert engine.runner.steps.block > 1  # one loop for blocks of steps, one for the rest
-        text, layers = step.as_text(), 2 * len(engine.runner._cache.layers)
-        assert text.count(_KERNEL) > 5 * layers  # of a layer five and more, and the head
+        text = step.as_text()
+        assert _KERNELS in text
         writing = made_by(text, shape)
-        assert len(writing) == layers
-        assert all(_KERNEL in line and "output_to_operand_aliasing" in line for line in writing)
+        assert writing
+        assert all(_KERNELS in line and "output_to_operand_aliasing" in line for line in writing)
         analysis = step.memory_analysis()
         assert analysis.alias_size_in_bytes >= engine.report().cache_bytes
         assert analysis.temp_size_in_bytes < keys.nbytes

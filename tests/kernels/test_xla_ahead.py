@@ -1,0 +1,208 @@
+"""Launches compile for GPUs that are not there, as Triton's launcher would compile them.
+
+And the handler that launches them, as far as XLA calls it on a CPU.
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+jax = pytest.importorskip("jax")
+
+from dualinfer.kernels.triton import (  # noqa: E402
+    attention,
+    decode_attention,
+    exchange,
+    linear,
+    rotary,
+)
+from dualinfer.kernels.triton import embedding as embeddings  # noqa: E402
+from dualinfer.kernels.triton import norm as norms  # noqa: E402
+from dualinfer.kernels.triton.operands import Launch, Pointer, Recording  # noqa: E402
+from dualinfer.kernels.xla import handler  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("lowering")
+
+
+def recorded(dtype: str, early: bool) -> list[Launch]:
+    """Launches of each kernel of a small Llama's steps, and of a GPT-J's."""
+    made = Recording()
+
+    def x(*shape: int, dtype: str = dtype) -> Any:
+        return made.operand(shape, dtype)
+
+    ids, counters = x(2, 5, dtype="int32"), x(64, dtype="int32")
+    how: dict[str, Any] = {"counters": counters, "pdl": early}
+    rms = linear.NormArguments("rms", x(256), None, 1e-5)
+    embeddings.embed(ids, x(1000, 256), scale=2.0)
+    norms.rms_norm(x(2, 256), x(256), 1e-5, residual=x(2, 256), pdl=early)
+    norms.layer_norm(x(2, 256), x(256), x(256), 1e-5, pdl=early)
+    linear.linear(x(1, 256), x(512, 256), norm=rms, activation="silu", gated=True, **how)
+    linear.linear(x(1, 256), x(1000, 256), residual=x(1, 1000), dtype="float32", **how)
+    linear.linear(x(8, 256), x(512, 256), x(512), activation="gelu", **how)
+    cache = x(4, 1, 64, 64), x(4, 1, 64, 64)
+    turn: dict[str, Any] = {"heads": 4, "kv_heads": 1, "head_dim": 64, "pdl": early}
+    turn |= {"inv_freq": x(32, dtype="float32"), "cache": cache, "slots": x(2, dtype="int32")}
+    qkv = x(2, 5, 6 * 64)
+    rotary.rotary_append(qkv, ids, **turn)
+    q, k, v = (part.unflatten(-1, (-1, 64)) for part in qkv.split((256, 64, 64), dim=-1))
+    attention.attention(q, k, v, scale=0.1, causal=True, mask=x(2, 5, dtype="bool"), pdl=early)
+    attention.attention(q, k, v, scale=0.1, causal=True, window=1, softcap=9.0, pdl=early)
+    decode_attention.decode_attention(
+        x(4, 6 * 64), cache, x(4, dtype="int32"), heads=4, scale=0.1, **how
+    )
+    box = exchange.Mailbox(None, 3, 1 << 17, 9, x(12, dtype="int32"), order=counters)
+    wide, added = x(2, 255, dtype="float32"), x(2, 255)
+    exchange.sum_ranks(wide, box, x(255), added, dtype, pdl=early)
+    exchange.gather_ranks(added, box, x(4, dtype="int32"), (255, 255, 200), pdl=early)
+    exchange.given_up(box, pdl=early)
+    return made.launches
+
+
+_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "i1"}
+_TYPES |= {"int32": "i32", "int64": "i64"}
+
+
+def as_triton_would(launch: Launch) -> tuple[dict, dict, dict]:
+    """Signature, constants and attributes that Triton's own launcher makes of the arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import MockTensor, create_function_from_signature
+
+    class Memory(MockTensor):
+        def __init__(self, pointer: Pointer) -> None:
+            import torch
+
+            super().__init__(getattr(torch, pointer.dtype))
+            self.data_ptr = lambda: (1 << 20) + pointer.offset
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    kernel = launch.kernel
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = {n: Memory(x) if isinstance(x, Pointer) else x for n, x in launch.arguments}
+    bound, specialization, options = binder(**given)
+    _, signature, constants, attributes = kernel._pack_args(
+        backend, {}, bound, specialization, options
+    )
+    # How newer versions call bool; both are loaded as bytes.
+    signature = {k: "*i1" if v == "*u1" else v for k, v in signature.items()}
+    return signature, constants, attributes
+
+
+def compile_all() -> None:
+    """Print what became of each launch as a line of JSON, and numbers of programs."""
+    from dualinfer.kernels.triton import ahead
+
+    sources: list[Any] = []
+    made = ahead.compile
+
+    def compiled(source: Any, **how: Any) -> Any:
+        sources.append(source)
+        return made(source, **how)
+
+    ahead.compile = compiled  # pyright: ignore
+    for capability, dtype in ((90, "bfloat16"), (80, "float16")):
+        launches = recorded(dtype, capability >= 90)
+        for launch in launches:
+            del sources[:]
+            code = ahead.code(launch, capability)
+            if capability == 90 and sources:
+                (source,) = sources
+                ours = source.signature, source.constants, source.attrs
+                for mine, theirs in zip(ours, as_triton_would(launch), strict=True):
+                    differ = {k: (v, theirs[k]) for k, v in mine.items() if theirs[k] != v}
+                    rest = {k: v for k, v in theirs.items() if k not in mine and v}
+                    assert not differ and not rest, (code.name, differ, rest)
+            kind = f"sm_{capability}" in code.cubin.decode("latin-1")
+            print(json.dumps([code.name, capability, kind, len(code.parameters), code.threads]))
+        print(json.dumps(["program", handler.program(tuple(launches), capability)]))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """Of two processes, without the interpreter; the second finds the first one's code."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    found = []
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, __file__],
+            env=environment | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        found.append([json.loads(line) for line in run.stdout.splitlines()])
+    return found
+
+
+def test_every_kernel_compiles_for_hopper_and_ampere(reports):
+    lines = [line for line in reports[0] if line[0] != "program"]
+    for capability in (80, 90):
+        mine = [line for line in lines if line[1] == capability]
+        assert len({name for name, *_ in mine}) == 10 and all(kind for _, _, kind, _, _ in mine)
+
+
+def test_a_program_has_the_same_number_in_every_process(reports):
+    numbers = [[line[1] for line in lines if line[0] == "program"] for lines in reports]
+    assert numbers[0] == numbers[1] and len(set(numbers[0])) == 2
+    assert all(0 <= number < 1 << 63 for number in numbers[0])
+
+
+# The handler
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """A function of an array and a program's number, which XLA's custom call on the CPU makes."""
+    name = "dualinfer_triton_launches_on_cpu"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler._handler), platform="cpu")
+
+    def run(number: int, x: Any) -> Any:
+        results = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((2,), np.int32)
+        call = jax.ffi.ffi_call(name, results, has_side_effect=True)
+        return jax.jit(lambda x: call(x, program=np.int64(number)))(x)
+
+    return run
+
+
+def test_an_exception_in_the_handler_is_an_error_of_jax(on_cpu):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="XLA gave no stream"):
+        jax.block_until_ready(on_cpu(3, np.arange(4.0, dtype=np.float32)))
+
+
+def test_the_handler_gives_a_program_its_buffers(on_cpu, monkeypatch):
+    """XLA's inputs, then its outputs; the stream stands in, since the CPU has none."""
+    number, seen = (1 << 62) + 5, []
+
+    class Doubling:
+        def run(self, stream: Any, buffers: list[int]) -> None:
+            seen.append(len(buffers))
+            x, y, z = (ctypes.cast(b, ctypes.POINTER(ctypes.c_float)) for b in buffers)
+            for i in range(4):
+                y[i] = 2 * x[i]
+            ctypes.cast(z, ctypes.POINTER(ctypes.c_int32))[1] = 7
+
+    original = handler._api
+    monkeypatch.setattr(
+        handler,
+        "_api",
+        lambda frame, n: (lambda _: 0) if n == handler._STREAM_GET else original(frame, n),
+    )
+    monkeypatch.setitem(handler._programs, number, Doubling())
+    doubled, other = on_cpu(number, np.arange(4.0, dtype=np.float32))
+    np.testing.assert_array_equal(doubled, [0, 2, 4, 6])
+    assert seen == [3] and int(other[1]) == 7
+    with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError: 12"):
+        jax.block_until_ready(on_cpu(12, np.arange(4.0, dtype=np.float32)))
+
+
+if __name__ == "__main__":
+    compile_all()
