@@ -145,6 +145,18 @@ def test_blocks_by_a_table_give_the_bits_of_the_whole_cache(start, options):
     np.testing.assert_array_equal(run(q, *pools, table=table, **how), expected)
 
 
+def test_jax_gets_by_a_table_what_torch_gets():
+    jnp = pytest.importorskip("jax.numpy")
+    from dualinfer.kernels.xla.launches import call
+
+    q, k, v = inputs(FLOAT32, 2, 70, 2, 1, 16)
+    pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [70, 20], 64)
+    how = {"scale": 0.3, "causal": True, "config": Config(32, 64, 4, 2)}
+    arrays = [jnp.asarray(np.nan_to_num(x)) for x in (q, *pools)]
+    found, _ = call(attention, *arrays, table=jnp.asarray(table), capability=90, **how)
+    np.testing.assert_array_equal(np.asarray(found), run(q, *pools, table=table, **how))
+
+
 def test_blocks_that_a_table_does_not_have_are_zeros():
     """As where a prompt's padding has none; steps of keys are no larger than blocks."""
     q, k, v = inputs(FLOAT32, 1, 64, 4, 2, 16)
