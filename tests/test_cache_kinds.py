@@ -1,11 +1,12 @@
-"""A cache kind that dualinfer does not have: blocks of tokens in one pool, found through a table.
+"""A kind of cache that no layer has yet: blocks of tokens in one pool, found through a table.
 
-It is added by an entry in each table of kinds, and chosen for a model's layers; nothing else knows.
+It is chosen for a model's layers here, and its blocks are in no order.
 """
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import caches, slots  # noqa: E402
-from dualinfer.backends.caches import Buffer, CacheSpec  # noqa: E402
 from dualinfer.backends.jax import cache as jax_cache  # noqa: E402
 from dualinfer.backends.torch import cache as torch_cache  # noqa: E402
 from dualinfer.bench.counts import Counts  # noqa: E402
@@ -26,6 +26,7 @@ from dualinfer.model.families import describe_model  # noqa: E402
 from .models import BACKENDS, CASES, make_model, noted_logits, random_ids, relative_rms  # noqa: E402
 
 SIZE = 4  # tokens of a block
+IN_ORDER = caches.block_table
 OPTIONS = {"dtype": "fp32", "replace_with_kernel_inject": True}
 FAMILIES = {case.family: case.name for case in reversed(CASES.values()) if case.generates}
 # Families that on JAX show what others show.
@@ -33,134 +34,34 @@ REPEATING = ("mistral", "qwen2", "qwen3", "opt", "gptj", "gpt_neo")
 PROMPTS = [random_ids(1, tokens, seed=tokens)[0].tolist() for tokens in (5, 9, 2)]
 
 
-def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """Two pools of blocks [P, K, SIZE, D], and the table [N, blocks] of their numbers."""
-    blocks = -(-tokens // SIZE)
-    pools = [
-        Buffer((slots * blocks, spec.kv_heads, SIZE, dim)) for dim in (spec.key_dim, spec.value_dim)
-    ]
-    return *pools, Buffer((slots, blocks), None, "int32")
-
-
-def scattered(slots: int, blocks: int, held: tuple[int, ...] = (0, 0)) -> np.ndarray:
-    """A table whose new blocks, all but the first `held` ones, are in no order."""
-    table = np.zeros((slots, blocks), np.int32)
+def scattered(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarray:
+    """As `caches.block_table`, where the new blocks are in no order."""
+    table = IN_ORDER(shape, held)
     is_new = np.ones_like(table, bool)
     is_new[: held[0], : held[1]] = False
-    first = table.size - is_new.sum()
-    table[is_new] = first + np.random.default_rng(table.size).permutation(is_new.sum())
+    new = table[is_new]
+    table[is_new] = np.random.default_rng(table.size).permutation(new)
     return table
-
-
-class TorchBlocks(NamedTuple):
-    """A `backends.torch.cache.LayerCache`."""
-
-    k: Any
-    v: Any
-    table: Any
-    kind = "blocks"
-
-    @property
-    def capacity(self):
-        return self.table.shape[1] * SIZE
-
-    @classmethod
-    def make(cls, spec, slots, tokens, dtype, device):
-        k, v, table = torch_cache.zeros(spec, slots, tokens, dtype, device)
-        return cls(k, v, table.copy_(torch.from_numpy(scattered(*table.shape))))
-
-    def grown(self, slots, tokens):
-        shape = slots, -(-tokens // SIZE)
-        table = torch.from_numpy(scattered(*shape, self.table.shape)).to(self.table.device)
-        table[: self.table.shape[0], : self.table.shape[1]] = self.table
-        more = 0, 0, 0, 0, 0, 0, 0, table.numel() - self.table.numel()
-        k, v = (torch.nn.functional.pad(pool, more) for pool in (self.k, self.v))
-        return TorchBlocks(k, v, table)
-
-    def view(self, slots, tokens):
-        return self._replace(table=self.table[:slots, : -(-tokens // SIZE)])
-
-    def write(self, slots, k, v):
-        for pool, new in ((self.k, k), (self.v, v)):
-            behind = 0, 0, 0, 0, 0, self.capacity - new.shape[1]
-            rows = torch.nn.functional.pad(new, behind).unflatten(1, (-1, SIZE))
-            pool[self.table[slots]] = rows.transpose(2, 3)
-        return self
-
-    def append(self, k, v, lengths):
-        at = lengths.clamp(max=self.capacity - 1)
-        blocks = self.table[torch.arange(len(k), device=k.device), at // SIZE]
-        self.k[blocks, :, at % SIZE] = k
-        self.v[blocks, :, at % SIZE] = v
-        return self
-
-    def read(self):
-        k, v = (pool[self.table].transpose(1, 2).flatten(2, 3) for pool in (self.k, self.v))
-        return k, v
-
-
-class JaxBlocks(NamedTuple):
-    """A `backends.jax.cache.LayerCache`."""
-
-    k: Any
-    v: Any
-    table: Any
-    kind = "blocks"
-
-    @property
-    def capacity(self):
-        return self.table.shape[1] * SIZE
-
-    @classmethod
-    def make(cls, spec, slots, tokens, zero):
-        k, v, table = jax_cache.zeros(spec, slots, tokens, zero)
-        return cls(k, v, table + scattered(*table.shape))
-
-    def grown(self, slots, tokens):
-        table = scattered(slots, -(-tokens // SIZE), self.table.shape)
-        more = (0, table.size - self.table.size), (0, 0), (0, 0), (0, 0)
-        k, v = (jax.numpy.pad(pool, more) for pool in (self.k, self.v))
-        old = slice(self.table.shape[0]), slice(self.table.shape[1])
-        return JaxBlocks(k, v, jax.numpy.asarray(table).at[old].set(self.table))
-
-    def write(self, slots, k, v):
-        blocks = self.table.at[slots].get(mode="fill", fill_value=len(self.k))
-
-        def put(pool, new):
-            behind = (0, 0), (0, self.capacity - new.shape[1]), (0, 0), (0, 0)
-            rows = jax.numpy.pad(new, behind)
-            rows = rows.reshape(len(new), -1, SIZE, *new.shape[2:]).swapaxes(2, 3)
-            return pool.at[blocks].set(rows, mode="drop")
-
-        return JaxBlocks(put(self.k, k), put(self.v, v), self.table)
-
-    def append(self, k, v, lengths):
-        at = jax.numpy.minimum(lengths, self.capacity - 1)
-        blocks = self.table[jax.numpy.arange(len(k)), at // SIZE]
-        put = [pool.at[blocks, :, at % SIZE].set(new) for pool, new in ((self.k, k), (self.v, v))]
-        return JaxBlocks(*put, self.table)
-
-    def read(self):
-        k, v = (pool[self.table].swapaxes(1, 2) for pool in (self.k, self.v))
-        return k.reshape(*k.shape[:2], -1, k.shape[-1]), v.reshape(*v.shape[:2], -1, v.shape[-1])
 
 
 @pytest.fixture
 def add_blocks(monkeypatch):
-    """A function that adds the kind, and gives it to layers; all of them, unless told which.
+    """A function that gives the kind to layers; all of them, unless told which.
 
-    Then there is no other kind. Buckets begin at 16 tokens, so that a cache grows soon.
+    Then there is no other kind. Blocks are small, and buckets begin at 16 tokens, so that a
+    sequence has several, and a cache grows soon.
     """
     monkeypatch.setattr(slots, "RESERVED", 8)
+    monkeypatch.setattr(caches, "BLOCK", SIZE)
+    for module in (torch_cache, jax_cache):
+        monkeypatch.setattr(module, "block_table", scattered)
     for module in (dualinfer.backends.torch.runner, dualinfer.backends.jax.runner):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
 
     def add(has_blocks=None):
-        tables = (caches.LAYOUTS, blocks_layout), (torch_cache.KINDS, TorchBlocks)
-        for table, entry in (*tables, (jax_cache.KINDS, JaxBlocks)):
-            monkeypatch.setitem(table, "blocks", entry)
+        for table in (caches.LAYOUTS, torch_cache.KINDS, jax_cache.KINDS):
             if has_blocks is None:
-                monkeypatch.delitem(table, "full")
+                monkeypatch.delitem(table, "full", raising=False)
 
         def kind_of(layer):
             return "blocks" if has_blocks is None or has_blocks(layer) else "full"
@@ -214,9 +115,7 @@ def test_blocks_give_the_text_of_the_full_cache(name, backend, hf_model, engine_
         assert texts(engine) == expected
         layers = layers_of(engine)
         assert len(layers) == engine.report().layers
-        assert {type(layer) for layer in layers} == {
-            TorchBlocks if backend == "torch" else JaxBlocks
-        }
+        assert {layer.kind for layer in layers} == {"blocks"}
         for layer in layers:
             check_scattered(layer.table)
             assert np.asarray(layer.k).any() and np.asarray(layer.v).any()
@@ -278,39 +177,84 @@ def test_two_devices_share_the_pools_and_have_the_table_each(hf_model, engine_of
         assert table.addressable_data(0).shape == table.shape
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_leave_what_they_do_not_know_to_plain_ops(backend, add_blocks, monkeypatch):
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """A function that makes engines of a tiny model run by kernels; a prompt goes in pieces."""
+
+    def patch(backend: str) -> Any:
+        if backend == "torch":
+            pytest.importorskip("triton")
+            from dualinfer.backends.torch.ops.kernels import KernelOps
+
+            monkeypatch.setattr(
+                dualinfer.backends.torch,
+                "_make_ops",
+                lambda config, spec, device, _: KernelOps(device),
+            )
+            # A prompt goes in pieces only where kernels can go on behind what the cache holds.
+            monkeypatch.setattr(dualinfer.backends.torch.prompts, "_MOST_AT_ONCE", 4)
+        else:
+            from dualinfer.backends.jax.ops.kernels import KernelOps
+
+            from .kernels.jax_ops import interpreted_ops
+
+            monkeypatch.setattr(
+                dualinfer.backends.jax, "_make_ops", lambda *args: interpreted_ops()
+            )
+        return KernelOps
+
+    return patch
+
+
+@pytest.fixture(scope="module")
+def windowed() -> tuple[Any, np.ndarray]:
+    """A tiny model whose first layer has a window, and its text for SHORT."""
     from .test_kernel_ops import CASES as TINY
     from .test_kernel_ops import VOCAB
 
     model = make_model("gemma2", vocab_size=VOCAB, **TINY["gemma2"])
-    options = OPTIONS | {"backend": backend}
-    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
-    with dualinfer.init_inference(model, **options) as engine:
-        expected = np.asarray(engine.generate(prompts, **how))
-    if backend == "torch":
-        pytest.importorskip("triton")
-        from dualinfer.backends.torch.ops.kernels import KernelOps
+    with dualinfer.init_inference(model, backend="torch", **OPTIONS) as engine:
+        return model, np.asarray(engine.generate(SHORT, **GREEDY))
 
-        monkeypatch.setattr(
-            dualinfer.backends.torch, "_make_ops", lambda config, spec, device, _: KernelOps(device)
-        )
-        # A prompt goes in pieces only where kernels can go on behind what the cache holds.
-        monkeypatch.setattr(dualinfer.backends.torch.prompts, "_MOST_AT_ONCE", 4)
-    else:
-        from .kernels.jax_ops import interpreted_ops
 
-        monkeypatch.setattr(dualinfer.backends.jax, "_make_ops", lambda *args: interpreted_ops())
+SHORT = [[5, 6, 7, 8, 9, 10, 11, 15, 16, 17, 18, 19, 20, 21], [12, 13, 14]]
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels, monkeypatch):
+    """The longer prompt goes in pieces on torch, and grows into a second block of 16 tokens."""
+    model, expected = windowed
+    ops = by_kernels(backend)
     add_blocks(lambda layer: layer.attention.window is not None)
-    with dualinfer.init_inference(model, **options) as engine:
-        np.testing.assert_array_equal(np.asarray(engine.generate(prompts, **how)), expected)
+    monkeypatch.setattr(caches, "BLOCK", 16)
+    for kind in (torch_cache, jax_cache):
+        monkeypatch.delattr(kind.BlockCache, "read")
+        monkeypatch.delattr(kind.BlockCache, "append")
+        monkeypatch.delattr(kind.BlockCache, "write")
+    with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
+        np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
+        assert ops.cache_kinds == {"full", "blocks"}
+        assert "plain" not in engine.report().ops["decode_attention"]
+        layer = layers_of(engine)[0]
+        assert layer.kind == "blocks" and layer.table.shape[1] > 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_leave_what_they_do_not_know_to_plain_ops(
+    backend, windowed, add_blocks, by_kernels, monkeypatch
+):
+    model, expected = windowed
+    monkeypatch.setattr(by_kernels(backend), "cache_kinds", frozenset({"full"}))
+    add_blocks(lambda layer: layer.attention.window is not None)
+    with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
+        np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
         ops = engine.report().ops
     kernels, _, plain = ops["decode_attention"].partition("; ")
     assert "split KV" in kernels and plain.endswith(" for a cache of kind blocks")
     assert ops["rotary"].endswith("the append to a cache of kind blocks is plain")
     add_blocks()
-    with dualinfer.init_inference(model, **options) as engine:
+    with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         assert engine.report().ops["decode_attention"] == plain
 
 

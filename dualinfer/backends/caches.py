@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol, Self
 
+import numpy as np
+
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError
 from ..model.spec import Layer, ModelSpec
 
+BLOCK = 64  # tokens of a block
 _MANY = 2048  # tokens
 
 
@@ -47,8 +50,25 @@ def full_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     return tuple(Buffer((slots, spec.kv_heads, tokens, d)) for d in (spec.key_dim, spec.value_dim))
 
 
+def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """Pools of keys and values, [blocks, K, BLOCK, D] each, and the table [N, blocks a slot]."""
+    each = -(-tokens // BLOCK)
+    sizes = spec.key_dim, spec.value_dim
+    pools = (Buffer((slots * each, spec.kv_heads, BLOCK, d)) for d in sizes)
+    return *pools, Buffer((slots, each), None, "int32")
+
+
 # The arrays of each kind, for so many slots with room for so many tokens each.
-LAYOUTS: dict[str, Layout] = {"full": full_layout}
+LAYOUTS: dict[str, Layout] = {"full": full_layout, "blocks": blocks_layout}
+
+
+def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarray:
+    """A table int32 [N, blocks]; those beyond a table of shape `held` are new, in their order."""
+    table = np.zeros(shape, np.int32)
+    is_new = np.ones_like(table, bool)
+    is_new[: held[0], : held[1]] = False
+    table[is_new] = np.arange(table.size - is_new.sum(), table.size)
+    return table
 
 
 def kind_of(layer: Layer) -> str:

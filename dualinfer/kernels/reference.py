@@ -183,6 +183,20 @@ def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
     return _softmax(np.concatenate([scores, beside], axis=-1))[..., :-1]
 
 
+def read_blocks(pool: Array, table: Array) -> Array:
+    """Tokens [N, K, S, D] by position, of a pool [blocks, K, size, D] by a table int [N, any].
+
+    A negative entry stands for a block of zeros.
+    """
+    slots, blocks = table.shape
+    _, heads, size, dim = pool.shape
+    out = np.zeros((slots, heads, blocks * size, dim), pool.dtype)
+    for n, i in np.ndindex(slots, blocks):
+        if table[n, i] >= 0:
+            out[n, :, i * size : (i + 1) * size] = pool[table[n, i]]
+    return out
+
+
 def append(cache: Cache, k: Array, v: Array, lengths: Array) -> Cache:
     """The cache, a pair [N, K, S, D], with k and v [N, K, D] at position lengths[n] of slot n.
 

@@ -10,6 +10,7 @@ from dualinfer.kernels import reference
 from .cases import DTYPES, assert_close
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_attention import inputs, left_padding, packed
+from .test_triton_decode_attention import in_blocks
 
 from dualinfer.kernels.triton.attention import Config, attention  # isort: skip
 from dualinfer.kernels.triton.launch import INTERPRETED  # isort: skip
@@ -123,6 +124,49 @@ def test_chunks_give_what_the_whole_prompt_gives(options):
         assert_close(actual, whole[:, first:last], FLOAT32, length=last)
 
 
+@pytest.mark.parametrize(
+    ("start", "options"),
+    [
+        (0, {}),
+        (65, {"window": 20}),
+        (17, {"alibi": SLOPES[:2], "softcap": 2.0, "sinks": SINKS[:2]}),
+        (17, {"mask": np.random.default_rng(6).random((2, 129)) < 0.02}),  # some see nothing
+    ],
+    ids=["plain", "window", "scores", "mask"],
+)
+def test_blocks_by_a_table_give_the_bits_of_the_whole_cache(start, options):
+    """Of 129 keys: two blocks and one token."""
+    q, k, v = inputs(FLOAT32, 2, 129, 2, 1, 40)
+    how = {"scale": 0.3, "causal": True, "start": start, "config": Config(32, 32, 4, 2), **options}
+    q = q[:, start:]
+    expected = run(q, k, v, **how)
+    pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [129, 129], 64)
+    table = np.pad(table, [(0, 0), (0, 2)], constant_values=-1)
+    np.testing.assert_array_equal(run(q, *pools, table=table, **how), expected)
+
+
+def test_jax_gets_by_a_table_what_torch_gets():
+    jnp = pytest.importorskip("jax.numpy")
+    from dualinfer.kernels.xla.launches import call
+
+    q, k, v = inputs(FLOAT32, 2, 70, 2, 1, 16)
+    pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [70, 20], 64)
+    how = {"scale": 0.3, "causal": True, "config": Config(32, 64, 4, 2)}
+    arrays = [jnp.asarray(np.nan_to_num(x)) for x in (q, *pools)]
+    found, _ = call(attention, *arrays, table=jnp.asarray(table), capability=90, **how)
+    np.testing.assert_array_equal(np.asarray(found), run(q, *pools, table=table, **how))
+
+
+def test_blocks_that_a_table_does_not_have_are_zeros():
+    """As where a prompt's padding has none; steps of keys are no larger than blocks."""
+    q, k, v = inputs(FLOAT32, 1, 64, 4, 2, 16)
+    how = {"scale": 0.3, "causal": False, "config": Config(32, 64, 4, 2)}
+    pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [20], 16)
+    whole = [reference.read_blocks(x, table).swapaxes(1, 2) for x in pools]
+    expected = reference.attention(q, *whole, scale=0.3, causal=False)
+    assert_close(run(q, *pools, table=table, **how), expected, FLOAT32, length=64, roundings=2)
+
+
 def test_slices_of_a_packed_projection_and_other_strides_agree():
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
     how = {"scale": 0.3, "causal": True}
@@ -188,6 +232,23 @@ def test_what_does_not_fit_is_refused(wrong, message):
             given[name] = torch.zeros(x, dtype=dtypes.get(name, torch.float32))
     with pytest.raises(ValueError, match=message):
         attention(**given)
+
+
+def test_tables_and_blocks_that_do_not_fit_are_refused():
+    q, pool = torch.zeros(2, 5, 4, 16), torch.zeros(9, 2, 16, 16)
+    how: dict[str, Any] = {"scale": 1.0, "causal": True}
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    for wrong, message in (
+        ({"table": table[:1]}, "blocks by a table of B rows"),
+        ({"table": table.long()}, "table is .* torch.int64"),
+        ({"table": table, "start": 44}, "start=44 with 5 queries and 48 keys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(q, pool, pool, **how, **wrong)
+    for size in (8, 48):
+        other = torch.zeros(9, 2, size, 16)
+        with pytest.raises(ValueError, match=f"blocks of {size} tokens"):
+            attention(q, other, other, table=table, **how)
 
 
 def test_a_strided_last_axis_and_mixed_dtypes_are_refused():

@@ -32,7 +32,7 @@ class Step:
     def __init__(
         self, dtype: np.dtype, heads: int, kv_heads: int, dim: int, tokens: int, lengths: Any
     ) -> None:
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.heads, self.kv_heads, self.dim, self.room = heads, kv_heads, dim, tokens
         self.lengths = np.array(lengths, np.int64)
         count = len(self.lengths)
         self.qkv = normal(1, count, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -251,6 +251,94 @@ def test_splits_are_joined_where_all_scores_are_far_below_zero():
     check(step, SPLIT, scale=16.0)
 
 
+def in_blocks(cache: Any, lengths: Any, size: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Pools in which the caches [N, K, S, D] lie scattered, and the table; -1 beyond `lengths`.
+
+    Nothing else in the pools is a number.
+    """
+    slots, kv_heads, tokens, dim = cache[0].shape
+    each = -(-tokens // size)
+    table = np.random.default_rng(5).permutation(slots * each + 3)[: slots * each]
+    table = table.reshape(slots, each).astype(np.int32)
+    pools = []
+    for part in cache:
+        pool = np.full((slots * each + 3, kv_heads, size, dim), np.nan, part.dtype)
+        padded = np.pad(part, [(0, 0), (0, 0), (0, each * size - tokens), (0, 0)])
+        pool[table] = padded.reshape(slots, kv_heads, each, size, dim).swapaxes(1, 2)
+        pools.append(pool)
+    table[np.arange(each) * size >= np.asarray(lengths)[:, None]] = -1
+    return pools, table
+
+
+def run_blocks(
+    step: Step, size: int, config: DecodeConfig, free: tuple[int, ...] = (), **how: Any
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """As `run`, from blocks, of which the `free` slots have none."""
+    how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
+    pools, table = in_blocks(step.cache, np.minimum(step.lengths, step.room - 1) + 1, size)
+    table[list(free)] = -1
+    tensors = [put(pool) for pool in pools]
+    wide = put(np.pad(table, [(0, 0), (0, 3)], constant_values=10**6))[:, : table.shape[1]]
+    counters = torch.zeros(len(table) * step.kv_heads, dtype=torch.int32, device=wide.device)
+    y = decode_attention(
+        put(step.qkv),
+        tuple(tensors),
+        put(step.lengths),
+        table=wide,
+        heads=step.heads,
+        counters=counters,
+        config=config,
+        norm_eps=EPS,
+        **how,
+    )
+    live = np.array([n not in free for n in range(len(table))])
+    for pool, found in zip(pools, map(get, tensors), strict=True):
+        written = (found != pool) & ~(np.isnan(found) & np.isnan(pool))
+        assert written.any((1, 2, 3)).sum() == live.sum()  # a block a slot
+    return get(y), [reference.read_blocks(get(x), table) for x in tensors]
+
+
+EDGES = [0, 63, 64, 65, 127]
+BLOCKS = {
+    "blocks larger than a step": (64, DecodeConfig(16, 4, 1), {}),
+    "splits": (64, DecodeConfig(32, 4, 3, 2), {}),
+    "steps of several blocks": (64, DecodeConfig(128, 4, 1), {}),
+    "small blocks": (4, DecodeConfig(16, 4, 2, 2), {}),
+    "a window": (64, DecodeConfig(32, 4, 2, 2), {"window": 20}),
+    "scores": (64, DecodeConfig(16, 4, 2, 2), {"alibi": SLOPES[:4], "sinks": SINKS[:4]}),
+    "turns": (64, DecodeConfig(64, 4, 1), {"inv_freq": frequencies(16)}),
+}
+
+
+@pytest.mark.parametrize(("size", "config", "options"), BLOCKS.values(), ids=BLOCKS)
+@few_dtypes
+def test_blocks_by_a_table_give_the_bits_of_the_whole_cache(dtype, size, config, options):
+    step = Step(dtype, 4, 1 if config.splits == 1 else 2, 16, 128, EDGES)
+    expected, cache = run(step, config, scale=0.2, **options)
+    found, parts = run_blocks(step, size, config, scale=0.2, **options)
+    np.testing.assert_array_equal(found, expected)
+    for part, whole in zip(parts, cache, strict=True):
+        for n, length in enumerate(step.lengths):
+            np.testing.assert_array_equal(part[n, :, : length + 1], whole[n, :, : length + 1])
+
+
+def test_a_full_slot_overwrites_the_last_place_of_its_last_block():
+    step = Step(FLOAT32, 4, 2, 16, 128, [127, 128, 500, 3])
+    found, parts = run_blocks(step, 64, SPLIT, scale=0.2)
+    expected, cache = run(step, SPLIT, scale=0.2)
+    np.testing.assert_array_equal(found, expected)
+    for part, whole in zip(parts, cache, strict=True):
+        np.testing.assert_array_equal(part[:3], whole[:3])
+
+
+def test_slots_without_blocks_write_nowhere_and_harm_no_other():
+    step = Step(FLOAT32, 4, 2, 16, 128, [70, 64, 20])
+    expected, _ = run(step, SPLIT, scale=0.2)
+    found, _ = run_blocks(step, 64, SPLIT, free=(1,), scale=0.2)
+    np.testing.assert_array_equal(found[[0, 2]], expected[[0, 2]])
+    assert np.isfinite(found).all()
+
+
 def test_what_cannot_be_run_is_refused():
     x = put(np.zeros((2, 2, 6, 4), np.float32))
     qkv, lengths = put(np.zeros((2, 32), np.float32)), put(np.array([0, 3]))
@@ -265,6 +353,7 @@ def test_what_cannot_be_run_is_refused():
         "the cache torch.float16": (qkv, (x.half(), x.half()), lengths, {}),
         "one for each of 2 slots": (qkv, (x, x), lengths[:1], {}),
         "3 counters; 4 are needed": (qkv, (x, x), lengths, {"counters": counters[:3]}),
+        "int32 .N, blocks. with": (qkv, (x, x), lengths, {"table": lengths[:, None]}),
         "3 frequencies turn more than 4": (qkv, (x, x), lengths, {"inv_freq": qkv[0, :3]}),
     }
     for message, (*args, options) in refused.items():

@@ -117,6 +117,8 @@ def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) ->
     return module, kernel, {"enable_fp_fusion": False} | flags | blocks | arguments
 
 
+TABLE = {"table_ptr": "*i32", "table_stride": "i32", "SIZE": 64}
+POINTERS = {"TMA": False, "q": "*x", "k": "*x", "v": "*x"}
 NORMED = {"NORM": "rms"}
 BIASED = {"NORM": "layer", "bias_ptr": "*x"}
 SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
@@ -158,6 +160,7 @@ VARIANTS: list[Variant] = [
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
+    ("rotary", "_rotary_append_kernel", PREFILL | TABLE | {"dtypes": BFLOAT16}),
     product(1, 6144, 4096, **NORMED),
     product(1, 6144, 4096, HALF, **NORMED),
     product(1, 6144, 4096, WHOLE, **NORMED),
@@ -188,10 +191,13 @@ VARIANTS: list[Variant] = [
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
+    decoding(1, 8, 4, 128, **TABLE),
+    decoding(32, 8, 4, 128, **TABLE),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
     attending(64, 2048),
     attending(80, 2048),
     attending(128, 2048),
+    attending(128, 2048, **POINTERS, **TABLE),
     attending(128, 2048, slopes_ptr="*fp32"),
     attending(128, 2048, window="i32"),
     attending(256, 2048),
@@ -213,6 +219,7 @@ TYPES = {
     "scale": "fp32",
     "scaling": "fp32",
     "position_offset": "i32",
+    **{"table_ptr": None, "table_stride": None, "SIZE": 0},
     "softcap": "fp32",
     "rotary_scale": "fp32",
     **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),

@@ -159,6 +159,28 @@ def test_tokens_behind_the_cache_are_dropped():
     assert whole.count_nonzero() == 8
 
 
+def test_a_table_says_where_tokens_go():
+    """Slots have blocks of 4 tokens: over the edges of blocks, behind the last, where none is."""
+    prompt = Prompt(np.dtype(np.float32), 6, 2, 80, 32)
+    prompt.starts = np.array([3, 6, 1])
+    prompt.cache = tuple(x[:, :, :8] for x in prompt.cache)
+    table = np.array([[6, 1], [-1, -1], [0, 7], [5, -1]], np.int32)
+    pools = [normal(i, 9, 2, 4, 80, dtype=np.dtype(np.float32)) for i in (4, 5)]
+    found, tables = [put(x) for x in pools], put(np.pad(table, [(0, 0), (0, 3)]))[:, :2]
+    whole = [put(reference.read_blocks(x, table)) for x in pools]
+    for cache, how in ((tuple(found), {"table": tables}), (tuple(whole), {})):
+        qkv = put(prompt.qkv)
+        how = {**how, "slots": put(prompt.slots), "starts": put(prompt.starts)}
+        how |= {"inv_freq": put(prompt.inv_freq), "cache": cache}
+        rotary_append(qkv, put(prompt.positions), **prompt.sizes, **how)
+    for pool, left, expected in zip(pools, found, map(get, whole), strict=True):
+        left = get(left)
+        unnamed = np.setdiff1d(np.arange(9), table)
+        np.testing.assert_array_equal(left[unnamed], pool[unnamed])
+        expected[3, :, 4:] = 0  # of a block that is not there
+        np.testing.assert_array_equal(reference.read_blocks(left, table), expected)
+
+
 def test_a_slot_behind_the_cache_takes_nothing():
     """Padding rows of a batch have one."""
     qkv = put(normal(1, 2, 3, 6, dtype=np.dtype(np.float32)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...parallel.agreement import Peers
 from ...system.memory import host_free_bytes
-from ..caches import CacheSpec, CacheView, buffers, no_room
+from ..caches import CacheSpec, CacheView, block_table, buffers, no_room
 from .executables import jit_few
 from .mesh import WHOLE, Place
 
@@ -78,7 +78,64 @@ class FullCache(NamedTuple):
         return self.k, self.v
 
 
-KINDS: dict[str, type[Any]] = {"full": FullCache}  # each a LayerCache
+class BlockCache(NamedTuple):
+    """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
+
+    Token s of slot n lies in block table[n, s // size] at place s % size.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    table: jax.Array
+    kind = "blocks"
+
+    @property
+    def _size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.table.shape[1] * self._size
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        k, v, table = zeros(spec, slots, tokens, zero)
+        return cls(k, v, jnp.asarray(block_table(table.shape)))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        old = self.table.shape
+        table = block_table((slots, -(-tokens // self._size)), old)
+        more = (0, table.size - self.table.size), (0, 0), (0, 0), (0, 0)
+        table = jnp.asarray(table).at[: old[0], : old[1]].set(self.table)
+        return type(self)(jnp.pad(self.k, more), jnp.pad(self.v, more), table)
+
+    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
+        blocks = self.table.at[slots].get(mode="fill", fill_value=len(self.k))
+
+        def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+            rows = jnp.pad(new, ((0, 0), (0, self.capacity - new.shape[1]), (0, 0), (0, 0)))
+            rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
+            return pool.at[blocks].set(rows, mode="drop")
+
+        return self._replace(k=put(self.k, k), v=put(self.v, v))
+
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
+        """See `CacheView.append`."""
+        at = jnp.minimum(lengths, self.capacity - 1)
+        blocks, at = self.table[jnp.arange(len(k)), at // self._size], at % self._size
+        return self._replace(k=self.k.at[blocks, :, at].set(k), v=self.v.at[blocks, :, at].set(v))
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.read`."""
+        k, v = (pool[self.table].swapaxes(1, 2) for pool in (self.k, self.v))
+        return k.reshape(*k.shape[:2], -1, k.shape[-1]), v.reshape(*v.shape[:2], -1, v.shape[-1])
+
+
+KINDS: dict[str, type[Any]] = {"full": FullCache, "blocks": BlockCache}  # each a LayerCache
 
 
 def zeros(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> list[jax.Array]:

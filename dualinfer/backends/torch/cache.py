@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch.nn import functional as F
 
-from ..caches import CacheSpec, CacheView, buffers, cache_bytes, no_room
+from ..caches import CacheSpec, CacheView, block_table, buffers, cache_bytes, no_room
 from .device import free_bytes
 
 
@@ -82,7 +82,69 @@ class FullCache(NamedTuple):
         return self.k, self.v
 
 
-KINDS: dict[str, type[LayerCache]] = {"full": FullCache}
+class BlockCache(NamedTuple):
+    """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
+
+    Token s of slot n lies in block table[n, s // size] at place s % size.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    kind = "blocks"
+
+    @property
+    def _size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.table.shape[1] * self._size
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        k, v, table = zeros(spec, slots, tokens, dtype, device)
+        return cls(k, v, table.copy_(torch.from_numpy(block_table(table.shape))))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        old, each = self.table.shape, -(-tokens // self._size)
+        table = torch.from_numpy(block_table((slots, each), old)).to(self.table.device)
+        table[: old[0], : old[1]] = self.table
+        more = 0, 0, 0, 0, 0, 0, 0, table.numel() - self.table.numel()
+        return type(self)(F.pad(self.k, more), F.pad(self.v, more), table)
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
+        """See `CacheView.write`; in place."""
+        for pool, new in ((self.k, k), (self.v, v)):
+            behind = 0, 0, 0, 0, 0, self.capacity - new.shape[1]
+            rows = F.pad(new, behind).unflatten(1, (-1, self._size))
+            pool[self.table[slots]] = rows.transpose(2, 3)
+        return self
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
+        """See `CacheView.append`; in place."""
+        at = lengths.clamp(max=self.capacity - 1)
+        blocks = self.table[torch.arange(len(k), device=k.device), at // self._size]
+        self.k[blocks, :, at % self._size] = k
+        self.v[blocks, :, at % self._size] = v
+        return self
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.read`; a copy."""
+        k, v = (pool[self.table].transpose(1, 2).flatten(2, 3) for pool in (self.k, self.v))
+        return k, v
+
+
+KINDS: dict[str, type[LayerCache]] = {"full": FullCache, "blocks": BlockCache}
 
 
 def zeros(

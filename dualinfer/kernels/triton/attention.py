@@ -7,6 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
+from .blocks import table_arguments
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
 from .operands import Operand, dtype_name
 
@@ -28,6 +29,7 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     start: int = 0,
+    table: Any = None,
     config: Config | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -37,10 +39,14 @@ def attention(
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
     `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. Keys and values that are hidden
     are read all the same and must be finite. Strides are free but for the last axis. `sms` is the
-    device's number of multiprocessors.
+    device's number of multiprocessors. With `table` int32 [B, blocks] k and v are the pools of a
+    cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least.
     """
     batch, tokens, heads, dim = q.shape
-    _check(q, k, v, scale, window, softcap, start)
+    by_table = table_arguments(table, k)
+    if table is not None:  # then a sequence of the pools is a block
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    _check(q, k, v, table, scale, window, softcap, start)
     per_key = {"mask": mask, "segments": segments, "positions": positions}
     for name, x in per_key.items():
         _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
@@ -57,8 +63,10 @@ def attention(
     if config is None:
         shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
         config = attention_configs(**shape, processors=sms)[0]
+    if table is not None:
+        config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
-    tma = all(_has_descriptor(x) for x in (q, k, v))
+    tma = table is None and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
     for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
         end = tokens if x is q else start + tokens
@@ -72,12 +80,12 @@ def attention(
     launch(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
-        *tensors, out, mask, segments, positions, alibi, sinks,
+        *tensors, out, mask, segments, positions, alibi, sinks, *by_table[:2],
         factor, softcap, window, tokens, start, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),
         GROUP=group, DIM=dim, MAIN=main, REST=rest, CAUSAL=causal,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SIZE=by_table[2],
         num_warps=config.warps, num_stages=config.stages, pdl=pdl,
     )  # fmt: skip
     return out
@@ -120,18 +128,30 @@ def _descriptor(x: Any, rows: int, columns: int, end: int) -> TensorDescriptor:
 
 
 def _check(
-    q: Any, k: Any, v: Any, scale: float, window: int | None, softcap: float | None, start: int
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    start: int,
 ) -> None:
     batch, tokens, heads, dim = q.shape
-    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % k.shape[2]:
+    rows, room = k.shape[0], k.shape[1]
+    if table is not None:
+        rows, room = table.shape[0], table.shape[1] * room
+        if k.shape[1] < 16 or k.shape[1] & (k.shape[1] - 1):
+            raise ValueError(f"blocks of {k.shape[1]} tokens: expected a power of 2 from 16 on.")
+    if k.shape != v.shape or (rows, k.shape[3]) != (batch, dim) or heads % k.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [B, T, H, D] "
-            "and twice [B, S, K, D], with H a multiple of K."
+            "and twice [B, S, K, D], or blocks by a table of B rows, with H a multiple of K."
         )
     if dim > LARGEST_HEAD:
         raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use torch's attention for it.")
-    if not 0 <= start <= k.shape[1] - tokens:
-        raise ValueError(f"start={start} with {tokens} queries and {k.shape[1]} keys.")
+    if not 0 <= start <= room - tokens:
+        raise ValueError(f"start={start} with {tokens} queries and {room} keys.")
     if dtype_name(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_DTYPES}.")
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -22,15 +22,27 @@ def _tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head of x [B, T, heads, D], elements FIRST..; 0 beyond `end` and D."""
+    """ROWS rows of one head of x [B, T, heads, D], elements FIRST..; 0 beyond `end` and D.
+
+    `strides` end with a row of a table and the size of its blocks, by which x has its tokens.
+    """
     if TMA:
         tile = x.load([b, head, row, FIRST]).reshape(ROWS, COLUMNS)
     else:
         rows = row + tl.arange(0, ROWS)
         columns = FIRST + tl.arange(0, COLUMNS)
-        base = x + b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        at = base + rows[:, None].to(tl.int64) * strides[2] + columns[None, :]
-        inside = rows[:, None] < end
+        table_ptr = strides[3]
+        if table_ptr is None:
+            base = x + b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+            at = base + rows[:, None].to(tl.int64) * strides[2] + columns[None, :]
+            inside = rows[:, None] < end
+        else:
+            # One block has all rows: `row` is a multiple of ROWS, and the size of blocks is, too.
+            block = tl.load(table_ptr + tl.minimum(row, end - 1) // strides[4])
+            base = x + block.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+            within = row % strides[4] + tl.arange(0, ROWS)
+            at = base + within[:, None].to(tl.int64) * strides[2] + columns[None, :]
+            inside = rows[:, None] < tl.where(block >= 0, end, 0)
         if FIRST + COLUMNS > DIM:
             inside = inside & (columns[None, :] < DIM)
         tile = tl.load(at, mask=inside, other=0.0)
@@ -131,13 +143,13 @@ def _add(
 @triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
-    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr,
+    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
     scale, softcap, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head; its grid is blocks of queries times `pairs` of heads."""
     dtype = out_ptr.dtype.element_ty
@@ -155,9 +167,11 @@ def attention_kernel(
     head = pair % heads
     kv_head = head // GROUP
 
-    q_strides = (q_stride_b, q_stride_h, q_stride_t)
-    k_strides = (k_stride_b, k_stride_h, k_stride_t)
-    v_strides = (v_stride_b, v_stride_h, v_stride_t)
+    if table_ptr is not None:
+        table_ptr += b.to(tl.int64) * table_stride
+    q_strides = (q_stride_b, q_stride_h, q_stride_t, None, SIZE)
+    k_strides = (k_stride_b, k_stride_h, k_stride_t, table_ptr, SIZE)
+    v_strides = (v_stride_b, v_stride_h, v_stride_t, table_ptr, SIZE)
     rows = start + m + tl.arange(0, BLOCK_M)
     end = start + tokens
     far = b.to(tl.int64)
@@ -235,7 +249,10 @@ def attention_kernel(
         blind = total == 0
         some_blind = tl.max(blind.to(tl.int32), 0) != 0
         queries = (q_main, q_more, rows, q_segment, q_position, blind)
-        for n in range(start + m, tl.where(some_blind, start + m + BLOCK_M, 0), BLOCK_N):
+        itself = start + m
+        if table_ptr is not None:
+            itself = itself // BLOCK_N * BLOCK_N
+        for n in range(itself, tl.where(some_blind, start + m + BLOCK_M, 0), BLOCK_N):
             s = _scores(
                 queries, keys, per_key, place, n, scoring,
                 _ITSELF, CAUSAL, DIM, MAIN, REST, BLOCK_N, TMA,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
+from .blocks import places, slots_and_room, table_arguments
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
@@ -54,13 +55,14 @@ def _head(
 @triton.jit
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
-    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr,
+    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
     qkv_stride, slot_stride, head_stride, token_stride, capacity, scale, softcap, window, eps,
     rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
@@ -92,7 +94,11 @@ def _decode_attention_kernel(
     share = tl.cdiv(tl.cdiv(length - begin, BLOCK_S), SPLITS) * BLOCK_S
     first = begin + split * share
     last = tl.minimum(first + share, length)
-    base = slot * slot_stride + kv_head.to(tl.int64) * head_stride
+    if table_ptr is None:
+        base = slot * slot_stride + kv_head.to(tl.int64) * head_stride
+    else:
+        base = kv_head.to(tl.int64) * head_stride
+        table_ptr += slot * table_stride
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
@@ -114,7 +120,12 @@ def _decode_attention_kernel(
         k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
         v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
         v_new = v_new.to(dtype)
-        at = base + length.to(tl.int64) * token_stride + d[None, :]
+        if table_ptr is None:
+            at = base + length.to(tl.int64) * token_stride + d[None, :]
+        else:
+            token = length + tl.zeros((1, 1), tl.int32)
+            to, new = places(table_ptr, token, new, slot_stride, token_stride, SIZE)
+            at = base + to + d[None, :]
         tl.store(k_ptr + at, k_new, mask=new)
         tl.store(v_ptr + at, v_new, mask=new)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
@@ -129,10 +140,18 @@ def _decode_attention_kernel(
             share_of_new = tl.exp(score - top)
             total = share_of_new + tl.exp(sink - top)
             acc *= share_of_new[:, None]
-    for start in tl.range(first, last, BLOCK_S, num_stages=STAGES):
+    # A table's entries are fetched ahead of what they name, which takes twice the stages.
+    for start in tl.range(
+        first, last, BLOCK_S, num_stages=STAGES if table_ptr is None else 2 * STAGES - 1
+    ):
         s = start + tl.arange(0, BLOCK_S)
         there = (s < last)[:, None] & (d < DIM)[None, :]
-        at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
+        if table_ptr is None:
+            at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
+        else:
+            to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
+            there = known[:, None] & (d < DIM)[None, :]
+            at = base + to[:, None] + d[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)
         v = tl.load(v_ptr + at, mask=there, other=0.0)
         if BLOCK_G == 1:
@@ -197,6 +216,7 @@ def decode_attention(
     heads: int,
     scale: float,
     counters: Any,
+    table: Any = None,
     window: int | None = None,
     alibi: Any = None,
     softcap: float | None = None,
@@ -217,12 +237,15 @@ def decode_attention(
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
     `k_norm` [D] if given, rotated by that position times `inv_freq` float32 [R/2] (R <= D), and key
     and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
-    overwrites its last place. `window`, `alibi`, `softcap` and `sinks` as in `attention`.
+    overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py).
+    `window`, `alibi`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """
     keys, values = cache
-    slots, kv_heads, capacity, dim = keys.shape
-    _check(qkv, keys, values, lengths, heads, counters, inv_freq)
+    _, kv_heads, _, dim = keys.shape
+    slots, capacity = slots_and_room(keys, table)
+    table, table_stride, size = table_arguments(table, keys)
+    _check(qkv, keys, values, slots, lengths, heads, counters, inv_freq)
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
@@ -239,7 +262,17 @@ def decode_attention(
         _decode_attention_kernel,
         (slots * kv_heads, config.splits),
         *(qkv, keys, values, lengths, y, partial, counters, inv_freq, q_norm, k_norm),
-        *(alibi, sinks, qkv.stride(0), *keys.stride()[:3], capacity, scale, softcap or 0.0),
+        *(
+            alibi,
+            sinks,
+            table,
+            table_stride,
+            qkv.stride(0),
+            *keys.stride()[:3],
+            capacity,
+            scale,
+            softcap or 0.0,
+        ),
         *(window or 0, norm_eps, scaling),
         **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[0],
@@ -247,6 +280,7 @@ def decode_attention(
         **{"NORM_OFFSET": norm_unit_offset, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
+        SIZE=size,
         num_warps=config.warps,
         pdl=pdl,
     )
@@ -303,10 +337,17 @@ TUNABLE = Tunable(
 
 
 def _check(
-    qkv: Any, keys: Any, values: Any, lengths: Any, heads: int, counters: Any, inv_freq: Any
+    qkv: Any,
+    keys: Any,
+    values: Any,
+    slots: int,
+    lengths: Any,
+    heads: int,
+    counters: Any,
+    inv_freq: Any,
 ) -> None:
     """Raise ValueError for arguments that the kernel would misread."""
-    slots, kv_heads, _, dim = keys.shape
+    _, kv_heads, _, dim = keys.shape
     width = (heads + 2 * kv_heads) * dim
     if tuple(qkv.shape) != (slots, width) or qkv.stride(1) != 1:
         raise ValueError(

@@ -4,11 +4,13 @@ Su et al., 2021. The first R elements of a head of D are turned, the rest passes
 complex number: elements i and i + R/2 (HF's `rotate_half`), or 2 i and 2 i + 1 (GPT-J).
 """
 
+# pyright: reportPossiblyUnboundVariable=false
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from .blocks import places, slots_and_room, table_arguments
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import dtype_name
 from .rows import check_last_axis, check_vector
@@ -74,12 +76,13 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 @triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, scaling, eps, tokens, room, slots,
+    slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, table_stride,
+    scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v."""
     let_next_start(PDL)
@@ -148,10 +151,20 @@ def _rotary_append_kernel(
         zero = tl.zeros([1, 1], tl.int64)  # places are no scalars: they make masks
         place = start + t + zero
         there = (place < room) & (slot + zero < slots)
+        if table_ptr is not None:
+            row = table_ptr + slot.to(tl.int64) * table_stride
+            at_k, _ = places(row, place, there, keys_stride0, keys_stride2, SIZE)
+            at_v, there = places(row, place, there, values_stride0, values_stride2, SIZE)
         to_k, to_v = inside & is_k & there, inside & is_v & there
-        k_at = keys_ptr + slot.to(tl.int64) * keys_stride0 + place * keys_stride2
+        if table_ptr is None:
+            k_at = keys_ptr + slot.to(tl.int64) * keys_stride0 + place * keys_stride2
+        else:
+            k_at = keys_ptr + at_k
         k_at += (head - H).to(tl.int64) * keys_stride1
-        v_at = values_ptr + slot.to(tl.int64) * values_stride0 + place * values_stride2
+        if table_ptr is None:
+            v_at = values_ptr + slot.to(tl.int64) * values_stride0 + place * values_stride2
+        else:
+            v_at = values_ptr + at_v
         v_at += (head - H - K).to(tl.int64) * values_stride1
         _store_head(k_at, x, y, z, rest, to_k, D, PAIRS, INTERLEAVED, HALF, REST)
         _store_head(v_at, x, y, z, rest, to_v, D, PAIRS, INTERLEAVED, HALF, REST)
@@ -189,6 +202,7 @@ def rotary_append(
     cache: Any = None,
     slots: Any = None,
     starts: Any = None,
+    table: Any = None,
     apart: bool = False,
     pdl: bool = False,
 ) -> tuple[Any, Any, Any] | None:
@@ -200,9 +214,10 @@ def rotary_append(
     `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
     sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
     to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
-    N on; no other place is written. Positions, slots [B] and starts [B] are int32 or int64. What is
-    None falls away. Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms
-    and frequencies are read before the kernel in front has ended.
+    N on; no other place is written. With `table` int32 [N, blocks] the cache is of blocks
+    (blocks.py). Positions, slots [B] and starts [B] are int32 or int64. What is None falls away.
+    Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms and frequencies
+    are read before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim
@@ -221,12 +236,15 @@ def rotary_append(
         if weight is not None:
             check_vector(name, weight, head_dim)
     keys, values = (None, None) if cache is None else cache
+    count = room = 0
     if keys is not None:
         _check_cache(qkv, keys, values, kv_heads, head_dim)
-        if slots is None and batch > keys.shape[0]:
-            raise ValueError(f"{batch} sequences without slots, but {keys.shape[0]} slots.")
-    elif slots is not None or starts is not None:
-        raise ValueError("slots and starts without a cache. Pass cache, or neither.")
+        count, room = slots_and_room(keys, table)
+        if slots is None and batch > count:
+            raise ValueError(f"{batch} sequences without slots, but {count} slots.")
+    elif slots is not None or starts is not None or table is not None:
+        raise ValueError("slots, starts or a table without a cache. Pass cache, or none of them.")
+    table, table_stride, size = table_arguments(table, keys)
     for name, index in (("slots", slots), ("starts", starts)):
         if index is not None:
             _check_integers(name, index, (batch,))
@@ -247,8 +265,7 @@ def rotary_append(
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
         *(parts or (None, None, None)),
-        *(scaling, norm_eps, tokens),
-        *((0, 0) if keys is None else (keys.shape[2], keys.shape[0])),
+        *(table, table_stride, scaling, norm_eps, tokens, room, count),
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
         *((0, 0, 0) if keys is None else keys.stride()[:3]),
@@ -256,6 +273,7 @@ def rotary_append(
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
         UNIT_OFFSET=norm_unit_offset,
+        SIZE=size,
         pdl=pdl,
         **meta,
     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ..cache import FullCache
+from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
@@ -63,7 +63,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
@@ -211,6 +211,10 @@ class KernelOps(PlainOps):
         """The positions: kernels turn by them as they read queries and keys."""
         return positions
 
+    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind."""
+        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
+
     def attend(
         self,
         layer: LayerAttention,
@@ -226,10 +230,12 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
         batch, tokens, _ = qkv.shape
-        full = cache if isinstance(cache, FullCache) else None
+        known = self._known(cache)
+        pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"cache": full, "slots": None if full is None else slots}
+        turn |= {"cache": pools, "slots": None if known is None else slots}
+        turn |= {"table": _table_of(known)}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads
         shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
@@ -238,9 +244,9 @@ class KernelOps(PlainOps):
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
         how |= {"pdl": turn["pdl"]} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
-        apart = by_cudnn or (cache is not None and full is None)
+        apart = by_cudnn or (cache is not None and known is None)
         with jax.named_scope("rotary"):
-            written = (*(() if apart else (qkv,)), *(full or ()))
+            written = (*(() if apart else (qkv,)), *(pools or ()))
             y, filled = call(
                 rotary.rotary_append if apart else _turn_and_attend,
                 qkv,
@@ -249,11 +255,11 @@ class KernelOps(PlainOps):
                 capability=self.capability,
                 written=written,
             )
-            cache = cache if full is None else FullCache(*filled[-2:])
+            cache = known._replace(k=filled[-2], v=filled[-1]) if known is not None else cache
         if not apart:
             return y.reshape(batch, tokens, -1), cache
         q, k, v = y
-        if cache is not None and full is None:
+        if cache is not None and known is None:
             assert slots is not None
             cache = primitives.write(cache, slots, k, v)
         with jax.named_scope("attention"):
@@ -275,12 +281,13 @@ class KernelOps(PlainOps):
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
-        if not isinstance(cache, FullCache):
+        known = self._known(cache)
+        if known is None:
             rope = layer.spec.rope
             turned = {rope: turns(rope, angles)} if rope else {}
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
-        slots, kv_heads, reach, dim = cache.k.shape
+        slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
         key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.window or reach), *shape)
         assert self._counters is not None
@@ -288,19 +295,20 @@ class KernelOps(PlainOps):
             y, (keys, values, self._counters) = call(
                 decode_attention.decode_attention,
                 qkv[:, 0],
-                tuple(cache),
+                known[:2],
                 lengths,
+                table=_table_of(known),
                 heads=a.heads,
                 counters=self._counters,
                 config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
-                written=(*cache, self._counters),
+                written=(*known[:2], self._counters),
                 **_norms_of(layer),
                 **scoring(layer),
             )
-        return y[:, None], FullCache(keys, values)
+        return y[:, None], known._replace(k=keys, v=values)
 
     def advance(
         self,
@@ -387,6 +395,10 @@ def _turn_and_attend(
 def _frequencies(rope: Rope) -> np.ndarray:
     """float32 [R/2], the same array each time, so that a step holds it once."""
     return np.array(rope.inv_freq, np.float32)
+
+
+def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
+    return cache.table if isinstance(cache, BlockCache) else None
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:

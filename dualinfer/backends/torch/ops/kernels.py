@@ -5,7 +5,7 @@ once, with everything around them fused; those with many go to cuBLAS, between f
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -32,7 +32,7 @@ from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from ...slots import bucket
-from ..cache import FullCache
+from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
@@ -58,7 +58,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    cache_kinds = frozenset({FullCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
@@ -208,7 +208,7 @@ class KernelOps(PlainOps):
         layer: LayerAttention,
         qkv: torch.Tensor,
         angles: Any,
-        cache: FullCache | None = None,
+        cache: FullCache | BlockCache | None = None,
         slots: torch.Tensor | None = None,
         start: int = 0,
     ) -> list[torch.Tensor]:
@@ -221,13 +221,18 @@ class KernelOps(PlainOps):
             heads=a.heads,
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
-            cache=cache,
+            cache=None if cache is None else cache[:2],
+            table=_table_of(cache),
             slots=slots,
             starts=torch.full_like(slots, start) if start and slots is not None else None,
             pdl=self.pdl,
             **_norms_of(layer),
         )
         return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
+
+    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind."""
+        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
 
     @named("attention")
     def attend(
@@ -246,11 +251,16 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; `qkv` is changed in place."""
         a = layer.spec
         start = chunk.start if chunk else 0
-        full = cache if isinstance(cache, FullCache) else None
-        q, k, v = self._heads(layer, qkv, angles, full, slots, start)
-        if full is not None and chunk is not None and start:
-            k, v = (part[chunk.slot, None].transpose(1, 2) for part in full)
-        elif cache is not None and full is None:
+        known = self._known(cache)
+        q, k, v = self._heads(layer, qkv, angles, known, slots, start)
+        table = None
+        if known is not None and chunk is not None and start:
+            k, v, *tables = known
+            if tables:
+                table = tables[0][chunk.slot, None]
+            else:
+                k, v = (part[chunk.slot, None].transpose(1, 2) for part in (k, v))
+        elif cache is not None and known is None:
             assert slots is not None and not start, "of kinds that kernels know"
             primitives.write(cache, slots, k, v)
         how: dict[str, Any] = {
@@ -278,7 +288,7 @@ class KernelOps(PlainOps):
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
-            how |= {"positions": counted, "config": config}
+            how |= {"positions": counted, "config": config, "table": table}
             y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
         return y.flatten(-2), cache
 
@@ -293,19 +303,21 @@ class KernelOps(PlainOps):
         config: decode_attention.DecodeConfig | None = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
-        if not isinstance(cache, FullCache):
+        known = self._known(cache)
+        if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a = layer.spec
         if config is None:
-            slots, kv_heads, reach, dim = cache.k.shape
+            slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
             shape = a.heads // kv_heads, dim, qkv.element_size()
             reach = min(reach, a.window or reach)
             key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
             config = self.configurations.find(key)
         y = decode_attention.decode_attention(
             qkv[:, 0],
-            cache,
+            known[:2],
             lengths,
+            table=_table_of(known),
             heads=a.heads,
             scale=a.scale,
             counters=self._zeros(qkv.shape[0] * a.kv_heads),
@@ -389,6 +401,10 @@ def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
     count, (features, width) = x.numel() // x.shape[-1], weight.shape
     features = features // 2 if by.gated else features
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
+
+
+def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
+    return cache.table if isinstance(cache, BlockCache) else None
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:

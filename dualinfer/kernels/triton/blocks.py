@@ -1,0 +1,43 @@
+"""Caches of blocks: where a token lies whose sequence has its blocks by a table.
+
+The pools of keys and values are [blocks, K, size, D]. Token s of a sequence lies in the block that
+entry s // size of the sequence's row names, at place s % size. A negative entry names none: nothing
+is read or written there.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .operands import dtype_name
+
+
+@triton.jit
+def places(table_ptr, tokens, there, block_stride, token_stride, SIZE: tl.constexpr):
+    """Where `tokens` of a table's row lie, and which of those that are `there` have a block."""
+    block = tl.load(table_ptr + tokens // SIZE, mask=there, other=-1).to(tl.int64)
+    at = block * block_stride + (tokens % SIZE).to(tl.int64) * token_stride
+    return at, there & (block >= 0)
+
+
+def table_arguments(table: Any, pool: Any) -> tuple[Any, Any, int]:
+    """The table, its rows' stride and the tokens of a block of `pool`, as kernels take them.
+
+    Without a table they are constants, and the code has nothing of it.
+    """
+    if table is None:
+        return None, None, 0
+    if table.dim() != 2 or dtype_name(table.dtype) != "int32" or table.stride(1) != 1:
+        raise ValueError(
+            f"table is {tuple(table.shape)} {table.dtype}; int32 [N, blocks] with a contiguous "
+            "last axis is expected."
+        )
+    return table, table.stride(0), pool.shape[2]
+
+
+def slots_and_room(keys: Any, table: Any) -> tuple[int, int]:
+    """Sequences, and the tokens that each has room for, of keys [N, K, S, D] or by a table."""
+    if table is None:
+        return keys.shape[0], keys.shape[2]
+    return table.shape[0], table.shape[1] * keys.shape[2]
