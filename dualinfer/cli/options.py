@@ -4,17 +4,23 @@ from typing import Annotated, Literal
 
 import typer
 
+One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
 
 BackendOption = Annotated[
-    Literal["torch", "jax"] | None,
-    typer.Option(show_default=False, help="What runs the model; unset: what is installed."),
+    One | None,
+    typer.Option(
+        metavar="torch|jax",
+        show_default=False,
+        help="What runs the model; unset: what is installed.",
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU.",
+        help="float32, float16 or bfloat16; unset or auto: the checkpoint's own, but float16 for "
+        "float32 on a GPU, and float32 on a CPU.",
     ),
 ]
 RevisionOption = Annotated[

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from .. import backends, embedded
 from ..api import init_inference
+from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..engine.text import encode, encode_chat
@@ -25,6 +25,7 @@ from ..errors import (
     LengthError,
     printable,
 )
+from ..system.terminal import print_folded
 from .options import (
     BackendOption,
     Choice,
@@ -51,14 +52,6 @@ _HELP = """\
 /exit           end; Ctrl-D does the same. Ctrl-C stops an answer."""
 
 
-class Generate(TyperCommand):
-    """A command whose usage line shows that the first of two arguments may be left out."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
-
-
 def generate(
     ctx: typer.Context,
     arguments: Annotated[
@@ -73,6 +66,7 @@ def generate(
     backend: Annotated[
         Choice | None,
         typer.Option(
+            metavar="torch|jax|both",
             show_default=False,
             help="What runs the model; both: one after the other; unset: what is installed.",
         ),
@@ -99,7 +93,10 @@ def generate(
     kernels: KernelsOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
+    """Continue a prompt.
+
+    The text is shown as it comes; it is greedy, or sampled if an option asks for it.
+    """
     if len(arguments) > 2:
         raise typer.BadParameter(
             f"{len(arguments)} arguments given. Did you mean to quote the prompt?"
@@ -165,9 +162,10 @@ def chat(
     kernels: KernelsOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Talk with a model that has a chat template; in a pipe, each line is a message.
+    """Talk with a model that has a chat template.
 
-    Without a sampling option it samples as the model's own generation config says.
+    In a pipe, each line is a message. Without a sampling option it samples as the model's own
+    generation config says.
     """
     name = backend or backends.default_backend()
     backends.check_backend(name)
@@ -276,7 +274,7 @@ def _find(arguments: list[str], revision: str | None) -> Path:
         return find_checkpoint(arguments[0], revision)
     except CheckpointError as error:
         if isinstance(error, CheckpointNotFoundError) and "/" not in arguments[0]:
-            quoted = f'dualinfer generate "{" ".join(arguments)}"'
+            quoted = f'`dualinfer generate "{" ".join(arguments)}"`'
             raise CheckpointNotFoundError(
                 f"{error} Did you mean to quote the prompt? {quoted}"
             ) from error
@@ -366,12 +364,12 @@ def _described(engine: Any) -> str:
 def _prepare(engine: Any, tokenizer: Any, kernels: bool | None) -> None:
     """Give the engine its tokenizer, and say where kernels that were asked for do not run."""
     engine.tokenizer = tokenizer
-    if kernels and not getattr(engine.runner, "kernels", ""):
-        _say("--kernels: none run on this device, plain operations serve. dualinfer env says why.")
+    notes = engine.report().notes if kernels else ()
+    for note in notes:
+        if note.startswith(NO_KERNELS):
+            _say(f"--kernels: {note}")
 
 
 def _say(text: str) -> None:
     """A line for the reader, beside the text."""
-    Console(stderr=True, soft_wrap=True).print(
-        printable(text), style="dim", highlight=False, markup=False
-    )
+    print_folded(Console(stderr=True), text, style="dim")
