@@ -12,6 +12,7 @@ from dualinfer import embedded
 from dualinfer.checkpoint.tokenizer import load_tokenizer
 from dualinfer.cli import main as cli
 from dualinfer.cli import texts
+from dualinfer.system.terminal import fold
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -51,7 +52,7 @@ def one_message(result) -> str:
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
-    return result.stderr
+    return " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -59,8 +60,8 @@ def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
     result = run("generate", folder, PROMPT, "--backend", backend, "--max-new-tokens", 20)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected_text(folder, 20, do_sample=False) + "\n"
-    said = r"20 new tokens, [\d,]+ tokens/s: LlamaForCausalLM, fused mode, (.+)\n"
-    found = re.fullmatch(said, result.stderr)
+    said = r"20 new tokens, [\d,]+ tokens/s: LlamaForCausalLM, fused mode, (.+)"
+    found = re.fullmatch(said, " ".join(result.stderr.split()))
     assert found and found[1].startswith(f"{backend}, float32, ")
 
 
@@ -72,7 +73,10 @@ def test_generate_reads_standard_input(run, folder):
 
 def test_generate_says_that_no_kernels_run_here(run, folder):
     result = run("generate", folder, PROMPT, "--max-new-tokens", 4, "--kernels")
-    assert result.exit_code == 0 and "--kernels: none run on this device" in result.stderr
+    with dualinfer.init_inference(folder, replace_with_kernel_inject=True) as engine:
+        (note,) = [n for n in engine.report().notes if n.startswith("no kernels run, plain")]
+    assert "and this is a CPU" in note
+    assert result.exit_code == 0 and f"--kernels: {note}" in " ".join(result.stderr.split())
 
 
 def test_generate_on_both_shows_one_after_the_other(run, folder):
@@ -228,11 +232,50 @@ def test_chat_needs_a_template(run, folder):
     assert "no chat template" in one_message(run("chat", folder, input="hello"))
 
 
-@pytest.mark.parametrize("options", [("-h",), ("generate", "-h"), ("bench", "decode", "-h")])
-def test_help_is_whole_at_80_columns(run, options):
-    shown = run(*options).stdout
-    assert "…" not in shown and "<" not in shown.partition("Options:")[2].replace("<torch", "")
+HELP = {
+    (): "COMMAND [ARGS]...",
+    ("generate",): "[MODEL] PROMPT",
+    ("chat",): "MODEL",
+    ("demo",): "",
+    ("parity",): "[MODEL]",
+    ("plan",): "MODEL",
+    ("launch",): "SCRIPT [ARGUMENT]...",
+    ("env",): "",
+    ("bench",): "COMMAND [ARGS]...",
+    ("bench", "decode"): "[MODEL]",
+    ("bench", "ops"): "[NAME]",
+}
+
+
+@pytest.mark.parametrize("command", HELP, ids=" ".join)
+def test_help_is_whole_at_80_columns_and_in_one_style(run, command):
+    shown = run(*command, "-h").stdout
+    assert re.search(r"\[OPTIONS\] ?(.*)", shown)[1] == HELP[command]  # pyright: ignore
+    assert not re.search(r"…|\.\.\.$|[<{]\w", shown.partition("\n")[2], re.MULTILINE)
     assert max(map(len, shown.splitlines())) <= 80
+    takes_auto = command and command[0] in ("generate", "chat", "parity", "plan")
+    assert bool(re.search(r"\bauto\b", shown)) == bool(takes_auto)
+
+
+def test_long_lines_break_between_words_alone():
+    path = "/a path/with blanks/and a name that is much longer than a line of 40 columns.json"
+    text = (
+        f"error: {path!r} is the model's, and `dualinfer plan a --tp 4` shows it:\n    - indented"
+    )
+    text += " lines stay in, users' words are no quotes; see https://example.org/a-very-long-name/x"
+    lines = fold(text, 40).split("\n")
+    assert " ".join(line.strip() for line in lines) == " ".join(text.split()).replace("\n    ", " ")
+    assert f"{path!r}" in lines and any("`dualinfer plan a --tp 4`" in line for line in lines)
+    assert "https://example.org/a-very-long-name/x" in [line.strip() for line in lines]
+    at = next(i for i, line in enumerate(lines) if "- indented" in line)
+    assert all(line.startswith("    ") for line in lines[at:])
+    assert all(len(line) <= 40 or " " not in line.strip().replace(repr(path), "") for line in lines)
+
+
+def test_errors_are_folded_to_the_width(run, tmp_path):
+    lines = run("parity", tmp_path / ("x" * 90) / "model").stderr.splitlines()
+    assert len(lines) > 2 and lines[0] == "error:"
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
 
 
 def test_version(run):
@@ -273,7 +316,7 @@ def test_demo_shows_both_texts_and_says_that_they_are_equal(run, folder, monkeyp
     summary = re.search(
         r"All (\d+) new tokens are equal; logits differ by (\S+) relative RMS; "
         r"tokens per second: torch [\d,]+, jax [\d,]+\.",
-        result.stdout,
+        " ".join(result.stdout.split()),
     )
     assert summary, result.stdout
     assert 1 <= int(summary[1]) <= 16
