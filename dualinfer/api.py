@@ -129,7 +129,7 @@ def _choose_mode(
     unknown = _unserved(model, settings) if kind == "folder" else None
     if unknown is not None and (on_jax or asked):
         way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
-        raise ModelError(f"{unknown} {way} transformers' own model runs, in module mode.")
+        raise UnservedError(f"{unknown} {way} transformers' own model runs, in module mode.")
     fused = (kind == "folder" and unknown is None) or (kind == "torch" and bool(on_jax or asked))
     kernels = fused if asked is None else asked
     settings = settings.model_copy(update={"replace_with_kernel_inject": kernels})
