@@ -1,6 +1,7 @@
 """The command line, in this process; without a framework: tests/test_isolation.py."""
 
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,16 @@ def test_long_lines_break_between_words_alone():
     at = next(i for i, line in enumerate(lines) if "- indented" in line)
     assert all(line.startswith("    ") for line in lines[at:])
     assert all(len(line) <= 40 or " " not in line.strip().replace(repr(path), "") for line in lines)
+
+
+def test_warnings_are_told_without_lines_of_code(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(cli, "app", lambda obj: warnings.warn("long " * 20, stacklevel=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [" ".join(["warning:", *["long"] * 14]), " ".join(["long"] * 6)]
 
 
 def test_errors_are_folded_to_the_width(run, tmp_path):

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -221,7 +222,13 @@ def env() -> None:
 
 def main() -> None:
     """The `dualinfer` command."""
+    warnings.showwarning = _show_warning
     app(obj=OWN_PROCESS)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning for people: whose line of code it came from says nothing to them."""
+    print_folded(Console(stderr=True), f"warning: {message}", head="bold yellow")
 
 
 def _check_both(what: str) -> None:
