@@ -110,12 +110,14 @@ def test_plan_prints_what_goes_where(run, tmp_path):
     assert "all devices together: " in text and "the rest being what several hold" in text
     assert "per token: 5 sums of 96 B over the devices and one gather of the logits" in text
     assert "note: KV heads are fewer than devices" in text
-    meaning = "26 | 25 | 25 | ... in a shape: 26 on device 0, 25 on device 1 and so on"
+    meaning = "26 | 25 | 25 | 25 in a shape: 26 on device 0, 25 on device 1 and so on"
     assert text.count(meaning) == 1
     assert max(map(len, result.stdout.splitlines())) <= 80
     on_jax = re.sub(r"\s+", " ", run("plan", folder, "--tp", 4, "--backend", "jax").stdout)
     assert "note: padding with zeros, over all devices: " in on_jax
     assert "[26, 48]" in on_jax
+    many = " ".join(run("plan", folder, "--tp", 6).stdout.split())
+    assert "5x17 | 1x16 in a shape: 17 on the first 5, 16 on 1 more and so on" in many
     alone = run("plan", folder, "--tp", 1, "--dtype", "bf16").stdout
     assert "in bfloat16 on one device" in alone and "sums" not in alone
     assert "counted in" not in alone and " in a shape" not in alone
@@ -137,7 +139,7 @@ def test_plan_counts_in_the_dtype_that_a_gpu_would_take(run, tmp_path, own, aske
     options = ["--dtype", asked] if asked else []
     text = " ".join(run("plan", folder, "--tp", 2, *options).stdout.split())
     assert f"LlamaForCausalLM in {counted} on 2 devices" in text
-    note = f"note: counted in {counted}, as a GPU takes it ({why}); --dtype NAME asks for another"
+    note = f"note: counted in {counted}, as a GPU takes it ({why}); `--dtype NAME` asks for another"
     assert (note in text) == (why is not None) == ("counted in" in text)
 
 

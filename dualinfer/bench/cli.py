@@ -187,7 +187,7 @@ def ops(
     Their inputs are such that no cache holds them.
     """
     if only in _FIGURES_OF_MODELS:
-        raise ArgumentError(f"{only} is no op. A whole model: dualinfer bench {only}.")
+        raise ArgumentError(f"{only} is no op. A whole model: `dualinfer bench {only}`.")
     tasks = [
         Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
     ]

@@ -28,6 +28,7 @@ from .plan_table import DevicePart, PlanTable, make_plan_table
 from .quick_start import OWN_PROCESS, start_sooner
 
 _MOST_DEVICES = 1024  # of a plan; each is counted through
+_FEW_DEVICES = 4  # of which each is shown in a shape
 _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -112,7 +113,7 @@ def _dtype(asked: str | None, written: Mapping[str, Any]) -> tuple[str, list[str
     name, why = serving_dtype(str(own or "float32"), "float16")
     if own is None:
         why = "config.json names no dtype"
-    return name, [f"counted in {name}, as a GPU takes it ({why}); --dtype NAME asks for another"]
+    return name, [f"counted in {name}, as a GPU takes it ({why}); `--dtype NAME` asks for another"]
 
 
 def _plan_module(
@@ -173,8 +174,9 @@ def _weights_table(found: PlanTable, title: str) -> Table:
     """A row for each weight, what it is split by on a line of its own where that is long."""
     table = Table(title=_literal(title), box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("weight", no_wrap=True)
-    for name in ("whole", "on each device", "split by"):
+    for name in ("whole", "on each device"):
         table.add_column(name)
+    table.add_column("split by", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     for row in found.rows:
         split = row.split or ("" if len(row.shapes) == 1 else "replicated")
@@ -231,11 +233,20 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 def _on_each(shapes: _Shapes) -> str:
     """The shape on a device; along an axis of several extents, each device's."""
-    parts = []
-    for extents in zip(*shapes, strict=True):
-        alike = len(set(extents)) == 1
-        parts.append(str(extents[0]) if alike else " | ".join(map(str, extents)))
-    return f"[{', '.join(parts)}]"
+    return f"[{', '.join(map(_by_device, zip(*shapes, strict=True)))}]"
+
+
+def _by_device(extents: tuple[int, ...]) -> str:
+    if len(set(extents)) == 1:
+        return str(extents[0])
+    if len(extents) <= _FEW_DEVICES:
+        return " | ".join(map(str, extents))
+    return " | ".join(f"{count}x{extent}" for extent, count in _runs(extents))
+
+
+def _runs(extents: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each extent with how many devices in a row have it."""
+    return [(extent, len(list(run))) for extent, run in groupby(extents)]
 
 
 def _legend(rows: Sequence[_Shapes]) -> list[str]:
@@ -243,9 +254,11 @@ def _legend(rows: Sequence[_Shapes]) -> list[str]:
     for shapes in rows:
         for extents in zip(*shapes, strict=True):
             if len(set(extents)) > 1:
-                some = " | ".join(map(str, extents[:3])) + (" | ..." if extents[3:] else "")
                 meaning = f"{extents[0]} on device 0, {extents[1]} on device 1 and so on"
-                return [f"{some} in a shape: {meaning} along that axis"]
+                if len(extents) > _FEW_DEVICES:
+                    (first, many), (then, more), *_ = _runs(extents)
+                    meaning = f"{first} on the first {many}, {then} on {more} more and so on"
+                return [f"{_by_device(extents)} in a shape: {meaning} along that axis"]
     return []
 
 
