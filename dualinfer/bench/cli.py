@@ -13,6 +13,7 @@ from rich.markup import escape
 from .. import backends
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
+from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
 from .shapes import EMBEDDED, SHAPES, check_model
@@ -22,7 +23,7 @@ from .tables import label, limit_lines, make_table, side_by_side, write_plot
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure speed as a fraction of what the device can do, beside other systems.",
+    help="Measure speed as a fraction of what the device can do.",
 )
 
 _FIGURES_OF_MODELS = ("decode", "prefill", "forward")
@@ -30,7 +31,11 @@ _FIGURES_OF_MODELS = ("decode", "prefill", "forward")
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(show_default=False, help="A checkpoint's folder, or owner/name of the hub."),
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default=False,
+        help="A checkpoint's folder or a model of the hub (owner/name).",
+    ),
 ]
 ShapeOption = Annotated[
     list[str] | None,
@@ -41,7 +46,9 @@ ShapeOption = Annotated[
         f"each also as NAME:LAYERS, or {EMBEDDED}, the model shipped with the package.",
     ),
 ]
-BackendOption = Annotated[Choice, typer.Option(help="What runs dualinfer; both: one by one.")]
+BackendOption = Annotated[
+    Choice, typer.Option(metavar="torch|jax|both", help="What runs dualinfer; both: one by one.")
+]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
@@ -87,7 +94,7 @@ PlotOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def decode(
     model: ModelArgument = None,
     shape: ShapeOption = None,
@@ -105,7 +112,7 @@ def decode(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Milliseconds per token of greedy generate, as a fraction of the read bandwidth."""
+    """Time of each new token, as a fraction of the read bandwidth."""
     tasks = _tasks(
         *("decode", model, shape, EMBEDDED, backend, dtype, batch, prompt or [128]),
         *(new_tokens, repeats, peer, kernels, tp),
@@ -113,7 +120,7 @@ def decode(
     _bench("decode", tasks, json, plot)
 
 
-@app.command()
+@app.command(cls=Command)
 def prefill(
     model: ModelArgument = None,
     shape: ShapeOption = None,
@@ -136,7 +143,7 @@ def prefill(
     _bench("prefill", tasks, json, plot)
 
 
-@app.command()
+@app.command(cls=Command)
 def forward(
     model: ModelArgument = None,
     shape: ShapeOption = None,
@@ -151,7 +158,10 @@ def forward(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """One pass over whole sequences, replayed from a CUDA graph where there is a GPU."""
+    """One pass over whole sequences.
+
+    It is replayed from a CUDA graph where there is a GPU.
+    """
     tasks = _tasks(
         *("forward", model, shape, "bert-large", backend, dtype, batch, prompt or [128]),
         *(0, repeats, peer, kernels, tp),
@@ -159,20 +169,25 @@ def forward(
     _bench("forward", tasks, json, plot)
 
 
-@app.command()
+@app.command(cls=Command)
 def ops(
     only: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="Ops whose name holds this; unset: all."),
+        typer.Argument(
+            metavar="[NAME]", show_default=False, help="Ops whose name holds this; unset: all."
+        ),
     ] = None,
     backend: BackendOption = "torch",
     dtype: DtypeOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Single ops beside other implementations, on a GPU, with inputs that no cache holds."""
+    """Single ops beside other implementations, on a GPU.
+
+    Their inputs are such that no cache holds them.
+    """
     if only in _FIGURES_OF_MODELS:
-        raise ArgumentError(f"{only} is no op. A whole model: dualinfer bench {only}.")
+        raise ArgumentError(f"{only} is no op. A whole model: `dualinfer bench {only}`.")
     tasks = [
         Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
     ]
@@ -256,7 +271,7 @@ def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -
     if any("op" in row or row["kind"] != "ops" for row in rows):  # else nothing was measured
         console.print(make_table(kind, rows, console.width))
     for line in limit_lines(rows):
-        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        print_folded(console, line, style="dim")
     if any(row.get("device_kind") == "cpu" and "of_limit" in row for row in rows):
         console.print("[dim]Figures from a CPU are no benchmark.[/]", highlight=False)
     if plot is not None:

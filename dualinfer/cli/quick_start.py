@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from ..api import unserved
 from ..checkpoint.files import read_json
-from ..errors import DualinferError
-from ..model.families import find_architecture
+from ..errors import CheckpointError
+from ..model.families import knows_family
 
 OWN_PROCESS = "own process"  # the context's object where nothing but the command runs
 
@@ -20,9 +21,9 @@ def start_sooner(folder: Path) -> None:
     if "transformers" in sys.modules:
         return
     try:
-        written = read_json(folder / "config.json")
-        find_architecture(written.get("model_type"), written.get("architectures"))
-    except DualinferError:
+        if not knows_family(read_json(folder / "config.json")):
+            return
+    except CheckpointError:
         return
     there = sys.modules.get("torch")
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (as Python spells "absent")
@@ -39,3 +40,6 @@ def start_sooner(folder: Path) -> None:
     models = ModuleType("transformers.models")
     models.__path__ = [str(Path(next(iter(transformers.__path__))) / "models")]
     sys.modules.setdefault(models.__name__, models)
+    if unserved(folder) is not None:  # a field keeps it out, and transformers' model needs torch
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]

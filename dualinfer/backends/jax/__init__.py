@@ -11,6 +11,7 @@ from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import make_plan
+from ..base import NO_KERNELS
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
@@ -28,6 +29,8 @@ from .parallel import Split
 from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
+
+_KERNELS_NEED = "the kernels run on NVIDIA's data-centre GPUs (A100, H100, H200, B200)"
 
 
 def default_device() -> jax.Device:
@@ -83,17 +86,28 @@ def create_runner(
         most = spec.most_tokens(config.max_out_tokens)
         runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes
+    if _wants_kernels(config) and not ops.kernels:
+        runner.notes += (f"{NO_KERNELS}{_obstacle(spec, place.device)}",)
     return runner
 
 
 def describe_kernels() -> str:
     """Whether Pallas' kernels can run here, for people."""
     if not runs_kernels(default_device()):
-        return (
-            "Pallas: not usable here; the kernels run on NVIDIA's data-centre GPUs (A100, H100, "
-            "H200, B200); plain XLA"
-        )
+        return f"Pallas: not usable here; {_KERNELS_NEED}; plain XLA"
     return "Pallas: usable"
+
+
+def _wants_kernels(config: InferenceConfig) -> bool:
+    return bool(config.replace_with_kernel_inject) and config.use_triton is not False
+
+
+def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
+    """Why the kernels do not run a model here; "" where they do."""
+    if not runs_kernels(device):
+        return f"{_KERNELS_NEED}, and this is a {device.device_kind}"
+    beyond = unserved(spec)
+    return "" if beyond is None else f"the kernels do not serve {beyond}"
 
 
 def _make_ops(
@@ -104,9 +118,7 @@ def _make_ops(
     place: Place | None = None,
 ) -> PlainOps:
     """Pallas kernels where they are wanted and can run, else plain XLA."""
-    if not config.replace_with_kernel_inject or config.use_triton is False:
-        return PlainOps(split)
-    if not runs_kernels(device) or unserved(spec):
+    if not _wants_kernels(config) or _obstacle(spec, device):
         return PlainOps(split)
     cores = getattr(device, "core_count", 132)
     if split is None or not isinstance(place, ManyDevices):
