@@ -1,10 +1,14 @@
 """Tiny random HF models of every kind that dualinfer serves: the oracles of the parity tests."""
 
+import importlib
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 
@@ -371,3 +375,29 @@ def relative_rms(result: Any, expected: Any) -> float:
     error = float(np.sqrt(((a - b) ** 2).mean()) / scale)
     print(f"relative RMS {error:.2e}, largest error {np.abs(a - b).max():.2e}")
     return error
+
+
+@contextmanager
+def noted_logits(backend: str) -> Iterator[dict[int, np.ndarray]]:
+    """The logits [N, V] of the steps within that sample, by position; rows have equal lengths.
+
+    They come out of the very steps that generate runs, once the context ends.
+    """
+    sampler = importlib.import_module(f"dualinfer.backends.{backend}.sampler")
+    by_position, original = {}, sampler.sample
+
+    def note(position: Any, logits: Any) -> None:
+        by_position[int(position[0])] = np.asarray(logits).copy()
+
+    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
+        if backend == "jax":
+            importlib.import_module("jax").debug.callback(note, position, logits)
+        else:
+            note(position, logits)
+        return original(logits, state, position, *how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "sample", sample)
+        yield by_position
+        if backend == "jax":
+            importlib.import_module("jax").effects_barrier()

@@ -439,6 +439,20 @@ ROWS: list[Row] = [
     ),
     # --- JAX
     Row(
+        "backends/slots.py",
+        ">= tokens < request.cache_tokens",
+        ">= tokens",
+        "JAX compiles steps in the background that no sequence can reach.",
+        "tests/test_compilation.py -k nothing_is_begun",
+    ),
+    Row(
+        "backends/jax/runner.py",
+        "        self._compile_next(alone)\n",
+        "",
+        "A sequence that outgrows its cache on JAX waits for a compiler.",
+        "tests/test_compilation.py -k next_size",
+    ),
+    Row(
         "backends/jax/sampler.py",
         "[:, None] & (state.eos != NO_TOKEN)",
         "[:, None]",

@@ -23,7 +23,7 @@ from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.errors import OutOfMemoryError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 
-from .models import BACKENDS, CASES, make_model, random_ids, relative_rms  # noqa: E402
+from .models import BACKENDS, CASES, make_model, noted_logits, random_ids, relative_rms  # noqa: E402
 
 SIZE = 4  # tokens of a block
 OPTIONS = {"dtype": "fp32", "replace_with_kernel_inject": True}
@@ -239,29 +239,14 @@ def test_steps_that_read_blocks_are_replayed_from_graphs(hf_model, engine_of, ad
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_from_blocks_are_those_from_a_full_cache(backend, hf_model, add_blocks, monkeypatch):
+def test_logits_from_blocks_are_those_from_a_full_cache(backend, hf_model, add_blocks):
     def logits() -> dict[int, np.ndarray]:
-        by_position = {}
-
-        def note(position, scores):
-            by_position[int(position[0])] = np.asarray(scores)[:3].copy()
-
-        sampler = getattr(dualinfer.backends, backend).sampler
-        original = sampler.sample
-
-        def sample(scores, state, position, *more):
-            if backend == "jax":
-                jax.debug.callback(note, position, scores)
-            else:
-                note(position, scores)
-            return original(scores, state, position, *more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(sampler, "sample", sample)
-            with dualinfer.init_inference(hf_model("qwen3"), backend=backend, **OPTIONS) as engine:
-                engine.generate(PROMPTS, max_new_tokens=20, do_sample=False, eos_token_id=None)
-            jax.effects_barrier()
-        return by_position
+        with (
+            dualinfer.init_inference(hf_model("qwen3"), backend=backend, **OPTIONS) as engine,
+            noted_logits(backend) as noted,
+        ):
+            engine.generate(PROMPTS, max_new_tokens=20, do_sample=False, eos_token_id=None)
+        return {position: scores[:3] for position, scores in noted.items()}
 
     expected = logits()
     add_blocks()

@@ -164,6 +164,138 @@ def test_results_of_many_sizes_are_cut_by_few_executables():
         assert live_executables() - before <= graphs._MOST_HELPERS
 
 
+def begin(executables, key, step, *args):
+    """Compile a step in the background; what it waits for at the beginning is set by the caller."""
+    go = threading.Event()
+
+    def lower():
+        assert go.wait(60)
+        return executables.lower(Job(key, step, args))
+
+    executables.begin(key, lower)
+    return go
+
+
+def join():
+    """Wait for what compiles in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "dualinfer-compile-ahead":
+            thread.join(60)
+
+
+def test_what_was_begun_is_there_when_it_is_asked_for():
+    """It is traced once, in another thread, without a context of the caller's."""
+    executables, traces = Executables(), []
+
+    def step(x):
+        traces.append((threading.current_thread(), jax.config.values["jax_enable_x64"]))
+        return x + 1
+
+    with jax.enable_x64(True):
+        begin(executables, "key", step, np.float32(1)).set()
+        begin(executables, "key", step, np.float32(1)).set()
+        join()
+    assert executables.facts["compilations"] == executables.facts["executables"] == 1
+    assert executables.seconds == 0  # nobody waited
+    assert executables.run("key", double, np.float32(1)) == 2
+    ((thread, wide),) = traces
+    assert thread is not threading.main_thread() and not wide
+
+
+@pytest.mark.parametrize("ask", ["run", "prepare"])
+def test_who_asks_for_what_was_begun_waits_for_it(ask):
+    executables = Executables()
+    go = begin(executables, "key", lambda x: x + 1, np.float32(1))
+    threading.Timer(0.2, go.set).start()
+    if ask == "prepare":
+        executables.prepare([Job("key", double, (np.float32(1),))], "compiling")
+        assert len(executables) == 1
+    assert executables.run("key", double, np.float32(1)) == 2
+    assert executables.compilations == 1 and executables.seconds > 0.1
+
+
+def test_what_fails_in_the_background_is_left_to_who_asks_for_it(monkeypatch, capfd):
+    executables, tries = Executables(), []
+
+    def broken(x):
+        tries.append(1)
+        raise SystemExit("from a thread")
+
+    go = begin(executables, "key", broken, np.float32(1))
+    threading.Timer(0.2, go.set).start()
+    assert executables.run("key", double, np.float32(2)) == 4  # waits for it first
+    begin(executables, "another", broken, np.float32(1)).set()
+    join()
+    begin(executables, "another", broken, np.float32(1)).set()  # is not tried again
+    assert executables.run("another", double, np.float32(2)) == 4
+    assert len(tries) == executables.compilations == 2
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        begin(executables, "third", double, np.float32(1))
+    assert executables.run("third", double, np.float32(2)) == 4
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_closed_waits_for_nothing_and_holds_nothing():
+    executables, before = Executables(), live_executables()
+    go = begin(executables, "key", double, np.float32(1))
+    executables.clear()
+    go.set()
+    join()
+    begin(executables, "late", double, np.float32(1)).set()
+    join()
+    assert executables.compilations == len(executables) == 0
+    assert live_executables() == before
+
+
+_LEFT = """
+import threading, time, jax, numpy as np
+from dualinfer.backends.jax.executables import Executables, Job
+
+begun = threading.Event()
+
+def step(x):
+    begun.set()
+    time.sleep(1)
+    return x
+
+executables = Executables()
+executables._compile = lambda *_: print("compiled though nobody is there")
+executables.begin(1, lambda: executables.lower(Job(1, step, (np.float32(1),))))
+assert begun.wait(60)
+print("end")
+"""
+
+
+def test_an_interpreter_that_exits_compiles_nothing_more():
+    done = subprocess.run(
+        [sys.executable, "-c", _LEFT], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_filters_of_warnings_are_the_callers_own_while_a_thread_compiles():
+    executables, before = Executables(), warnings.filters[:]
+    inside, go = threading.Event(), threading.Event()
+
+    def step(x):
+        inside.set()
+        assert go.wait(60)
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(executables, "key", step, np.float32(1)).set()
+        assert inside.wait(60)
+    go.set()
+    join()
+    assert warnings.filters == before
+
+
 def test_only_the_known_deprecation_is_silent():
     def step(x, text):
         warnings.warn(text, DeprecationWarning, stacklevel=1)
@@ -334,7 +466,7 @@ def test_what_a_request_needs_is_compiled_ahead():
         for job in made:
             leaves = jax.tree.leaves(job.args)
             assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-            assert all(x.sharding.device_set == {DEVICE} for x in leaves)
+            assert all(x.sharding is None or x.sharding.device_set == {DEVICE} for x in leaves)
         return [job.key for job in made]
 
     # The cache may start at any bucket from the prompt's to that of what is reserved at most.
@@ -491,3 +623,93 @@ def test_all_that_is_asked_for_is_kept():
     for n in range(6):
         assert executables.run(n, lambda x: 1 / 0, np.float32(1)) == 1 + n
     assert executables.compilations == 6
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Each job that engines lower, by its key: in which thread, and its text."""
+    made, lower = {}, Executables.lower
+
+    def spy(self, job):
+        result = lower(self, job)
+        made.setdefault(job.key, []).append((threading.current_thread(), result.as_text()))
+        return result
+
+    monkeypatch.setattr(Executables, "lower", spy)
+    return made
+
+
+def small_buckets(monkeypatch):
+    """A cache of 16 tokens at first, which grows by doubling."""
+    monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
+    monkeypatch.setattr("dualinfer.backends.jax.runner.SMALLEST_CACHE", 16)
+
+
+@pytest.mark.parametrize("way", ["stream", "generate"])
+def test_the_next_size_of_a_cache_is_compiled_before_a_sequence_needs_it(way, monkeypatch, lowered):
+    """Half way through a bucket, in the background; what a call would have compiled, the same."""
+    small_buckets(monkeypatch)
+    options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
+    with tiny_engine("llama-mqa") as engine:
+        if way == "stream":
+            found = []
+            for token in engine.stream([[5, 6, 7]], **options):
+                found.append(token)
+                join()
+        else:
+            monkeypatch.setattr("dualinfer.engine.fused._WHOLE_CHUNK", 4)
+            decode = engine.runner.decode
+
+            def slowly(steps):
+                tokens = decode(steps)
+                join()
+                return tokens
+
+            monkeypatch.setattr(engine.runner, "decode", slowly)
+            found = np.asarray(engine.generate([[5, 6, 7]], **options))[0, 3:].tolist()
+        count, early = engine.report().compilations, dict(lowered)
+    main = threading.main_thread()
+    by_size = {
+        key[2]: threads[0][0] is main for key, threads in early.items() if key[0] != "prefill"
+    }
+    assert by_size == {16: True, 32: False}
+    lowered.clear()
+    monkeypatch.setattr(Executables, "begin", lambda *_: None)
+    with tiny_engine("llama-mqa") as engine:
+        if way == "stream":
+            assert found == list(engine.stream([[5, 6, 7]], **options))
+        else:
+            text = np.asarray(engine.generate([[5, 6, 7]], **options))
+            assert found == text[0, 3:].tolist()
+        assert engine.report().compilations == count
+    texts = [{key: made[0][1] for key, made in some.items()} for some in (early, lowered)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(3, 13), (3, 3), (14, 2), (18, 14)])
+def test_nothing_is_begun_that_no_sequence_can_reach(prompt, new, monkeypatch, lowered):
+    small_buckets(monkeypatch)
+    with tiny_engine("llama-mqa") as engine:
+        engine.generate([[5] * prompt], max_new_tokens=new, eos_token_id=None)
+        join()
+        assert {threads[0][0] for threads in lowered.values()} == {threading.main_thread()}
+
+
+def test_an_engine_that_is_closed_while_it_compiles_does_not_wait(monkeypatch):
+    small_buckets(monkeypatch)
+    go, lower = threading.Event(), Executables.lower
+
+    def slow(self, job):
+        if threading.current_thread() is not threading.main_thread():
+            assert go.wait(60)
+        return lower(self, job)
+
+    monkeypatch.setattr(Executables, "lower", slow)
+    with tiny_engine("llama-mqa") as engine:
+        stream = engine.stream([[5] * 9], max_new_tokens=50, eos_token_id=None)
+        assert len([next(stream), next(stream)]) == 2
+        executables = engine.runner._executables
+        assert len(executables._coming) == 1
+    go.set()
+    join()
+    assert len(executables) == len(executables._coming) == 0

@@ -11,9 +11,8 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.jax import sampler  # noqa: E402
 
-from .models import randomize, relative_rms  # noqa: E402
+from .models import noted_logits, randomize, relative_rms  # noqa: E402
 from .test_gpu import make_model  # noqa: E402
 from .test_gpu_kernels import (  # noqa: E402
     FAMILIES,
@@ -49,30 +48,13 @@ def text_of(engine: Any, ids: Any, **options: Any) -> list[list[int]]:
     return engine.generate(ids, **{**GREEDY, **options}).tolist()
 
 
-def with_logits(
-    engine: Any, ids: torch.Tensor, new: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greedy text of ids [B, T], and the logits float32 [B, new, V] by which it was chosen.
-
-    They come out of the very steps that generate runs.
-    """
-    by_position: dict[int, np.ndarray] = {}
-    original = sampler.sample
-
-    def note(position: Any, logits: Any) -> None:
-        by_position[int(position[0])] = np.array(logits)[: len(ids)]
-
-    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
-        jax.debug.callback(note, position, logits)
-        return original(logits, state, position, *how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample)
+def with_logits(engine: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greedy text of ids [B, T], and the logits float32 [B, new, V] by which it was chosen."""
+    with noted_logits("jax") as noted:
         text = torch.tensor(text_of(engine, ids, max_new_tokens=new))
-        jax.effects_barrier()
     places = range(ids.shape[1], ids.shape[1] + new)
-    assert sorted(by_position) == list(places) and text.shape == (len(ids), places.stop)
-    found = np.stack([by_position[i] for i in places], 1)
+    assert sorted(noted) == list(places) and text.shape == (len(ids), places.stop)
+    found = np.stack([noted[i][: len(ids)] for i in places], 1)
     assert found.dtype == np.float32
     return text, torch.tensor(found)
 
@@ -133,12 +115,12 @@ def test_half_precision_is_as_near_to_float32_as_hf(family, dtype):
 
 @pytest.mark.parametrize(("family", "dtype"), HALF)
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_decoded_logits_are_as_near_to_float32_as_hf(family, dtype, rows, monkeypatch):
+def test_decoded_logits_are_as_near_to_float32_as_hf(family, dtype, rows):
     """By the kernels of a step, from a cache that they wrote themselves."""
     low, exact = rounded(strong(family), DTYPES[dtype])
     tokens, new = 75, 40
     with engine_of(low, dtype) as engine:
-        text, found = with_logits(engine, random_ids(rows, tokens), new, monkeypatch)
+        text, found = with_logits(engine, random_ids(rows, tokens), new)
     with torch.no_grad():
         expected = exact(text).logits[:, tokens - 1 : -1]
         hf = low(text.cuda()).logits[:, tokens - 1 : -1].float().cpu()
@@ -147,12 +129,12 @@ def test_decoded_logits_are_as_near_to_float32_as_hf(family, dtype, rows, monkey
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_long_prompts_are_as_near_to_float32_as_hf(family, monkeypatch):
+def test_long_prompts_are_as_near_to_float32_as_hf(family):
     """Where cuDNN attends to the prompt, and the step's keys are split over many programs."""
     low, exact = rounded(strong(family, positions=2048), torch.bfloat16)
     tokens, new = 1100, 20
     with engine_of(low, "bf16") as engine:
-        text, found = with_logits(engine, random_ids(1, tokens), new, monkeypatch)
+        text, found = with_logits(engine, random_ids(1, tokens), new)
     with torch.no_grad():
         expected = exact(text).logits[:, tokens - 1 : -1]
         hf = low(text.cuda()).logits[:, tokens - 1 : -1].float().cpu()

@@ -229,6 +229,9 @@ def test_the_command_imports_no_more_than_it_needs(checkpoint: Path):
         assert "torch" not in sys.modules
         call("generate", model, "ab", "--backend", "torch", "--max-new-tokens", "3")
         assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+        import transformers
+        assert transformers.AutoTokenizer and transformers.GenerationConfig
+        assert not hasattr(transformers, "LlamaConfig")  # no source of a model was read for it
         """,
         checkpoint,
     )

@@ -23,12 +23,10 @@ FLOORS: dict[str, str] = {
     "model": "quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
-    "backends": "config model parallel",
+    "backends": "config quantization model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config quantization model parallel checkpoint "
-    "backends decoder",
-    "backends.jax": "system kernels.pallas config quantization model parallel checkpoint "
-    "backends decoder",
+    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
+    "backends.jax": "system kernels.pallas config model parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
     "api": "config model parallel checkpoint backends engine",
     "": "config embedded engine api",

@@ -13,14 +13,14 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.jax import ahead, sampler  # noqa: E402
+from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.kernels.pallas import linear, norm  # noqa: E402
 
 from .kernels.arrays import INTERPRETED, check_lowers, inlined  # noqa: E402
-from .models import make_model, relative_rms  # noqa: E402
+from .models import make_model, noted_logits, relative_rms  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="JAX has a GPU: see test_gpu_pallas.py")
 VOCAB = 97
@@ -99,7 +99,7 @@ def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     fast, plain = engines(name, **CASES[name])
     ids = np.random.default_rng(2).integers(3, VOCAB, 13).tolist()
-    text, found = with_logits(fast, [ids, ids[:7]], 5, monkeypatch)
+    text, found = with_logits(fast, [ids, ids[:7]], 5)
     mask = np.ones_like(text)
     mask[1, :6] = 0
     places = np.maximum(mask.cumsum(1) - 1, 0)
@@ -145,11 +145,11 @@ def test_sampled_text_is_that_of_the_plain_ops(engines):
 
 
 @pytest.mark.parametrize(("name", "rows"), [("gpt2", 1), ("llama-gqa", 3)])
-def test_bfloat16_is_as_near_to_float32_as_plain_xla(name, rows, engines, monkeypatch):
+def test_bfloat16_is_as_near_to_float32_as_plain_xla(name, rows, engines):
     model = make_model(name, vocab_size=VOCAB, **CASES[name]).bfloat16().float()
     ids = np.random.default_rng(3).integers(3, VOCAB, (rows, 9))
     fast, plain = engines(model, "bf16")
-    text, found = with_logits(fast, ids.tolist(), 12, monkeypatch)
+    text, found = with_logits(fast, ids.tolist(), 12)
     other = np.asarray(plain(text).logits, np.float32)[:, 8:-1]
     with torch.no_grad():
         expected = model(torch.tensor(text)).logits[:, 8:-1].numpy()
@@ -157,27 +157,13 @@ def test_bfloat16_is_as_near_to_float32_as_plain_xla(name, rows, engines, monkey
     assert error < 1.1 * bound < 0.05
 
 
-def with_logits(
-    engine: Any, prompts: list[list[int]], new: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[np.ndarray, np.ndarray]:
+def with_logits(engine: Any, prompts: list[list[int]], new: int) -> tuple[np.ndarray, np.ndarray]:
     """The greedy text of prompts, and the logits float32 [B, new, V] by which it was chosen."""
-    by_position: dict[int, np.ndarray] = {}
-    original = sampler.sample
-
-    def note(position: Any, logits: Any) -> None:
-        by_position[int(position[0])] = np.asarray(logits)[: len(prompts)]
-
-    def sample(logits: Any, state: Any, position: Any, *how: Any) -> Any:
-        jax.debug.callback(note, position, logits)
-        return original(logits, state, position, *how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", sample)
+    with noted_logits("jax") as noted:
         text = np.asarray(engine.generate(prompts, max_new_tokens=new, **GREEDY))
-        jax.effects_barrier()
     first = len(prompts[0])
-    assert sorted(by_position) == list(range(first, first + new))
-    return text, np.stack([by_position[first + i] for i in range(new)], 1)
+    assert sorted(noted) == list(range(first, first + new))
+    return text, np.stack([noted[first + i][: len(prompts)] for i in range(new)], 1)
 
 
 # What is compiled

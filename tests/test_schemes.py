@@ -26,6 +26,7 @@ from dualinfer import CheckpointError, UnsupportedError, quantization  # noqa: E
 from dualinfer.backends import jax as jax_backend  # noqa: E402
 from dualinfer.backends import torch as torch_backend  # noqa: E402
 from dualinfer.backends.jax.ops import primitives as jax_ops  # noqa: E402
+from dualinfer.backends.schemes import Arithmetic  # noqa: E402
 from dualinfer.backends.torch.ops import primitives as torch_ops  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
@@ -95,8 +96,8 @@ def jax_product(x, weight, dtype):
     return (y * weight.scale).astype(dtype)
 
 
-TORCH = torch_ops.Arithmetic("plain torch, int8", refuse, torch_product, torch_embed)
-JAX = jax_ops.Arithmetic("plain XLA, int8", refuse, jax_product, jax_embed)
+TORCH = Arithmetic("plain torch, int8", refuse, torch_product, torch_embed)
+JAX = Arithmetic("plain XLA, int8", refuse, jax_product, jax_embed)
 
 
 @contextmanager
@@ -315,7 +316,7 @@ def test_plain_weights_beside_quantized_ones_stay_plain(hf_model, tmp_path):
     def dequantize(weight):
         return weight.data.to(weight.dtype) * weight.scale[:, None]
 
-    arithmetic = torch_ops.Arithmetic("plain torch, over their values", dequantize)
+    arithmetic = Arithmetic("plain torch, over their values", dequantize)
     with known(for_torch=arithmetic), engine(tmp_path / "int8") as made:
         found = answers_of(made, "gpt2")
         schemes = [layer["up.weight"].scheme for layer in made.runner.params.layers]

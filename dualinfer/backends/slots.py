@@ -56,6 +56,13 @@ class LiveSlots:
             for slot, request in self._requests.items()
         )
 
+    def may_outgrow(self, tokens: int) -> bool:
+        """True if a sequence that is half way through `tokens` cached ones may go on beyond."""
+        return any(
+            2 * self._reach[slot] >= tokens < request.cache_tokens
+            for slot, request in self._requests.items()
+        )
+
     def add(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Book requests in slots."""
         self._requests.update(zip(slots, requests, strict=True))

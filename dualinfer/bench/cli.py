@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from rich.markup import escape
 from .. import backends
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
+from ..system.command_options import with_options
 from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -94,79 +96,55 @@ PlotOption = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What is measured of a model, and where the figures go."""
+
+    shape: ShapeOption = None
+    backend: BackendOption = "torch"
+    dtype: DtypeOption = None
+    batch: BatchOption = None
+    prompt: PromptOption = None
+    peer: PeerOption = None
+    kernels: KernelsOption = True
+    tp: TpOption = None
+    json: JsonOption = None
+    plot: PlotOption = None
+
+
 @app.command(cls=Command)
+@with_options(_Measured)
 def decode(
     model: ModelArgument = None,
-    shape: ShapeOption = None,
-    backend: BackendOption = "torch",
-    dtype: DtypeOption = None,
-    batch: BatchOption = None,
-    prompt: PromptOption = None,
     new_tokens: Annotated[
         int, typer.Option(metavar="COUNT", min=2, help="Tokens to generate.")
     ] = 128,
     repeats: RepeatsOption = 5,
-    peer: PeerOption = None,
-    kernels: KernelsOption = True,
-    tp: TpOption = None,
-    json: JsonOption = None,
-    plot: PlotOption = None,
+    *,
+    asked: _Measured,
 ) -> None:
     """Time of each new token, as a fraction of the read bandwidth."""
-    tasks = _tasks(
-        *("decode", model, shape, EMBEDDED, backend, dtype, batch, prompt or [128]),
-        *(new_tokens, repeats, peer, kernels, tp),
-    )
-    _bench("decode", tasks, json, plot)
+    tasks = _tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
+    _bench("decode", tasks, asked.json, asked.plot)
 
 
 @app.command(cls=Command)
-def prefill(
-    model: ModelArgument = None,
-    shape: ShapeOption = None,
-    backend: BackendOption = "torch",
-    dtype: DtypeOption = None,
-    batch: BatchOption = None,
-    prompt: PromptOption = None,
-    repeats: RepeatsOption = 5,
-    peer: PeerOption = None,
-    kernels: KernelsOption = True,
-    tp: TpOption = None,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-) -> None:
+@with_options(_Measured)
+def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: _Measured) -> None:
     """Time to the first token, as a fraction of the matrix units' rate."""
-    tasks = _tasks(
-        *("prefill", model, shape, EMBEDDED, backend, dtype, batch, prompt or [512]),
-        *(1, repeats, peer, kernels, tp),
-    )
-    _bench("prefill", tasks, json, plot)
+    tasks = _tasks("prefill", model, EMBEDDED, 512, 1, repeats, asked)
+    _bench("prefill", tasks, asked.json, asked.plot)
 
 
 @app.command(cls=Command)
-def forward(
-    model: ModelArgument = None,
-    shape: ShapeOption = None,
-    backend: BackendOption = "torch",
-    dtype: DtypeOption = None,
-    batch: BatchOption = None,
-    prompt: PromptOption = None,
-    repeats: RepeatsOption = 50,
-    peer: PeerOption = None,
-    kernels: KernelsOption = True,
-    tp: TpOption = None,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-) -> None:
+@with_options(_Measured)
+def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: _Measured) -> None:
     """One pass over whole sequences.
 
     It is replayed from a CUDA graph where there is a GPU.
     """
-    tasks = _tasks(
-        *("forward", model, shape, "bert-large", backend, dtype, batch, prompt or [128]),
-        *(0, repeats, peer, kernels, tp),
-    )
-    _bench("forward", tasks, json, plot)
+    tasks = _tasks("forward", model, "bert-large", 128, 0, repeats, asked)
+    _bench("forward", tasks, asked.json, asked.plot)
 
 
 @app.command(cls=Command)
@@ -211,23 +189,18 @@ def _dtype(given: str | None) -> str | None:
 def _tasks(
     kind: str,
     name: str | None,
-    shapes: list[str] | None,
     default: str,
-    backend: str,
-    dtype: str | None,
-    batches: list[int] | None,
-    prompts: list[int],
+    tokens: int,
     new_tokens: int,
     repeats: int,
-    peers: list[str] | None,
-    kernels: bool,
-    degrees: list[int] | None,
+    asked: _Measured,
 ) -> list[Task]:
     """Every combination of model, system, devices, batch and prompt; peers have one device."""
-    models = [*([name] if name else []), *(shapes or [])] or [default]
+    models = [*([name] if name else []), *(asked.shape or [])] or [default]
     for model in models:
         check_model(model)
-    for peer in peers or []:
+    peers = asked.peer or []
+    for peer in peers:
         if peer not in PEERS:
             raise ArgumentError(f"--peer {peer} is not known. Peers: {', '.join(PEERS)}.")
         side = side_of(peer)
@@ -235,16 +208,16 @@ def _tasks(
             backends.check_backend(side)
         except BackendNotAvailableError as error:
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
-    systems: list[str] = list(dict.fromkeys([*_chosen(backend), *(peers or [])]))
-    computed = _dtype(dtype)
+    systems: list[str] = list(dict.fromkeys([*_chosen(asked.backend), *peers]))
+    dtype = _dtype(asked.dtype)
     return [
-        Task(kind, system, model, computed, batch, tokens, new_tokens, repeats, kernels, tp)
-        for model, system, tp, batch, tokens in product(
+        Task(kind, system, model, dtype, batch, prompt, new_tokens, repeats, asked.kernels, tp)
+        for model, system, tp, batch, prompt in product(
             dict.fromkeys(models),
             systems,
-            dict.fromkeys(degrees or [1]),
-            dict.fromkeys(batches or [1]),
-            dict.fromkeys(prompts),
+            dict.fromkeys(asked.tp or [1]),
+            dict.fromkeys(asked.batch or [1]),
+            dict.fromkeys(asked.prompt or [tokens]),
         )
         if tp == 1 or system in backends.BACKENDS
     ]

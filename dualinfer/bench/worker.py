@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    for _, grouped in groupby(enumerate(tasks), lambda pair: _load_key(pair[1])):
+    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp")
+    for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
         if group[0][1].kind == "ops":
             for index, task in group:
@@ -76,10 +78,6 @@ def run(
         for index, row in _measure_group(group, device, folders or {}):
             yield index, row
             yield index, None
-
-
-def _load_key(task: Task) -> tuple[Any, ...]:
-    return task.kind, task.model, task.system, task.dtype, task.kernels, task.tp
 
 
 def _measure_group(

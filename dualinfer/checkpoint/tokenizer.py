@@ -27,7 +27,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             "tokenizer there (tokenizer.save_pretrained), or pass token ids to engine.generate()."
         )
     try:
-        if _is_plain(folder):
+        if is_plain(folder):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -51,7 +51,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _is_plain(folder: Path) -> bool:
+def is_plain(folder: Path) -> bool:
     """True where AutoTokenizer would read tokenizer.json by a class that adds nothing to it."""
     if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return False

@@ -1,11 +1,11 @@
 """Options that several commands share."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
+
+from ..system.command_options import with_options
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -84,23 +84,4 @@ class TextOptions:
         return {name: value for name, value in asked.items() if value is not None}
 
 
-def with_text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, whose last parameter is a TextOptions, with an option for each of its fields."""
-    *own, (name, _) = inspect.signature(command).parameters.items()
-    shared = fields(TextOptions)
-
-    def run(**values: Any) -> None:
-        options = TextOptions(**{field.name: values.pop(field.name) for field in shared})
-        command(**values, **{name: options})
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [parameter.replace(kind=keyword) for _, parameter in own]
-    parameters += [
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
-        for field in shared
-    ]
-    shown: Any = run
-    shown.__name__, shown.__doc__ = command.__name__, command.__doc__
-    shown.__signature__ = inspect.Signature(parameters)  # typer reads both
-    shown.__annotations__ = {p.name: p.annotation for p in parameters}
-    return shown
+with_text_options = with_options(TextOptions)

@@ -1,15 +1,23 @@
 """What the command's own process does to start sooner, and a library must not do.
 
 With torch installed, transformers imports it with its config classes, and half of torch's compiler
-behind it: seconds, of which fused mode uses nothing.
+behind it; and it reads the source of every model for the names in it. That is seconds, of which
+fused mode uses nothing.
 """
 
+import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ..api import unserved
 from ..checkpoint.files import read_json
+from ..checkpoint.tokenizer import is_plain
 from ..errors import CheckpointError
 from ..model.families import knows_family
 
@@ -17,7 +25,10 @@ OWN_PROCESS = "own process"  # the context's object where nothing but the comman
 
 
 def start_sooner(folder: Path) -> None:
-    """Let transformers do without torch, if it is not imported yet and fused mode runs `folder`."""
+    """Let transformers do without torch, if it is not imported yet and fused mode runs `folder`.
+
+    Where the tokenizer is of a class of no model's, it does without most models' names, too.
+    """
     if "transformers" in sys.modules:
         return
     try:
@@ -25,21 +36,51 @@ def start_sooner(folder: Path) -> None:
             return
     except CheckpointError:
         return
-    there = sys.modules.get("torch")
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (as Python spells "absent")
-    try:
+    with _replaced("torch", None):  # as Python spells "absent"
+        if is_plain(folder):
+            _read_few_models()
         import transformers
         from transformers.utils.import_utils import is_torch_available
 
         is_torch_available()  # which remembers its answer
-    finally:
-        del sys.modules["torch"]
-        if there is not None:
-            sys.modules["torch"] = there
     # Its own would read the source of all models, a second time.
-    models = ModuleType("transformers.models")
-    models.__path__ = [str(Path(next(iter(transformers.__path__))) / "models")]
+    models = _package("transformers.models", Path(next(iter(transformers.__path__))) / "models")
     sys.modules.setdefault(models.__name__, models)
     if unserved(folder) is not None:  # a field keeps it out, and transformers' model needs torch
         for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
             del sys.modules[name]
+
+
+def _read_few_models() -> None:
+    """Import transformers so that it reads the names in models/auto alone."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.submodule_search_locations
+    package: Any = _package("transformers", Path(spec.submodule_search_locations[0]))
+    package.__version__ = version("transformers")  # which its parts ask for
+    with _replaced("transformers", package):
+        tools: Any = importlib.import_module("transformers.utils.import_utils")
+    names_in = tools.define_import_structure
+    tools.define_import_structure = lambda path, prefix: names_in(path / "auto", f"{prefix}.auto")
+    try:
+        importlib.import_module("transformers")
+    finally:
+        tools.define_import_structure = names_in
+
+
+def _package(name: str, folder: Path) -> ModuleType:
+    package = ModuleType(name)
+    package.__path__ = [str(folder)]
+    return package
+
+
+@contextmanager
+def _replaced(name: str, module: Any) -> Iterator[None]:
+    """Within it an import of `name` finds `module`."""
+    there = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if there is not None:
+            sys.modules[name] = there

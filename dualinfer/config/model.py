@@ -33,7 +33,6 @@ class Model(BaseModel):
         extra="forbid",
         validate_by_name=True,
         validate_by_alias=True,
-        use_attribute_docstrings=True,
     )
 
     moved: ClassVar[Mapping[str, KeyPath]] = MappingProxyType({})

@@ -23,7 +23,7 @@ from .module.parts import Target
 from .module.runner import JaxModuleRunner
 from .ops.kernels import KernelOps, runs_kernels, unserved
 from .ops.plain import PlainOps
-from .ops.primitives import check_schemes
+from .ops.primitives import SCHEMES
 from .ops.split import SplitKernelOps
 from .parallel import Split
 from .params import load_params
@@ -74,7 +74,7 @@ def create_runner(
 ) -> JaxRunner:
     """A runner on the config's devices with the plan's weights in its dtype."""
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
-    check_schemes(plan)
+    SCHEMES.check(plan)
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size

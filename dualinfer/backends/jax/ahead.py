@@ -124,14 +124,27 @@ def _of_request(
         tokens *= 2
 
 
+def decode(runner: Steps, slots: int, tokens: int, eos_width: int, alone: bool) -> Job:
+    """A step of `slots` sequences in a cache of `tokens` tokens each, for abstract arrays."""
+    buffers = jax.eval_shape(partial(runner.make_buffers, slots, tokens, eos_width))
+    job = runner.decode_job(1, alone, BEST, *buffers)
+    return job._replace(args=_abstract(job, runner.device))
+
+
 def _abstract(job: Job, device: jax.Device) -> tuple[Any, ...]:
-    """Arguments with shapes in place of all arrays but those that JAX holds: the parameters."""
+    """Shapes in place of all arrays: an executable of them is that of a run, on disk as well.
+
+    Those of host memory lie nowhere on a single device: a step takes them there itself.
+    """
     shardings = job.shardings or (jax.sharding.SingleDeviceSharding(device),) * len(job.args)
 
     def shape(x: Any, sharding: jax.sharding.Sharding) -> Any:
+        lies: jax.sharding.Sharding | None = sharding
         if isinstance(x, jax.Array):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            lies = x.sharding
+        elif isinstance(x, np.ndarray | np.generic) and len(sharding.device_set) == 1:
+            lies = None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies)
 
     return tuple(
         jax.tree.map(shape, arg, jax.tree.broadcast(sharding, arg))

@@ -1,12 +1,13 @@
 """Executables compiled ahead of time, one a bucket or signature, and the clock around them."""
 
 import os
+import re
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -35,7 +36,9 @@ _MOST_BYTES = 1 << 30  # of their code, which takes the device's memory from wei
 _MOST_HELPERS = 32  # of one kind; quickly compiled again
 _THREADS = min(8, os.cpu_count() or 1)
 _SLOWLY = "XLA compiles a step for sizes that are new"
-_LOWERING = threading.RLock()  # of the process, as the filters of warnings are
+_LOWERING = threading.RLock()  # of the process: one step is traced and lowered at a time
+# launch.py of the Pallas kernels has the Triton lowering to itself.
+_KNOWN = "ignore", re.compile("The Pallas Triton backend"), DeprecationWarning, None, 0
 
 
 with ThreadPoolExecutor(1) as _elsewhere:  # where no trace is under way, whatever there is here
@@ -91,8 +94,8 @@ class Executables:
 
     That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
     go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
-    executables ever made, `evictions` those that went, `seconds` what compiling took, by the clock.
-    Threads that ask for one key wait for one compilation.
+    executables ever made, `evictions` those that went, `seconds` how long callers waited for
+    compilers, by the clock. Threads that ask for one key wait for one compilation.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class Executables:
         self._made: dict[Hashable, Any] = {}  # the last used one is last
         self._bytes: dict[Hashable, int] = {}
         self._asked: set[Hashable] = set()  # by `prepare`
+        self._given_up: set[Hashable] = set()  # by `begin`
+        self._closed = False
         self._coming: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
         self.compilations = self.evictions = 0
@@ -140,14 +145,53 @@ class Executables:
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise UnsupportedError(_EAGER)
-        executable, is_new = self._find(key)
-        if is_new:
-            job = Job(key, function, args, donate, results=results)
-            with self._book({key: executable}), told_if_slow(_SLOWLY):
-                self._compile(self._lower(job), executable)
-        if isinstance(executable, Future):
-            executable = executable.result()
-        return executable(*args)
+        return self._ready(Job(key, function, args, donate, results=results))(*args)
+
+    def _ready(self, job: Job) -> Any:
+        """The job's executable, compiled now unless it is there or under way."""
+        while True:
+            executable, is_new = self._find(job.key)
+            if not isinstance(executable, Future):
+                return executable
+            with told_if_slow(_SLOWLY), self._timed():
+                if is_new:
+                    with self._book({job.key: executable}):
+                        self._compile(self.lower(job), executable)
+                with suppress(CancelledError):  # `begin` has left it to us
+                    return executable.result()
+
+    def begin(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> None:
+        """Compile what `lower()` gives in a thread of its own, where a later `run` finds it.
+
+        `lower` runs in that thread too, outside of every context of the caller. Whatever fails
+        there, a `run` with the key does again. The thread ends early once this is cleared or the
+        main thread has ended; an interpreter that exits waits for a compilation under way.
+        """
+        with self._lock:
+            if self._closed or key in self._given_up or key in self._made or key in self._coming:
+                return
+            coming = self._coming[key] = Future()
+        run = threading.Thread(
+            target=self._compile_early, args=(key, lower, coming), name="dualinfer-compile-ahead"
+        )
+        try:
+            run.start()
+        except RuntimeError:  # the process can have no more threads
+            self._compile_early(key, None, coming)
+
+    def _compile_early(
+        self, key: Hashable, lower: Callable[[], jax.stages.Lowered] | None, coming: "Future[Any]"
+    ) -> None:
+        """What `begin` does in its thread; without `lower` it gives up."""
+        with suppress(CancelledError), self._book({key: coming}):
+            try:
+                lowered = lower() if lower else None
+                if lowered is None or self._closed or not threading.main_thread().is_alive():
+                    raise CancelledError
+                self._compile(lowered, coming)
+            except BaseException:
+                self._given_up.add(key)
+                raise CancelledError from None
 
     def prepare(self, jobs: Sequence[Job], description: str) -> None:
         """Compile what is not there yet, several at a time; a later `run` with the key uses it.
@@ -157,16 +201,20 @@ class Executables:
         self._asked.update(job.key for job in jobs)  # what was asked for is not thrown away
         entries = [(job, *self._find(job.key)) for job in jobs]
         new = [(job, coming) for job, coming, is_new in entries if is_new]
-        if not new:
-            return
+        if new:
+            self._compile_all(new, description)
+        for job in jobs:
+            self._ready(job)  # of `begin`, perhaps
+
+    def _compile_all(self, new: Sequence[tuple[Job, "Future[Any]"]], description: str) -> None:
         pool = ThreadPoolExecutor(min(len(new), _THREADS), "dualinfer-compile")
-        with self._book({job.key: coming for job, coming in new}):
+        with self._timed(), self._book({job.key: coming for job, coming in new}):
             try:
                 under_way = []
                 for i in track(range(2 * len(new)), description):
                     if i < len(new):
                         job, coming = new[i]
-                        under_way.append(pool.submit(self._compile, self._lower(job), coming))
+                        under_way.append(pool.submit(self._compile, self.lower(job), coming))
                     else:
                         under_way[i - len(new)].result()
             finally:
@@ -183,22 +231,31 @@ class Executables:
             return self._coming.setdefault(key, Future()), is_new
 
     @contextmanager
-    def _book(self, coming: Mapping[Hashable, "Future[Any]"]) -> Iterator[None]:
-        """Hold what is made within; whoever waits for what is not gets the error."""
+    def _timed(self) -> Iterator[None]:
+        """Count the time within as waited for compilers."""
         start = time.perf_counter()
         try:
             yield
-        except BaseException as error:
-            for future in coming.values():
-                if not future.done():
-                    future.set_exception(error)
-            raise
         finally:
             with self._lock:
                 self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _book(self, coming: Mapping[Hashable, "Future[Any]"]) -> Iterator[None]:
+        """Hold what is made within; whoever waits for what is not gets the error."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            with self._lock:
                 for key, future in coming.items():
                     del self._coming[key]
-                    if future.exception() is None:
+                    if not future.done():
+                        future.set_exception(failure)
+                    elif not self._closed:
                         self.compilations += 1
                         self._made[key] = future.result()
                         self._bytes[key] = _code_bytes(self._made[key])
@@ -218,10 +275,9 @@ class Executables:
             size -= self._bytes.pop(key)
             self.evictions += 1
 
-    def _lower(self, job: Job) -> jax.stages.Lowered:
-        with _LOWERING, warnings.catch_warnings():
-            # Known: launch.py of the Pallas kernels has the Triton lowering to itself.
-            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+    def lower(self, job: Job) -> jax.stages.Lowered:
+        """The job traced and lowered, in this thread."""
+        with _LOWERING, _known_is_silent():
             jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results)
             return jitted.lower(*job.args)
 
@@ -230,10 +286,27 @@ class Executables:
             coming.set_result(lowered.compile(compiler_options=self._options))
 
     def clear(self) -> None:
-        """Let go of every executable."""
+        """Let go of every executable, for good; nothing waits for what is under way."""
         with self._lock:
+            self._closed = True
             self._made.clear()
             self._bytes.clear()
+
+
+@contextmanager
+def _known_is_silent() -> Iterator[None]:
+    """Within it the known deprecation is silent, in every thread.
+
+    At its end `warnings.catch_warnings` would put back the filters of its beginning, and those may
+    have been another thread's for a while.
+    """
+    filters: Any = warnings.filters
+    filters.insert(0, _KNOWN)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # reset by another thread
+            filters.remove(_KNOWN)
 
 
 def _code_bytes(compiled: jax.stages.Compiled) -> int:

@@ -25,7 +25,7 @@ from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
-from .ops.primitives import scheme_implementations
+from .ops.primitives import SCHEMES
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingTokens
@@ -285,11 +285,30 @@ class JaxRunner:
             self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
-        how = steps, self._longest == 1, mode_of(SamplingFeatures.of(self._live.requests))
+        alone = self._longest == 1
+        how = steps, alone, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             results = self._advance(self.decode_job(*how, self._cache, self._state))
+        self._compile_next(alone)
         return PendingTokens(results[0], steps, slots, self._exchange, results[1])
+
+    def _compile_next(self, alone: bool) -> None:
+        """Begin to compile the step of the next size of the cache, if a sequence may get there.
+
+        That is done beside the steps of this one, on a GPU some two seconds. Not where processes
+        share the model: their compilers may wait for each other.
+        """
+        assert self._cache is not None and self._state is not None
+        if self._peers.size > 1 or not self._live.may_outgrow(self._cache.tokens):
+            return
+        slots, tokens, eos = self._cache.slots, 2 * self._cache.tokens, self._state.eos.shape
+        key = "one" if alone else "decode", slots, tokens, *eos
+        self._executables.begin(key, partial(self._lower_decode, slots, tokens, eos[1], alone))
+
+    @in_place
+    def _lower_decode(self, *sizes: Any) -> jax.stages.Lowered:
+        return self._executables.lower(ahead.decode(self, *sizes))
 
     def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
         """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
@@ -394,7 +413,7 @@ class JaxRunner:
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
-            "ops": {**served(*ways, known, kinds), **scheme_implementations(leaves)},
+            "ops": {**served(*ways, known, kinds), **SCHEMES.implementations(leaves)},
             **count_leaves(leaves),
             **self._executables.facts,
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),

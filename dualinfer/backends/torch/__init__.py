@@ -1,6 +1,6 @@
 """The torch backend: `create_runner` loads a model onto a torch device."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,15 +13,17 @@ from ..base import NO_KERNELS
 from .adapter import engine_type as engine_type
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
-from .module.autotp.plan import Described, describe
-from .module.runner import create_module_runner as create_module_runner
 from .ops.plain import PlainOps
-from .ops.primitives import check_schemes
+from .ops.primitives import SCHEMES
 from .parallel import Ranks, Split
 from .params import load_params
 from .process_groups import degree_of, forget_graphs_at_exit
 from .process_groups import join as join_ranks
 from .runner import TorchRunner
+
+if TYPE_CHECKING:
+    from .module.autotp.plan import Described
+    from .module.runner import TorchModuleRunner
 
 _KERNELS_NEED = (
     "the kernels run on CUDA devices from Ampere on that have the shared memory of an A100 or more "
@@ -51,11 +53,13 @@ def join(config: InferenceConfig) -> Ranks:
     return join_ranks(config.tensor_parallel, device)
 
 
-def describe_split(class_name: str, config: Any, size: int, grain: int) -> Described:
+def describe_split(class_name: str, config: Any, size: int, grain: int) -> "Described":
     """What each layer of a class of transformers becomes over `size` ranks; no weights are made.
 
     Raises ModelError where transformers has no such model.
     """
+    from .module.autotp.plan import describe
+
     config._attn_implementation = "eager"
     return describe(make_empty_module(class_name, config), size, grain)
 
@@ -79,7 +83,7 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
-    check_schemes(plan)
+    SCHEMES.check(plan)
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:
@@ -96,6 +100,15 @@ def create_runner(
         share = shard.describe()
         runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {share}",)
     return runner
+
+
+def create_module_runner(
+    config: InferenceConfig, module: Any, source: TensorSource | None, peers: Ranks
+) -> "TorchModuleRunner":
+    """See `module.runner`, which fused mode starts sooner without."""
+    from .module.runner import create_module_runner
+
+    return create_module_runner(config, module, source, peers)
 
 
 def describe_kernels() -> str:

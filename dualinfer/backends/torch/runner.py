@@ -23,7 +23,7 @@ from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
 from .ops.plain import PlainOps
-from .ops.primitives import scheme_implementations
+from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
@@ -332,7 +332,7 @@ class TorchRunner:
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": {**ops, **scheme_implementations(leaves)},
+            "ops": {**ops, **SCHEMES.implementations(leaves)},
             **count_leaves(leaves),
             "cache_bytes": self._cache.bytes,
             **graph_facts(self._graphs, self._prompts.graphs, self._calls),

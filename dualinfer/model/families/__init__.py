@@ -12,16 +12,11 @@ from ..weights import WeightTable
 from . import bert, bloom, gemma, gpt2, gpt_neo, gpt_neox, gptj, llama, opt
 from .fields import ConfigFields
 
+# By model_type. A family's CLASSES names HF's classes that it serves, the default first.
 _FAMILIES: dict[str, ModuleType] = {
-    **dict.fromkeys(llama.CLASSES, llama),
-    **dict.fromkeys(gemma.CLASSES, gemma),
-    "gpt2": gpt2,
-    "gpt_neo": gpt_neo,
-    "gpt_neox": gpt_neox,
-    "gptj": gptj,
-    "opt": opt,
-    "bloom": bloom,
-    "bert": bert,
+    model_type: family
+    for family in (llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert)
+    for model_type in family.CLASSES
 }
 
 
@@ -71,7 +66,7 @@ def knows_family(config: Mapping[str, Any]) -> bool:
 
 def find_architecture(model_type: Any, class_names: Any = None) -> str:
     """The first of `class_names` that fused mode serves, or the default; else UnservedError."""
-    served = _FAMILIES[check_model_type(model_type)].architectures(model_type)
+    served = _FAMILIES[check_model_type(model_type)].CLASSES[model_type]
     names = [class_names] if isinstance(class_names, str) else class_names or served
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ModelError(

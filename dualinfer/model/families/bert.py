@@ -5,10 +5,7 @@ from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "BertModel", "BertForMaskedLM"
+CLASSES = {"bert": ("BertModel", "BertForMaskedLM")}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

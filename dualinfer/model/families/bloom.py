@@ -9,12 +9,8 @@ from ..weights import WeightTable
 from . import rows as make
 from .fields import ConfigFields
 
+CLASSES = {"bloom": ("BloomForCausalLM", "BloomModel")}
 _TRAINED = 2048  # tokens, of every published BLOOM; ALiBi itself has no limit
-
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "BloomForCausalLM", "BloomModel"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

@@ -20,11 +20,6 @@ CLASSES = {
 }
 
 
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return CLASSES[model_type]
-
-
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a Gemma model."""
     embed = fields.size("hidden_size")

@@ -5,10 +5,7 @@ from ..weights import WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "GPT2LMHeadModel", "GPT2Model"
+CLASSES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

@@ -11,10 +11,7 @@ from ..weights import WeightTable, row
 from . import rows as make
 from .fields import MOST_LAYERS, ConfigFields
 
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "GPTNeoForCausalLM", "GPTNeoModel"
+CLASSES = {"gpt_neo": ("GPTNeoForCausalLM", "GPTNeoModel")}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

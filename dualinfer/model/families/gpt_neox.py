@@ -9,10 +9,7 @@ from . import rows as make
 from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach
 
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "GPTNeoXForCausalLM", "GPTNeoXModel"
+CLASSES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

@@ -7,10 +7,7 @@ from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope
 
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "GPTJForCausalLM", "GPTJModel"
+CLASSES = {"gptj": ("GPTJForCausalLM", "GPTJModel")}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

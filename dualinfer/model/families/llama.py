@@ -7,13 +7,12 @@ from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    name = CLASSES[model_type]
-    return f"{name}ForCausalLM", f"{name}Model"
+CLASSES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "mistral": ("MistralForCausalLM", "MistralModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

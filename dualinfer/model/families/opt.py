@@ -5,12 +5,8 @@ from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 
+CLASSES = {"opt": ("OPTForCausalLM", "OPTModel")}
 _OFFSET = 2  # rows of the table before position 0, once used for padding
-
-
-def architectures(model_type: str) -> tuple[str, ...]:
-    """HF class names served, the default first."""
-    return "OPTForCausalLM", "OPTModel"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

@@ -6,18 +6,16 @@ in `SCHEMES` alone.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....errors import UnsupportedError
 from ....model.spec import Activation
-from ....model.weights import Leaf, LoadPlan, Weight
-from ....quantization import Scheme
+from ....model.weights import Weight
 from ...caches import CacheView
+from ...schemes import Schemes
 
 _MANY = 64  # rows of a product
 _WHOLE = 1024  # queries whose scores are held at once
@@ -41,54 +39,17 @@ def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
     return jnp.einsum(equation, *operands, precision=exact, **kwargs)
 
 
-class Arithmetic(NamedTuple):
-    """What JAX does with the weights of one scheme; what is not given is done with their values.
-
-    `dequantize(weight)` gives the matrix [out, in] in the weight's dtype; `product(x, weight,
-    dtype)` is x [..., in] times it, summed in float32, in `dtype`; `embed(ids, weight)` its rows
-    for ids [...], clipped to those that it has.
-    """
-
-    implementation: str
-    dequantize: Callable[[Weight], jax.Array]
-    product: Callable[[jax.Array, Weight, Any], jax.Array] | None = None
-    embed: Callable[[jax.Array, Weight], jax.Array] | None = None
-
-
-SCHEMES: dict[str, Arithmetic] = {}
-
-
-def arithmetic_of(scheme: Scheme) -> Arithmetic:
-    """What JAX does with a scheme; UnsupportedError where that is not in this version."""
-    if scheme.name not in SCHEMES:
-        raise UnsupportedError(
-            f"The weights are quantized ({scheme.name}), which backend='jax' does not compute "
-            "with. Pass the model that they were made from."
-        )
-    return SCHEMES[scheme.name]
-
-
-def check_schemes(plan: LoadPlan) -> None:
-    """Raise UnsupportedError for weights of a scheme that has no arithmetic here."""
-    for row, _ in plan.rows:
-        if row.scheme is not None:
-            arithmetic_of(row.scheme)
-
-
-def scheme_implementations(leaves: Iterable[Leaf]) -> dict[str, str]:
-    """What serves the products of each scheme among a model's leaves, for people."""
-    schemes = {leaf.scheme for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme}
-    return {f"matmul, {s.name}": arithmetic_of(s).implementation for s in schemes}
+SCHEMES = Schemes("jax")
 
 
 def dequantize(weight: Weight) -> jax.Array:
     """The matrix that a weight stands for, in its dtype."""
-    return weight.data if weight.scheme is None else arithmetic_of(weight.scheme).dequantize(weight)
+    return weight.data if weight.scheme is None else SCHEMES.of(weight.scheme).dequantize(weight)
 
 
 def _product(x: jax.Array, weight: Weight, dtype: Any) -> jax.Array:
     """x [..., in] times weight [out, in], summed in float32, in `dtype`."""
-    product = None if weight.scheme is None else arithmetic_of(weight.scheme).product
+    product = None if weight.scheme is None else SCHEMES.of(weight.scheme).product
     if product is None:
         return einsum("...i,oi->...o", x, dequantize(weight), preferred_element_type=dtype)
     return product(x, weight, dtype)
@@ -119,7 +80,7 @@ def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
 @jax.named_scope("embed")
 def embed(ids: jax.Array, weight: Weight) -> jax.Array:
     """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""
-    rows = None if weight.scheme is None else arithmetic_of(weight.scheme).embed
+    rows = None if weight.scheme is None else SCHEMES.of(weight.scheme).embed
     if rows is not None:
         return rows(ids, weight)
     return jnp.take(dequantize(weight), ids, axis=0, mode="clip")

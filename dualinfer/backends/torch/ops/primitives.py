@@ -4,17 +4,13 @@ Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.p
 with a quantized weight is looked up in `SCHEMES` alone.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
-from ....errors import UnsupportedError
 from ....model.spec import Activation
-from ....model.weights import Leaf, LoadPlan, Weight
-from ....quantization import Scheme
+from ....model.weights import Weight
 from ...caches import CacheView
+from ...schemes import Schemes
 from ..profiling import named
 
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -31,54 +27,18 @@ IMPLEMENTATIONS = {
 }
 
 
-class Arithmetic(NamedTuple):
-    """What torch does with the weights of one scheme; what is not given is done with their values.
-
-    `dequantize(weight)` gives the matrix [out, in] in the weight's dtype; `product(x, weight)` is x
-    [..., in] times it, in x's dtype; `embed(ids, weight)` its rows for ids [...].
-    """
-
-    implementation: str
-    dequantize: Callable[[Weight], torch.Tensor]
-    product: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
-    embed: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
-
-
-SCHEMES: dict[str, Arithmetic] = {}
-
-
-def arithmetic_of(scheme: Scheme) -> Arithmetic:
-    """What torch does with a scheme; UnsupportedError where that is not in this version."""
-    if scheme.name not in SCHEMES:
-        raise UnsupportedError(
-            f"The weights are quantized ({scheme.name}), which backend='torch' does not compute "
-            "with. Pass the model that they were made from."
-        )
-    return SCHEMES[scheme.name]
-
-
-def check_schemes(plan: LoadPlan) -> None:
-    """Raise UnsupportedError for weights of a scheme that has no arithmetic here."""
-    for row, _ in plan.rows:
-        if row.scheme is not None:
-            arithmetic_of(row.scheme)
-
-
-def scheme_implementations(leaves: Iterable[Leaf]) -> dict[str, str]:
-    """What serves the products of each scheme among a model's leaves, for people."""
-    schemes = {leaf.scheme for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme}
-    return {f"matmul, {s.name}": arithmetic_of(s).implementation for s in schemes}
+SCHEMES = Schemes("torch")
 
 
 def dequantize(weight: Weight) -> torch.Tensor:
     """The matrix that a weight stands for, in its dtype."""
-    return weight.data if weight.scheme is None else arithmetic_of(weight.scheme).dequantize(weight)
+    return weight.data if weight.scheme is None else SCHEMES.of(weight.scheme).dequantize(weight)
 
 
 @named("matmul")
 def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out]."""
-    product = None if weight.scheme is None else arithmetic_of(weight.scheme).product
+    product = None if weight.scheme is None else SCHEMES.of(weight.scheme).product
     if product is None:
         return F.linear(x, dequantize(weight), bias)
     y = product(x, weight)
@@ -88,7 +48,7 @@ def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 @named("embed")
 def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of weight [V, E] for ids [...]: [..., E]."""
-    rows = None if weight.scheme is None else arithmetic_of(weight.scheme).embed
+    rows = None if weight.scheme is None else SCHEMES.of(weight.scheme).embed
     return F.embedding(ids, dequantize(weight)) if rows is None else rows(ids, weight)
 
 

@@ -53,10 +53,6 @@ _WIDTHS = (
 _KV_WIDTHS = ("kv_dim",)
 
 
-def _linears(part: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in part.named_children() if is_linear(child)}
-
-
 def head_count(part: nn.Module) -> int | None:
     """How many heads a module says it has, if it does."""
     return _number(part, _HEADS)
@@ -86,8 +82,7 @@ def find_attention(
     try:
         if out is None or row is None:
             raise NotUnderstoodError("its output projection was not found")
-        linears = _linears(part)
-        odd = [name for name in projections if name not in linears]
+        odd = [name for name in projections if not is_linear(part.get_submodule(name))]
         if odd or not is_linear(out):
             raise NotUnderstoodError(f"{odd[0] if odd else row} is no plain linear layer")
         heads, ranks = _local(part, out, projections, trio is not None, size)

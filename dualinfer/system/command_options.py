@@ -1,0 +1,37 @@
+"""Options that several commands share: the fields of a dataclass, added to a command's own."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+_Function = Callable[..., None]
+
+
+def with_options(kind: Any) -> Callable[[_Function], _Function]:
+    """A decorator of commands whose last parameter is a `kind`: an option for each of its fields.
+
+    `kind` is a dataclass whose fields are annotated as typer's parameters are.
+    """
+    shared = fields(kind)
+
+    def decorate(command: _Function) -> _Function:
+        *own, (name, _) = inspect.signature(command).parameters.items()
+
+        def run(**values: Any) -> None:
+            options = kind(**{field.name: values.pop(field.name) for field in shared})
+            command(**values, **{name: options})
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [parameter.replace(kind=keyword) for _, parameter in own]
+        parameters += [
+            inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
+            for field in shared
+        ]
+        shown: Any = run
+        shown.__name__, shown.__doc__ = command.__name__, command.__doc__
+        shown.__signature__ = inspect.Signature(parameters)  # typer reads both
+        shown.__annotations__ = {p.name: p.annotation for p in parameters}
+        return shown
+
+    return decorate
