@@ -22,6 +22,7 @@ from .errors import (
     ProfilingError,
     StaleWeightsError,
     StepError,
+    UnservedError,
     UnsupportedError,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "Report",
     "StaleWeightsError",
     "StepError",
+    "UnservedError",
     "UnsupportedError",
     "default_inference_config",
     "embedded_model",

@@ -22,7 +22,7 @@ from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
-from .config import InferenceConfig, make_config
+from .config import InferenceConfig, make_config, serving_dtype
 from .config.refusals import check_config
 from .engine.base import About
 from .engine.fused import FusedEngine
@@ -33,11 +33,12 @@ from .errors import (
     DualinferError,
     ModelError,
     OutOfMemoryError,
+    UnservedError,
     shortened,
     shown,
     warn_caller,
 )
-from .model.families import describe_model, find_architecture
+from .model.families import describe_model, knows_family
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
 from .model.live import Watch
 from .model.spec import ModelSpec
@@ -121,14 +122,14 @@ def _choose_mode(
 ) -> tuple[_Make, Any, InferenceConfig, list[str]]:
     """What makes the engine, and of what: model, config without open choices, notes.
 
-    A folder whose family fused mode does not know becomes a module, on the meta device, and what
+    A folder whose model fused mode does not serve becomes a module, on the meta device, and what
     fills it. What cannot be honoured is refused.
     """
     asked, on_jax = settings.replace_with_kernel_inject, settings.backend == "jax"
-    unknown = unknown_family(model) if kind == "folder" else None
+    unknown = unserved(model, settings.config) if kind == "folder" else None
     if unknown is not None and (on_jax or asked):
         way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
-        raise ModelError(f"{unknown} {way} transformers' own model runs, in module mode.")
+        raise UnservedError(f"{unknown} {way} transformers' own model runs, in module mode.")
     fused = (kind == "folder" and unknown is None) or (kind == "torch" and bool(on_jax or asked))
     kernels = fused if asked is None else asked
     settings = settings.model_copy(update={"replace_with_kernel_inject": kernels})
@@ -141,18 +142,25 @@ def _choose_mode(
             "it is. Leave it unset."
         )
     if unknown is not None:
+        if knows_family(read_json(model / "config.json")):
+            warn_caller(f"The model runs in module mode, without kernels: {unknown}")
         make = partial(_make_module_engine, is_checkpoint=True)
         return make, *_module_of_folder(model, settings, unknown)
     return _make_fused_engine if fused else _make_module_engine, model, settings, []
 
 
-def unknown_family(folder: Path) -> ModelError | None:
-    """Why fused mode does not serve a folder's model; None where it knows the family."""
-    written = read_json(folder / "config.json")
+def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedError | None:
+    """Why fused mode does not serve a folder's model; None where it does, or nothing would.
+
+    The caller's `fields` are laid over those of config.json.
+    """
     try:
-        find_architecture(written.get("model_type"), written.get("architectures"))
-    except ModelError as error:
+        config = _overlay(read_config(folder), fields)
+        describe_model(config.to_dict(), config.architectures)
+    except UnservedError as error:
         return error
+    except DualinferError:  # raised where the model is described
+        return None
     return None
 
 
@@ -403,13 +411,12 @@ def _with_dtype(
                 'range is smaller. Pass dtype="bf16" to keep its own.'
             )
         return settings.model_copy(update={"dtype": dtype})
-    why = f"the checkpoint is {own}"
-    if dtype == "float16" and own in ("float16", "bfloat16"):
-        try:
-            backends.check_dtype(settings.backend, own)
-            dtype, why = own, "the checkpoint's own"
-        except ConfigError:  # a GPU without bfloat16
-            why += ", in which the device does not compute"
+    name, why = serving_dtype(own, dtype)
+    try:
+        backends.check_dtype(settings.backend, name)
+        dtype = name
+    except ConfigError:  # a GPU without bfloat16
+        why = f"the checkpoint is {own}, in which the device does not compute"
     notes.append(f"dtype was unset: {dtype}, {why}")
     return settings.model_copy(update={"dtype": dtype})
 

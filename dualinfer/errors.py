@@ -39,6 +39,10 @@ class ModelError(DualinferError, ValueError):
     """The model is of no supported family, or its config holds a field that the family ignores."""
 
 
+class UnservedError(ModelError):
+    """Fused mode does not know the model, or a field of its config; transformers may serve it."""
+
+
 class CheckpointError(DualinferError, ValueError):
     """A checkpoint is damaged, or its weights are missing, left over or misshaped."""
 

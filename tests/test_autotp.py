@@ -244,7 +244,7 @@ def test_different_modules_are_refused_in_every_rank(crew, kind):
 
 
 def test_table_says_what_each_layer_becomes():
-    lines = {line.path: line for line in describe(make_model("phi-3"), 3)}
+    lines = {line.path: line for line in describe(make_model("phi-3"), 3).lines}
     qkv = lines["model.layers.*.self_attn.qkv_proj"]
     assert (qkv.kind, qkv.becomes, qkv.layers) == ("Linear", "column", LAYERS)
     assert qkv.whole == (96, 48) and qkv.shapes == ((32, 48),) * 3  # 6 heads, 3 KV heads of 8
@@ -253,7 +253,7 @@ def test_table_says_what_each_layer_becomes():
     assert down.becomes == "row" and sum(shape[1] for shape in down.shapes) == FFN
     assert lines["lm_head"].becomes == "gathered"
     assert lines["model.embed_tokens"].shapes == ((44, 48), (44, 48), (43, 48))
-    t5 = {line.path: line for line in describe(make_model("t5"), 3)}
+    t5 = {line.path: line for line in describe(make_model("t5"), 3).lines}
     table = t5["encoder.block.*.layer.*.SelfAttention.relative_attention_bias"]
     assert table.becomes == "table" and [shape[1] for shape in table.shapes] == [2, 2, 1]
 
@@ -293,7 +293,7 @@ class _Reader(torch.nn.Module):
 
 
 def test_weights_read_elsewhere_are_replicated():
-    lines = {line.path: line for line in describe(_Reader(), 2)}
+    lines = {line.path: line for line in describe(_Reader(), 2).lines}
     assert lines["wte"].becomes == "replicated" and "read elsewhere" in lines["wte"].reason
     assert lines["layers.*.self_attn.out_proj"].becomes == "replicated"
 

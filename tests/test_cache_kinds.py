@@ -20,7 +20,7 @@ from dualinfer.backends.jax import cache as jax_cache  # noqa: E402
 from dualinfer.backends.torch import cache as torch_cache  # noqa: E402
 from dualinfer.bench.counts import Counts  # noqa: E402
 from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
-from dualinfer.errors import OutOfMemoryError  # noqa: E402
+from dualinfer.errors import OutOfMemoryError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 
 from .models import BACKENDS, CASES, make_model, noted_logits, random_ids, relative_rms  # noqa: E402
@@ -256,6 +256,21 @@ def test_kernels_leave_what_they_do_not_know_to_plain_ops(
     add_blocks()
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         assert engine.report().ops["decode_attention"] == plain
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_kind_that_one_backend_lacks_is_refused_there_alone(
+    backend, hf_model, add_blocks, monkeypatch
+):
+    add_blocks()
+    monkeypatch.delitem((torch_cache if backend == "torch" else jax_cache).KINDS, "blocks")
+    other = next(name for name in BACKENDS if name != backend)
+    with pytest.raises(
+        UnsupportedError,
+        match=f"backend='{backend}' has no cache of kind blocks.*Use backend='{other}'",
+    ):
+        dualinfer.init_inference(hf_model("llama-mqa"), backend=backend, **OPTIONS)
+    dualinfer.init_inference(hf_model("llama-mqa"), backend=other, **OPTIONS).close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from dualinfer.checkpoint.tokenizer import load_tokenizer
 from dualinfer.cli import main as cli
 from dualinfer.cli import texts
 from dualinfer.cli.options import TextOptions
-from dualinfer.cli.terminal import explain
+from dualinfer.cli.wording import explain
 from dualinfer.engine.fused import FusedEngine
+from dualinfer.system.terminal import fold
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -63,7 +65,7 @@ def one_message(result) -> str:
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
-    return result.stderr
+    return " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -71,8 +73,8 @@ def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
     result = run("generate", folder, PROMPT, "--backend", backend, "--max-new-tokens", 20)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected_text(folder, 20, do_sample=False) + "\n"
-    said = r"20 new tokens, [\d,]+ tokens/s: LlamaForCausalLM, fused mode, (.+)\n"
-    found = re.fullmatch(said, result.stderr)
+    said = r"20 new tokens, [\d,]+ tokens/s: LlamaForCausalLM, fused mode, (.+)"
+    found = re.fullmatch(said, " ".join(result.stderr.split()))
     assert found and found[1].startswith(f"{backend}, float32, ")
 
 
@@ -84,7 +86,10 @@ def test_generate_reads_standard_input(run, folder):
 
 def test_generate_says_that_no_kernels_run_here(run, folder):
     result = run("generate", folder, PROMPT, "--max-new-tokens", 4, "--kernels")
-    assert result.exit_code == 0 and "--kernels: none run on this device" in result.stderr
+    with dualinfer.init_inference(folder, replace_with_kernel_inject=True) as engine:
+        (note,) = [n for n in engine.report().notes if n.startswith("no kernels run, plain")]
+    assert "and this is a CPU" in note
+    assert result.exit_code == 0 and f"--kernels: {note}" in " ".join(result.stderr.split())
 
 
 def test_generate_on_both_shows_one_after_the_other(run, folder):
@@ -166,11 +171,20 @@ def test_generate_shows_the_answer_alone_of_a_model_that_translates(run, tmp_pat
         assert "".join(engine.stream_text(PROMPT, **options)) == text
 
 
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ('{"model_type": "phi3"}', "'phi3' is not supported"),
+        ('{"model_type": "llama", "odd": 1}', "config.json has odd=1"),
+    ],
+)
 @pytest.mark.parametrize("command", [("parity",), ("generate", "x", "--backend", "both")])
-def test_what_jax_does_not_run_is_refused_before_anything_is_loaded(run, tmp_path, command):
-    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+def test_what_jax_does_not_run_is_refused_before_anything_is_loaded(
+    run, tmp_path, command, config, why
+):
+    (tmp_path / "config.json").write_text(config)
     message = one_message(run(command[0], tmp_path, *command[1:]))
-    assert "'phi3' is not supported" in message and "JAX does not run it" in message
+    assert why in message and "JAX does not run it" in message
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "demo"])
@@ -287,8 +301,8 @@ def test_chat_in_a_pipe_says_what_is_too_long_and_goes_on(run, talking):
     options = ("--max-new-tokens", 6)
     result = run("chat", talking, *options, input=f"hello\n{long}\n/reset\nhello")
     assert (result.exit_code, result.stdout) == (1, named(first + "\n") * 2)
-    error = next(x for x in result.stderr.splitlines() if x.startswith("error"))
-    assert "This message is too long" in error and "has 207 tokens" in error
+    error = " ".join(result.stderr.split())
+    assert "error: This message is too long" in error and "has 207 tokens" in error
     result = run(
         "chat", talking, "--max-new-tokens", 100, "--system", "Be kind.", input="hello\nyou"
     )
@@ -356,11 +370,60 @@ def test_chat_needs_a_template(run, folder):
     assert "no chat template" in one_message(run("chat", folder, input="hello"))
 
 
-@pytest.mark.parametrize("options", [("-h",), ("generate", "-h"), ("bench", "decode", "-h")])
-def test_help_is_whole_at_80_columns(run, options):
-    shown = run(*options).stdout
-    assert "…" not in shown and "<" not in shown.partition("Options:")[2].replace("<torch", "")
+HELP = {
+    (): "COMMAND [ARGS]...",
+    ("generate",): "[MODEL] PROMPT",
+    ("chat",): "MODEL",
+    ("demo",): "",
+    ("parity",): "[MODEL]",
+    ("plan",): "MODEL",
+    ("launch",): "SCRIPT [ARGUMENT]...",
+    ("env",): "",
+    ("bench",): "COMMAND [ARGS]...",
+    ("bench", "decode"): "[MODEL]",
+    ("bench", "ops"): "[NAME]",
+}
+
+
+@pytest.mark.parametrize("command", HELP, ids=" ".join)
+def test_help_is_whole_at_80_columns_and_in_one_style(run, command):
+    shown = run(*command, "-h").stdout
+    assert re.search(r"\[OPTIONS\] ?(.*)", shown)[1] == HELP[command]  # pyright: ignore
+    assert not re.search(r"…|\.\.\.$|[<{]\w", shown.partition("\n")[2], re.MULTILINE)
     assert max(map(len, shown.splitlines())) <= 80
+    takes_auto = command and command[0] in ("generate", "chat", "parity", "plan")
+    assert bool(re.search(r"\bauto\b", shown)) == bool(takes_auto)
+
+
+def test_long_lines_break_between_words_alone():
+    path = "/a path/with blanks/and a name that is much longer than a line of 40 columns.json"
+    text = (
+        f"error: {path!r} is the model's, and `dualinfer plan a --tp 4` shows it:\n    - indented"
+    )
+    text += " lines stay in, users' words are no quotes; see https://example.org/a-very-long-name/x"
+    lines = fold(text, 40).split("\n")
+    assert " ".join(line.strip() for line in lines) == " ".join(text.split()).replace("\n    ", " ")
+    assert f"{path!r}" in lines and any("`dualinfer plan a --tp 4`" in line for line in lines)
+    assert "https://example.org/a-very-long-name/x" in [line.strip() for line in lines]
+    at = next(i for i, line in enumerate(lines) if "- indented" in line)
+    assert all(line.startswith("    ") for line in lines[at:])
+    assert all(len(line) <= 40 or " " not in line.strip().replace(repr(path), "") for line in lines)
+
+
+def test_warnings_are_told_without_lines_of_code(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(cli, "app", lambda obj: warnings.warn("long " * 20, stacklevel=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [" ".join(["warning:", *["long"] * 14]), " ".join(["long"] * 6)]
+
+
+def test_errors_are_folded_to_the_width(run, tmp_path):
+    lines = run("parity", tmp_path / ("x" * 90) / "model").stderr.splitlines()
+    assert len(lines) > 2 and lines[0] == "error:"
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
 
 
 def test_version(run):
@@ -378,7 +441,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
     [
         (("nowhere", "x"), "'nowhere' is no folder here"),
         (("MODEL", ""), "The prompt is empty"),
-        (("MODEL", "x", "--max-new-tokens", 500), "fewer new tokens or shorten the prompt. "),
+        (("MODEL", "x", "--max-new-tokens", 500), "fewer new tokens or shorten the prompt."),
         (("MODEL", "x", "--dtype", "int3"), "--dtype int3: a model computes in"),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
         (("MODEL", "x", "--max-new-tokens", 0), "--max-new-tokens 0"),
@@ -387,7 +450,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
 )
 def test_generate_fails_with_one_clean_message(run, folder, arguments, message):
     given = [folder if a == "MODEL" else a for a in arguments]
-    assert message in one_message(run("generate", *given)).replace("\n", " ")
+    assert message in one_message(run("generate", *given))
 
 
 def test_generate_fails_cleanly_without_a_tokenizer(run, tmp_path):
@@ -402,7 +465,7 @@ def test_demo_shows_both_texts_and_says_that_they_are_equal(run, folder, monkeyp
     summary = re.search(
         r"All (\d+) new tokens are equal; logits differ by (\S+) relative RMS; "
         r"tokens per second: torch [\d,]+, jax [\d,]+\.",
-        result.stdout,
+        " ".join(result.stdout.split()),
     )
     assert summary, result.stdout
     assert 1 <= int(summary[1]) <= 16

@@ -1,5 +1,6 @@
 """dualinfer plan: the table and its figures; dualinfer launch: real processes."""
 
+import copy
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
+from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
+from dualinfer.backends.torch.module.autotp.surgery import split_module
 from dualinfer.cli import main as cli
 from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.model.families import describe_model
@@ -35,7 +38,7 @@ def run(monkeypatch):
 def table_of(name, size, dtype="float32", **options):
     config = make_model(name).config
     _, table = describe_model(config.to_dict(), [type(make_model(name)).__name__])
-    return make_plan_table(table, size, dtype, **options)
+    return make_plan_table(table, size, dtype, **{"grain": 64, **options})
 
 
 def row_of(table, name):
@@ -108,25 +111,55 @@ def test_plan_prints_what_goes_where(run, tmp_path):
     assert "all devices together: " in text and "the rest being what several hold" in text
     assert "per token: 5 sums of 96 B over the devices and one gather of the logits" in text
     assert "note: KV heads are fewer than devices" in text
+    meaning = "26 | 25 | 25 | 25 in a shape: 26 on device 0, 25 on device 1 and so on"
+    assert text.count(meaning) == 1
+    assert max(map(len, result.stdout.splitlines())) <= 80
     on_jax = re.sub(r"\s+", " ", run("plan", folder, "--tp", 4, "--backend", "jax").stdout)
     assert "note: padding with zeros, over all devices: " in on_jax
     assert "[26, 48]" in on_jax
+    many = " ".join(run("plan", folder, "--tp", 6).stdout.split())
+    assert "5x17 | 1x16 in a shape: 17 on the first 5, 16 on 1 more and so on" in many
     alone = run("plan", folder, "--tp", 1, "--dtype", "bf16").stdout
     assert "in bfloat16 on one device" in alone and "sums" not in alone
+    assert "counted in" not in alone and " in a shape" not in alone
 
 
-def test_plan_takes_the_checkpoints_dtype(run, tmp_path):
+@pytest.mark.parametrize(
+    ("own", "asked", "counted", "why"),
+    [
+        ("bfloat16", None, "bfloat16", "the checkpoint's own"),
+        ("float32", "auto", "float16", "the checkpoint is float32"),
+        (None, None, "float16", "config.json names no dtype"),
+        ("bfloat16", "fp32", "float32", None),
+    ],
+)
+def test_plan_counts_in_the_dtype_that_a_gpu_would_take(run, tmp_path, own, asked, counted, why):
     folder = write_llama(tmp_path, 101)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
-    assert "in bfloat16 on 2 devices" in run("plan", folder, "--tp", 2).stdout
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": own}))
+    options = ["--dtype", asked] if asked else []
+    text = " ".join(run("plan", folder, "--tp", 2, *options).stdout.split())
+    assert f"LlamaForCausalLM in {counted} on 2 devices" in text
+    note = f"note: counted in {counted}, as a GPU takes it ({why}); `--dtype NAME` asks for another"
+    assert (note in text) == (why is not None) == ("counted in" in text)
+
+
+def test_plan_splits_by_the_grain(run, tmp_path):
+    folder = write_llama(tmp_path, 130)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 130}))
+    wide = {"env": {"COLUMNS": "120"}}
+    shown = run("plan", folder, "--tp", 2, **wide).stdout
+    assert "[48, 64 | 66]" in shown and "[64 | 66, 48]" in shown
+    by_one = run("plan", folder, "--tp", 2, "--tp-grain-size", 1, **wide).stdout
+    assert "[48, 65]" in by_one and "[65, 48]" in by_one
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
         ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
-        ({}, ("--tp", "2", "--dtype", "int8"), "dtype='int8'"),
+        ({}, ("--tp", "2", "--dtype", "int8"), "--dtype int8"),
         ({"model_type": "t5"}, ("--tp", "2"), "Module mode does not know it either"),
         ({"model_type": "t5"}, ("--tp", "2", "--backend", "jax"), "shows what module mode makes"),
         ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
@@ -143,8 +176,8 @@ def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     result = run("plan", folder, *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ") and message in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
 
 
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
@@ -154,11 +187,53 @@ def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     config.architectures = ["PhiForCausalLM"]
     config.save_pretrained(tmp_path)
     shown = run("plan", tmp_path, "--tp", 3).stdout
-    assert "PhiForCausalLM on 3 devices in module mode" in shown
+    assert "PhiForCausalLM in float16 on 3 devices in module mode" in shown
     lines = shown.splitlines()
-    for path, kind in (("self_attn.q_proj", "column"), ("mlp.fc2", "row")):
-        at = lines.index(f"2 x model.layers.*.{path}")
+    for path, kind, size in (("self_attn.q_proj", "column", 96), ("mlp.fc2", "row", 200)):
+        bias = 96 if kind == "row" else size
+        held = f"{2 * (96 * size + bias) / 1024:.1f} KiB"
+        at = lines.index(f"2 x model.layers.*.{path}, {held} each")
         assert f" becomes {kind}: " in lines[at + 1]
+    parameters = sum(p.numel() for p in hf.PhiForCausalLM(config).parameters())
+    text = " ".join(shown.split())
+    assert f", of a model of {2 * parameters / 1024:.1f} KiB, the rest being" in text
+    assert "note: counted in float16, as a GPU takes it" in text
+    assert "64 | 64 | 72 along" not in text and "320 | 320 | 360 in a shape: 320 on" in text
+    assert max(map(len, lines)) <= 80
+    by_one = run("plan", tmp_path, "--tp", 3, "--dtype", "fp32", "--tp-grain-size", 1).stdout
+    assert "[67 | 67 | 66, 96]" in by_one and "PhiForCausalLM in float32" in by_one
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-tied"])
+def test_bytes_of_a_split_module_are_those_that_ranks_keep(name):
+    """Of experts, of norms by head and of tied weights too."""
+    sizes = {"vocab_size": 130, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    if name == "mixtral":
+        kind, config = hf.MixtralForCausalLM, hf.MixtralConfig(**sizes, **heads)
+    else:
+        config = hf.Qwen3Config(**sizes, **heads, head_dim=8, tie_word_embeddings=True)
+        kind = hf.Qwen3ForCausalLM
+    with torch.device("meta"):
+        module = kind(config)
+    found = describe(module, 3)
+    assert found.whole == sum(p.numel() for p in module.parameters())
+    assert bool(found.notes) == (name == "qwen3-tied")
+    plan, _ = make_plan(module, 3, 64, {})
+    for rank, held in enumerate(found.by_rank):
+        part = copy.deepcopy(module)
+        split_module(part, plan.changes, rank, NoSeam())
+        assert held == sum(p.numel() for p in part.parameters())
+
+
+class NoSeam:
+    """What joins nothing: no pass is run."""
+
+    def sum(self, x):
+        raise NotImplementedError
+
+    def join_last(self, x, widths):
+        raise NotImplementedError
 
 
 CODE = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n"
@@ -187,7 +262,7 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
     result = run("plan", tmp_path, "--tp", 2, input="y\ny\n")
     assert not (tmp_path / "ran").exists()
     if model_type == "phi":
-        assert "PhiForCausalLM on 2 devices in module mode" in result.stdout
+        assert "PhiForCausalLM in float16 on 2 devices in module mode" in result.stdout
     else:
         assert result.exit_code == 1 and "trust_remote_code=True" in result.stderr
 
@@ -207,7 +282,7 @@ def test_plan_of_module_mode_makes_models_alone(run, tmp_path, change, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = run("plan", tmp_path, "--tp", 2)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stderr.startswith("error: ") and message in " ".join(result.stderr.split())
 
 
 def test_plan_shows_names_as_they_are(run, tmp_path):
@@ -231,7 +306,7 @@ def test_plan_of_very_many_devices_answers_at_once(run, tmp_path):
 
 def test_plan_needs_a_folder(run, tmp_path):
     result = run("plan", tmp_path / "nowhere", "--tp", 2)
-    assert result.exit_code == 1 and "does not exist" in result.stderr
+    assert result.exit_code == 1 and "does not exist" in " ".join(result.stderr.split())
 
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp; of tcp6 nothing is wanted
@@ -330,17 +405,18 @@ def test_ctrl_c_ends_all(tmp_path):
 
 def test_launch_refuses_what_cannot_run(run, tmp_path, monkeypatch):
     missing = run("launch", "--tp", 2, tmp_path / "no.py")
-    assert missing.exit_code == 1 and "is no file" in missing.stderr
+    assert missing.exit_code == 1 and "is no file" in " ".join(missing.stderr.split())
     (tmp_path / "script.py").write_text("")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     many = run("launch", "--tp", 3, tmp_path / "script.py")
     assert many.exit_code == 1
-    assert "--tp 3, but this machine has 2 GPUs" in many.stderr
+    assert "--tp 3, but this machine has 2 GPUs" in " ".join(many.stderr.split())
 
 
 def test_launch_needs_torch(run, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("")
     monkeypatch.setattr("dualinfer.config.installed._is_installed", lambda module: False)
     result = run("launch", "--tp", 2, tmp_path / "script.py")
-    assert result.exit_code == 1 and "Install `dualinfer[torch]`" in result.stderr
+    assert result.exit_code == 1
+    assert "Install `dualinfer[torch]`" in " ".join(result.stderr.split())

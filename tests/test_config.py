@@ -357,6 +357,14 @@ def test_unknown_key_is_refused_with_the_nearest_known_one(values, key, hint):
 def test_unknown_key_with_no_near_one_is_refused_with_all_of_its_level():
     with pytest.raises(ConfigError, match=r"unknown key '\?'; known are .*dtype.*max_tokens"):
         make_config({"?": 1}, {})
+    with pytest.raises(ConfigError, match=r"'\?'; known are .*\bparams, .*\brevision\b"):
+        make_config({"?": 1}, {})
+    with pytest.raises(ConfigError, match="did you mean 'revision'"):
+        make_config(None, {"revison": "main"})
+    with pytest.raises(ConfigError, match="revision is an argument of init_inference"):
+        make_config({"revision": "main"}, {})
+    with pytest.raises(ConfigError, match=r"'device'; no field chooses .*CUDA_VISIBLE_DEVICES"):
+        make_config(None, {"device": "cuda"})
     with pytest.raises(ConfigError, match=r"unknown key 'tp\.\?'; known are axis, enabled, mesh"):
         make_config({"tp": {"?": 1}}, {})
     with pytest.raises(ConfigError, match="unknown key '5'"):

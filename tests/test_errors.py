@@ -13,7 +13,15 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer import ArgumentError, CheckpointError, ConfigError, LengthError, ModelError, errors
+from dualinfer import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    LengthError,
+    ModelError,
+    UnservedError,
+    errors,
+)
 from dualinfer.checkpoint.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint
 
@@ -607,15 +615,41 @@ def test_rope_that_is_not_honoured_is_named(rope, message):
         describe("llama-gqa", rope_parameters={"rope_theta": 10000.0, **rope})
 
 
-def test_folder_with_an_unsupported_field_is_refused(folder, backend):
-    path = folder()
-    change_config(path, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(ModelError, match="dynamic"):
-        dualinfer.init_inference(path, backend=backend)
-    path = folder("bert")
-    change_config(path, is_decoder=True)
-    with pytest.raises(ModelError, match="is_decoder"):
-        dualinfer.init_inference(path, backend=backend)
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "llama-gqa",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic'",
+        ),
+        ("bert", {"is_decoder": True}, "is_decoder"),
+    ],
+)
+def test_folder_with_a_field_that_fused_mode_does_not_honour(folder, name, fields, message):
+    """It runs as transformers' own model does, with a warning; what asks for fused mode fails."""
+    path = folder(name)
+    change_config(path, **fields)
+    ids = random_ids(2, 9)
+    with pytest.warns(UserWarning, match=f"in module mode, .*{message}"):
+        engine = dualinfer.init_inference(path, dtype="fp32")
+    with engine, torch.no_grad():
+        assert engine.report().mode == "module"
+        assert any("module mode, with" in n and message in n for n in engine.report().notes)
+        theirs = hf.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        if name == "bert":
+            np.testing.assert_allclose(
+                engine(torch.from_numpy(ids))[0], theirs(torch.from_numpy(ids))[0]
+            )
+        else:
+            ours = engine(torch.from_numpy(ids), output_hidden_states=True).hidden_states[-1]
+            np.testing.assert_allclose(ours, theirs(torch.from_numpy(ids))[0])
+    for options, way in (
+        ({"kernel_inject": True}, "Without replace_with_kernel_inject"),
+        ({"backend": "jax"}, "With backend='torch'"),
+    ):
+        with pytest.raises(UnservedError, match=f"{message}.*{way} transformers' own model runs"):
+            dualinfer.init_inference(path, **options)
 
 
 def test_fields_of_older_configs_are_read(folder, hf_model, engine_of):

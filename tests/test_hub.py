@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,6 +140,25 @@ def test_whole_model_in_the_cache_is_run_without_a_network(hub, folder, tmp_path
     go_offline(hub, monkeypatch, tmp_path)
     find_checkpoint(NAME)
     assert not hub.requests
+
+
+def test_a_name_in_other_letters_hints_at_the_one_that_is_there(hub, folder, tmp_path, monkeypatch):
+    write_cache(tmp_path / "cache", folder, os.listdir(folder))
+    for is_offline in (False, True):
+        with monkeypatch.context() as patch:
+            if is_offline:
+                go_offline(hub, patch, tmp_path)
+            with pytest.raises(
+                CheckpointNotFoundError, match=r"here \(the local cache holds 'owner/tiny'\), and"
+            ):
+                find_checkpoint("Owner/Tiny")
+    monkeypatch.chdir(tmp_path)
+    write_llama(tmp_path / "my" / "models", 40)
+    for name, hint in (("./My/models", "does"), ("my/Models", "is"), (Path("MY/MODELS"), "does")):
+        with pytest.raises(CheckpointNotFoundError, match=rf" \('my/models' {hint}\)"):
+            find_checkpoint(name)
+    with pytest.raises(CheckpointNotFoundError, match="'other' does not exist;"):
+        find_checkpoint("./other")
 
 
 def test_part_of_a_model_in_the_cache_is_completed(hub, folder, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Each backend works where the other is not installed, and importing dualinfer loads neither."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -215,6 +216,25 @@ def test_demo_without_jax_says_what_to_install():
     )
     assert "`dualinfer[jax]`" in error
     assert "Traceback" not in error
+
+
+def test_the_command_leaves_torch_to_what_module_mode_runs(checkpoint: Path, tmp_path: Path):
+    """Whose family is known, and a field of whose config is not."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mystery": 3}))
+    available = run(
+        """
+        from pathlib import Path
+        from dualinfer.cli.quick_start import start_sooner
+
+        start_sooner(Path(sys.argv[1]))
+        assert "torch" not in sys.modules
+        from transformers.utils import is_torch_available
+        print(is_torch_available())
+        """,
+        tmp_path,
+    )
+    assert available == "True\n"
 
 
 def test_the_command_imports_no_more_than_it_needs(checkpoint: Path):

@@ -243,7 +243,7 @@ def test_data_centre_gpus_from_ampere_on_get_kernels(capability, spec):
 @pytest.mark.parametrize(
     "device",
     [gpu("7.5"), gpu("8.6"), gpu("8.9"), gpu("12.0"), gpu("7.0"), gpu("gfx942"), gpu("")]
-    + [SimpleNamespace(platform=name) for name in ("gpu", "cpu", "tpu")],
+    + [SimpleNamespace(platform=name, device_kind=name) for name in ("gpu", "cpu", "tpu")],
     ids=str,
 )
 def test_other_devices_get_plain_xla(device, spec):

@@ -32,6 +32,7 @@ from dualinfer.errors import (  # noqa: E402
     OutOfMemoryError,
     UnsupportedError,
 )
+from dualinfer.parallel.agreement import Peers  # noqa: E402
 from dualinfer.system.memory import host_free_bytes  # noqa: E402
 
 from .models import make_model, random_ids, randomize  # noqa: E402
@@ -1221,7 +1222,7 @@ def test_host_memory_is_the_least_of_what_system_and_cgroups_leave(tmp_path):
 def test_cache_says_what_it_needs_before_it_allocates(hf_model, engine_of):
     runner = engine_of("llama-gqa", "torch").runner
     specs = cache_specs(runner.spec)
-    cache = Cache(specs, torch.bfloat16, CPU)
+    cache = Cache(specs, torch.bfloat16, CPU, Peers())
     cache.grow(2, 64)
     assert cache.bytes == cache.bytes_for(2, 64) == cache_bytes(specs, 2, 64, 2)
     assert runner.cache_bytes_for(2, 64) == 2 * cache.bytes  # float32

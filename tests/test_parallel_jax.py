@@ -20,6 +20,7 @@ import dualinfer  # noqa: E402
 from dualinfer import api  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
+from dualinfer.backends.caches import check_room  # noqa: E402
 from dualinfer.backends.jax import ahead, cache  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
@@ -423,20 +424,19 @@ def test_devices_of_a_host_share_its_memory(monkeypatch, platform, free):
 
 
 @pytest.mark.parametrize("others", [10, None, 1000])
-def test_a_cache_must_have_room_in_every_process(monkeypatch, others):
+def test_a_cache_must_have_room_in_every_process(others):
     class Two(Peers):
         size = 2
 
         def exchange(self, message):
-            other = json.loads(message) | {"said": {"free": others}}
+            own = json.loads(message)
+            other = own | {"said": own["said"] | {"free": others}}
             return [message, json.dumps(other).encode()]
 
-    monkeypatch.setattr(cache, "least_free_bytes", lambda place: 300)
-    place, peers = SimpleNamespace(name="cpu:0"), Two()
     least = 10 if others == 10 else 300
-    cache.check_room(least, 2, 16, place, peers)  # pyright: ignore
+    check_room(Two(), 2, 16, least, 300, "cpu:0")
     with pytest.raises(OutOfMemoryError, match=rf"\b{least:,} "):
-        cache.check_room(least + 1, 2, 16, place, peers)  # pyright: ignore
+        check_room(Two(), 2, 16, least + 1, 300, "cpu:0")
 
 
 def test_devices_that_cannot_be_are_refused(llama):

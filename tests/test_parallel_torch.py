@@ -107,12 +107,59 @@ def collectives_of(name, tp):
         return len(engine.runner.spec.layers), first, counts
 
 
+def room_of_one(tp, when):
+    """What each rank's error says where rank 1 has no room, by the check or by the allocation."""
+    from dualinfer.backends.torch import cache
+
+    prompt = torch.tensor([[5, 6, 7]])
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    with _engine("llama-gqa", tp) as engine:
+        rank = engine._turns.peers.rank
+        stream = engine.stream(prompt, max_new_tokens=3, do_sample=False)
+        next(stream)
+        free, grown = cache.free_bytes, cache.FullCache.grown
+        if rank == 1 and when == "checked":
+            cache.free_bytes = lambda device: 1000
+        elif rank == 1:
+
+            def fail(*args):
+                raise torch.OutOfMemoryError("in pieces")
+
+            cache.FullCache.grown = fail
+        held = engine.report().cache_bytes
+        try:
+            engine.generate(prompt.repeat(4, 1), **how)
+        except dualinfer.DualinferError as error:
+            told = type(error).__name__, str(error)
+        finally:
+            cache.free_bytes, cache.FullCache.grown = free, grown
+        assert engine.report().cache_bytes == held
+        rest = list(stream)
+        return told, rest, engine.generate(prompt, **how).tolist()
+
+
+@pytest.mark.parametrize("when", ["checked", "allocated"])
+def test_a_cache_that_one_rank_has_no_room_for_is_refused_by_all(crew, engine_of, when):
+    ranks = crew.run(room_of_one, 2, when)
+    (first, said), (second, own) = (rank[0] for rank in ranks)
+    assert second == "OutOfMemoryError" and "of rank 1" in own
+    if when == "checked":
+        assert first == "OutOfMemoryError" and "1,000 (0.00 GiB) are free on cpu of rank 1" in said
+    else:
+        assert first == "DistributedError" and "failed elsewhere. rank 1: OutOfMemory" in said
+    one = engine_of("llama-gqa", "torch")
+    prompt = torch.tensor([[5, 6, 7]])
+    tokens = list(one.stream(prompt, max_new_tokens=3, do_sample=False))
+    text = one.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist()
+    assert all(rank[1:] == (tokens[1:], text) for rank in ranks)
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gptj"])
 def test_a_token_takes_two_sums_a_layer_one_for_its_embedding_and_one_gather(crew, name):
-    """And a call three messages, however many tokens it makes."""
+    """And a call three messages, however many tokens it makes, two more if the cache grows."""
     for layers, first, total in crew.run(collectives_of, name, 2):
-        assert first == {"sum": 2 * layers + 1, "join_last": 1, "exchange": 3}
-        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5, "exchange": 6}
+        assert first == {"sum": 2 * layers + 1, "join_last": 1, "exchange": 5}
+        assert total == {"sum": 5 * (2 * layers + 1), "join_last": 5, "exchange": 8}
 
 
 def degrees_in_one_job():

@@ -17,6 +17,7 @@ from dualinfer.backends.caches import cache_specs  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.backends.torch.cache import Cache  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402
 from .test_kernel_ops import CASES, NO_EOS, VOCAB  # noqa: E402
@@ -71,7 +72,7 @@ def prefill(engine: Any, rows: list[np.ndarray]) -> tuple[np.ndarray, list[np.nd
     """
     runner = engine.runner
     specs = cache_specs(runner.spec)
-    cache = Cache(specs, torch.float32, runner.device)
+    cache = Cache(specs, torch.float32, runner.device, Peers())
     cache.grow(len(rows) + 1, PLACES)
     slots = torch.arange(len(rows), 0, -1, device=runner.device)
     last = runner._prompts.run(runner.params, cache, rows, slots)

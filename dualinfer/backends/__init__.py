@@ -52,12 +52,12 @@ def _import(name: str) -> Any:
     return importlib.import_module(f".{name}", __name__)
 
 
-def describe_split(class_name: str, config: Any, size: int) -> list[Any]:
+def describe_split(class_name: str, config: Any, size: int, grain: int) -> Any:
     """What each layer of a HF class of transformers becomes over `size` ranks in module mode.
 
-    By its config alone, on torch; a line for layers alike. See `torch.autotp.table.Line`.
+    By its config alone, on torch; a line for layers alike. See `autotp.table.Described`.
     """
-    return _import("torch").describe_split(class_name, config, size)
+    return _import("torch").describe_split(class_name, config, size, grain)
 
 
 def make_empty_module(class_name: str, config: Any) -> Any:

@@ -12,6 +12,7 @@ from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
 MAX_STEPS = 32  # of one `decode` call
+NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ once for both backends, so that bytes are counted without a framework; how it ma
 and reads them stands in each backend's table of kinds (`cache.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol, Self
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, UnsupportedError
 from ..model.spec import Layer, ModelSpec
+from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
 _MANY = 2048  # tokens
@@ -86,6 +87,17 @@ def _cache_spec(layer: Layer) -> CacheSpec:
     return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim)
 
 
+def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:
+    """Raise UnsupportedError for a kind that is not among those that the backend has."""
+    lacking = sorted({spec.kind for spec in specs} - {*known})
+    if lacking:
+        other = "torch" if backend == "jax" else "jax"
+        raise UnsupportedError(
+            f"backend={backend!r} has no cache of kind {', '.join(lacking)}, which layers of this "
+            f"model keep (it has {', '.join(sorted(known))}). Use backend={other!r}."
+        )
+
+
 def buffers(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """The arrays of one layer's cache."""
     return LAYOUTS[spec.kind](spec, slots, tokens)
@@ -116,6 +128,19 @@ def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) 
         f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
         "a time or fewer new tokens, or set a smaller max_out_tokens."
     )
+
+
+def check_room(
+    peers: Peers, slots: int, tokens: int, needed: int, free: int | None, where: str
+) -> None:
+    """Raise OutOfMemoryError if a cache of `needed` bytes has no room in the `free` ones.
+
+    All of `peers` must call it: where one has no room, it is raised in all.
+    """
+    said = peers.tell("Making a cache", needed=needed, free=free, where=where)
+    for amounts in zip(said["needed"], said["free"], said["where"], strict=True):
+        if amounts[1] is not None and amounts[0] > amounts[1]:
+            raise no_room(slots, tokens, *amounts)
 
 
 class CacheView(Protocol):

@@ -15,6 +15,7 @@ from .. import backends
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
 from ..system.command_options import with_options
+from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
 from .shapes import EMBEDDED, SHAPES, check_model
@@ -24,7 +25,7 @@ from .tables import label, limit_lines, make_table, side_by_side, write_plot
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure speed as a fraction of what the device can do, beside other systems.",
+    help="Measure speed as a fraction of what the device can do.",
 )
 
 _FIGURES_OF_MODELS = ("decode", "prefill", "forward")
@@ -32,7 +33,11 @@ _FIGURES_OF_MODELS = ("decode", "prefill", "forward")
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(show_default=False, help="A checkpoint's folder, or owner/name of the hub."),
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default=False,
+        help="A checkpoint's folder or a model of the hub (owner/name).",
+    ),
 ]
 ShapeOption = Annotated[
     list[str] | None,
@@ -43,7 +48,9 @@ ShapeOption = Annotated[
         f"each also as NAME:LAYERS, or {EMBEDDED}, the model shipped with the package.",
     ),
 ]
-BackendOption = Annotated[Choice, typer.Option(help="What runs dualinfer; both: one by one.")]
+BackendOption = Annotated[
+    Choice, typer.Option(metavar="torch|jax|both", help="What runs dualinfer; both: one by one.")
+]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
@@ -105,7 +112,7 @@ class _Measured:
     plot: PlotOption = None
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options(_Measured)
 def decode(
     model: ModelArgument = None,
@@ -116,12 +123,12 @@ def decode(
     *,
     asked: _Measured,
 ) -> None:
-    """Milliseconds per token of greedy generate, as a fraction of the read bandwidth."""
+    """Time of each new token, as a fraction of the read bandwidth."""
     tasks = _tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
     _bench("decode", tasks, asked.json, asked.plot)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options(_Measured)
 def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: _Measured) -> None:
     """Time to the first token, as a fraction of the matrix units' rate."""
@@ -129,28 +136,36 @@ def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: _
     _bench("prefill", tasks, asked.json, asked.plot)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options(_Measured)
 def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: _Measured) -> None:
-    """One pass over whole sequences, replayed from a CUDA graph where there is a GPU."""
+    """One pass over whole sequences.
+
+    It is replayed from a CUDA graph where there is a GPU.
+    """
     tasks = _tasks("forward", model, "bert-large", 128, 0, repeats, asked)
     _bench("forward", tasks, asked.json, asked.plot)
 
 
-@app.command()
+@app.command(cls=Command)
 def ops(
     only: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="Ops whose name holds this; unset: all."),
+        typer.Argument(
+            metavar="[NAME]", show_default=False, help="Ops whose name holds this; unset: all."
+        ),
     ] = None,
     backend: BackendOption = "torch",
     dtype: DtypeOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Single ops beside other implementations, on a GPU, with inputs that no cache holds."""
+    """Single ops beside other implementations, on a GPU.
+
+    Their inputs are such that no cache holds them.
+    """
     if only in _FIGURES_OF_MODELS:
-        raise ArgumentError(f"{only} is no op. A whole model: dualinfer bench {only}.")
+        raise ArgumentError(f"{only} is no op. A whole model: `dualinfer bench {only}`.")
     tasks = [
         Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
     ]
@@ -229,7 +244,7 @@ def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -
     if any("op" in row or row["kind"] != "ops" for row in rows):  # else nothing was measured
         console.print(make_table(kind, rows, console.width))
     for line in limit_lines(rows):
-        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        print_folded(console, line, style="dim")
     if any(row.get("device_kind") == "cpu" and "of_limit" in row for row in rows):
         console.print("[dim]Figures from a CPU are no benchmark.[/]", highlight=False)
     if plot is not None:

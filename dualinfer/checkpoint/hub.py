@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, shortened
 from .pieces import INDEX, piece_files
-from .sources import ADAPTER, FORMS, TORCH_SUFFIXES, check_folder, read_index
+from .sources import ADAPTER, FORMS, TORCH_SUFFIXES, check_folder, in_other_case, read_index
 from .tokenizer_files import NAMES as TOKENIZER_NAMES
 
 _CONFIG = "config.json"
@@ -203,11 +203,22 @@ class _Repository:
         )
 
     def _beside(self) -> str:
-        """A hint for a path to a folder that is not there."""
+        """A hint at what is there by a name like it: in other letters, or a part of the path."""
+        from huggingface_hub import constants
+
         first, _, rest = self._name.partition("/")
-        return (
-            f" (the folder {first!r} is, without {rest!r})" if rest and Path(first).is_dir() else ""
-        )
+        near = in_other_case(Path(self._name))
+        if near is not None and near.is_dir():
+            return f" ({str(near)!r} is)"
+        with suppress(OSError):
+            for entry in sorted(os.listdir(constants.HF_HUB_CACHE)):
+                kind, _, name = entry.partition("--")
+                name = name.replace("--", "/")
+                is_alike = name.casefold() == self._name.casefold() and name != self._name
+                if kind == "models" and is_alike:
+                    return f" (the local cache holds {name!r})"
+        without = f" (the folder {first!r} is, without {rest!r})"
+        return without if rest and Path(first).is_dir() else ""
 
 
 def _has_weights(folder: Path) -> bool:

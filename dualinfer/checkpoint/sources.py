@@ -122,11 +122,28 @@ def open_module(module: Any) -> TorchSource:
     return TorchSource(tensors, f"the live {type(module).__name__}")
 
 
+def in_other_case(path: Path) -> Path | None:
+    """A path that is there and differs from `path` in upper and lower case alone."""
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        try:
+            names = sorted(os.listdir(found))
+        except OSError:
+            return None
+        alike = [name for name in names if name.casefold() == part.casefold()]
+        if part not in names and part != ".." and not alike:
+            return None
+        found /= part if part in names or part == ".." else alike[0]
+    return None if found == path else found
+
+
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder; it must exist and hold config.json."""
     folder = Path(os.path.expanduser(path))
     if not os.path.isdir(folder):
-        kind = "is a file" if os.path.isfile(folder) else "does not exist"
+        near = in_other_case(folder)
+        there = "" if near is None else f" ({str(near)!r} does)"
+        kind = "is a file" if os.path.isfile(folder) else f"does not exist{there}"
         raise CheckpointNotFoundError(
             f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint, or a "
             "model of the hub such as 'Qwen/Qwen3-0.6B'."

@@ -1,31 +1,34 @@
 """The commands about many devices: dualinfer plan | launch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.text import Text
 
+from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..checkpoint.files import read_json
 from ..checkpoint.hf_config import read_config, read_other_config
 from ..checkpoint.hub import find_checkpoint
-from ..config import make_config
-from ..errors import ConfigError, ModelError, printable
+from ..config import TensorParallelConfig, make_config, serving_dtype
+from ..errors import ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
 from ..system.tables import Table
-from .options import RevisionOption
-from .plan_table import DevicePart, PlanRow, PlanTable, make_plan_table
+from ..system.terminal import print_folded
+from .options import One, RevisionOption
+from .plan_table import DevicePart, PlanTable, make_plan_table
 from .quick_start import OWN_PROCESS, start_sooner
 
 _MOST_DEVICES = 1024  # of a plan; each is counted through
+_FEW_DEVICES = 4  # of which each is shown in a shape
 _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -35,6 +38,7 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="A folder with a config.json, or a model of the hub; no weights needed.",
         ),
     ],
@@ -45,41 +49,79 @@ def plan(
         ),
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; unset: the checkpoint's own.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="float32, float16 or bfloat16; unset or auto: what a GPU takes, the checkpoint's "
+            "own, or float16 for float32.",
+        ),
     ] = None,
     backend: Annotated[
-        Literal["torch", "jax"], typer.Option(help="torch splits unevenly, jax pads with zeros.")
+        One,
+        typer.Option(metavar="torch|jax", help="torch splits unevenly, jax pads with zeros."),
     ] = "torch",
+    tp_grain_size: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Widths of MLP and vocabulary shards are multiples of it, but for a rest.",
+        ),
+    ] = TensorParallelConfig().tp_grain_size,
     revision: RevisionOption = None,
 ) -> None:
-    """Show which device would hold what of a model, and what they say to each other."""
+    """Show what each device would hold of a model.
+
+    It says, too, what the devices send each other for a token.
+    """
     folder = find_checkpoint(model, revision, weights=False)
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)  # so that neither framework is imported
     written = read_json(folder / "config.json")
+    name, why = _dtype(dtype, written)
     try:
         read_quantization(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
         _, table = describe_model(config.to_dict(), config.architectures)
-    except ModelError as error:
-        _plan_module(folder, written, tp, backend, error)
+    except UnservedError as error:
+        _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
-    own = written.get("dtype") or written.get("torch_dtype") or "float16"
-    name = make_config({"dtype": dtype or own}, {}).dtype
-    assert name is not None
-    plan = make_plan_table(table, tp, name, equal=backend == "jax")
+    plan = make_plan_table(table, tp, name, tp_grain_size, equal=backend == "jax")
     console = Console()
-    many = f"{tp} devices" if tp > 1 else "one device"
-    title = f"{plan.architecture} in {name} on {many}, {backend}"
+    title = f"{plan.architecture} in {name} on {_many(tp)}, {backend}"
     console.print(_weights_table(plan, title))
-    console.print(_devices_table(plan))
-    for line in (*_held(plan), *_collectives(plan), *(f"note: {note}" for note in plan.notes)):
-        _print_plain(console, line)
+    for line in _legend([row.shapes for row in plan.rows]):
+        print_folded(console, line)
+    console.print(_devices_table(plan.devices))
+    for line in (*_held(plan.devices, plan.whole), *_collectives(plan)):
+        print_folded(console, line)
+    for note in (*why, *plan.notes):
+        print_folded(console, f"note: {note}")
+
+
+def _many(tp: int) -> str:
+    return f"{tp} devices" if tp > 1 else "one device"
+
+
+def _dtype(asked: str | None, written: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The dtype to count in, and a note on it where nobody asked: it is then that on a GPU."""
+    given = make_config({"dtype": asked}, {}).dtype
+    if given is not None:
+        return given, []
+    own = written.get("dtype") or written.get("torch_dtype")
+    name, why = serving_dtype(str(own or "float32"), "float16")
+    if own is None:
+        why = "config.json names no dtype"
+    return name, [f"counted in {name}, as a GPU takes it ({why}); `--dtype NAME` asks for another"]
 
 
 def _plan_module(
-    folder: Path, written: Mapping[str, Any], tp: int, backend: str, error: ModelError
+    folder: Path,
+    written: Mapping[str, Any],
+    how: tuple[int, int, str, list[str]],
+    backend: str,
+    error: ModelError,
 ) -> None:
     """What module mode makes of a model that fused mode does not serve."""
     names = written.get("architectures")
@@ -90,69 +132,86 @@ def _plan_module(
             "config.json, it shows what module mode makes of the layers."
         ) from error
     check_backend("torch")
+    tp, grain, dtype, why = how
     try:
-        lines = describe_split(name, read_other_config(folder), tp)
+        split = describe_split(name, read_other_config(folder), tp, grain)
     except Exception as reason:  # transformers' classes raise many kinds
         if str(reason) == str(error):
             raise error from reason
         raise ModelError(
             f"{error} Module mode does not know it either: {str(reason)[:_LONGEST]}"
         ) from reason
+    size = numpy_dtype(dtype).itemsize
     console = Console()
-    console.print(_literal(f"{name} on {tp} devices in module mode, torch"), style="bold")
-    for line in lines:
-        shapes = " ".join(dict.fromkeys(map(_shape, line.shapes)))
-        times = f"{line.layers} x " if line.layers > 1 else ""
-        _print_plain(console, f"{times}{line.path}")
-        what = f"{line.kind} becomes {line.becomes}: {_shape(line.whole)}, on each {shapes}"
-        _print_plain(console, f"    {what}")
-        if line.reason:
-            _print_plain(console, f"    {line.reason}")
-    _print_plain(console, f"note: {error}")
-    _print_plain(
-        console,
-        "note: a split is tried out when the engine is made, which may leave more whole; "
-        "engine.report() says what it came to",
-    )
+    title = f"{name} in {dtype} on {_many(tp)} in module mode, torch"
+    console.print(_literal(title), style="bold")
+    for line in split.lines:
+        times, each = (f"{line.layers} x ", " each") if line.layers > 1 else ("", "")
+        print_folded(console, f"{times}{line.path}, {_bytes(line.elements * size)}{each}")
+        on_each = f", on each {_on_each(line.shapes)}" if tp > 1 else ""
+        becomes = f" becomes {line.becomes}" if tp > 1 else ""
+        print_folded(console, f"    {line.kind}{becomes}: {_shape(line.whole)}{on_each}")
+        if line.reason and tp > 1:
+            print_folded(console, f"    {line.reason}")
+    parts = [DevicePart(elements * size, None, ()) for elements in split.by_rank]
+    for line in _legend([line.shapes for line in split.lines]):
+        print_folded(console, line)
+    console.print(_devices_table(parts))
+    own = "devices hold norms, too, which are counted; the cache is the module's own, and is not"
+    notes = [*why, *split.notes, own]
+    if tp > 1:
+        notes.append(
+            "a split is tried out when the engine is made, which may leave more whole; "
+            "engine.report() says what it came to"
+        )
+    for line in _held(parts, split.whole * size):
+        print_folded(console, line)
+    for note in (*notes, error):
+        print_folded(console, f"note: {note}")
 
 
 def _weights_table(found: PlanTable, title: str) -> Table:
     """A row for each weight, what it is split by on a line of its own where that is long."""
     table = Table(title=_literal(title), box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("weight", no_wrap=True)
-    for name in ("whole", "on each device", "split by"):
+    for name in ("whole", "on each device"):
         table.add_column(name)
+    table.add_column("split by", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     for row in found.rows:
         split = row.split or ("" if len(row.shapes) == 1 else "replicated")
         times = f"{row.count} x " if row.count > 1 else ""
         size = times + _bytes(row.size // row.count)
-        table.add_row(*map(_literal, (row.name, _shape(row.shape), _on_each(row), split, size)))
+        table.add_row(
+            *map(_literal, (row.name, _shape(row.shape), _on_each(row.shapes), split, size))
+        )
     return table
 
 
-def _devices_table(found: PlanTable) -> Table:
+def _devices_table(parts: Sequence[DevicePart]) -> Table:
     """A line for each run of devices that hold as much."""
-    names = [own.name.replace(" ", "\n") for own in found.devices[0].shares]
+    names = [own.name.replace(" ", "\n") for own in parts[0].shares]
+    cache = [] if parts[0].cache is None else ["cache\nper token"]
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("device", "weights", "cache\nper token", *names):
+    for name in ("device", "weights", *cache, *names):
         table.add_column(name)
     first = 0
-    for part, run in groupby(found.devices):
+    for part, run in groupby(parts):
         last = first + len(list(run)) - 1
         numbers = str(first) if first == last else f"{first}-{last}"
-        table.add_row(numbers, _bytes(part.weights), _bytes(part.cache), *_shares(part))
+        per_token = [] if part.cache is None else [_bytes(part.cache)]
+        table.add_row(numbers, _bytes(part.weights), *per_token, *_shares(part))
         first = last + 1
     return table
 
 
-def _held(found: PlanTable) -> list[str]:
+def _held(parts: Sequence[DevicePart], whole: int) -> list[str]:
     """What all devices hold together, where they are several, and why that is more."""
-    if len(found.devices) == 1:
+    if len(parts) == 1:
         return []
-    held = sum(part.weights for part in found.devices)
-    more = ", the rest being what several hold, and padding" if held > found.whole else ""
-    return [f"all devices together: {_bytes(held)}, of a model of {_bytes(found.whole)}{more}"]
+    held = sum(part.weights for part in parts)
+    more = ", the rest being what several hold, and padding" if held > whole else ""
+    return [f"all devices together: {_bytes(held)}, of a model of {_bytes(whole)}{more}"]
 
 
 def _shares(part: DevicePart) -> list[str]:
@@ -169,13 +228,38 @@ def _collectives(found: PlanTable) -> list[str]:
     return [f"per token: {found.sums} sums of {_bytes(found.sum_size)} over the devices{gather}"]
 
 
-def _on_each(row: PlanRow) -> str:
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def _on_each(shapes: _Shapes) -> str:
     """The shape on a device; along an axis of several extents, each device's."""
-    parts = []
-    for extents in zip(*row.shapes, strict=True):
-        alike = len(set(extents)) == 1
-        parts.append(str(extents[0]) if alike else " | ".join(map(str, extents)))
-    return f"[{', '.join(parts)}]"
+    return f"[{', '.join(map(_by_device, zip(*shapes, strict=True)))}]"
+
+
+def _by_device(extents: tuple[int, ...]) -> str:
+    if len(set(extents)) == 1:
+        return str(extents[0])
+    if len(extents) <= _FEW_DEVICES:
+        return " | ".join(map(str, extents))
+    return " | ".join(f"{count}x{extent}" for extent, count in _runs(extents))
+
+
+def _runs(extents: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each extent with how many devices in a row have it."""
+    return [(extent, len(list(run))) for extent, run in groupby(extents)]
+
+
+def _legend(rows: Sequence[_Shapes]) -> list[str]:
+    """What `_on_each` means, where devices differ."""
+    for shapes in rows:
+        for extents in zip(*shapes, strict=True):
+            if len(set(extents)) > 1:
+                meaning = f"{extents[0]} on device 0, {extents[1]} on device 1 and so on"
+                if len(extents) > _FEW_DEVICES:
+                    (first, many), (then, more), *_ = _runs(extents)
+                    meaning = f"{first} on the first {many}, {then} on {more} more and so on"
+                return [f"{_by_device(extents)} in a shape: {meaning} along that axis"]
+    return []
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -185,11 +269,6 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _literal(text: str) -> Text:
     """Text that rich shows as it is."""
     return Text(printable(text))
-
-
-def _print_plain(console: Console, line: str) -> None:
-    """Print a line in which nothing is markup, as long as it is."""
-    console.print(_literal(line), highlight=False, soft_wrap=True)
 
 
 def _bytes(count: int) -> str:
@@ -203,9 +282,13 @@ def launch(
     tp: Annotated[
         int, typer.Option(metavar="COUNT", min=1, help="Processes to start, one for each device.")
     ],
-    script: Annotated[Path, typer.Argument(help="The Python script that each of them runs.")],
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", help="The Python script that each of them runs."),
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script gets, options too.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGUMENT]...", help="What the script gets, options too."),
     ] = None,
 ) -> None:
     """Run a script in processes on this machine that share a model.

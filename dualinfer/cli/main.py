@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import shlex
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -26,13 +27,14 @@ from ..engine.fused import FusedEngine
 from ..engine.text import TextStream, encode
 from ..errors import BackendNotAvailableError, DualinferError
 from ..system.tables import Table
+from ..system.terminal import Command, print_folded, without_controls
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
 from .options import RevisionOption
 from .parity import Parity, compare, first_difference
 from .quick_start import OWN_PROCESS, start_sooner
-from .terminal import print_error, without_controls
-from .texts import NEW_TOKENS, Generate, chat, check_both_run, find_model, generate
+from .texts import NEW_TOKENS, chat, check_both_run, find_model, generate
+from .wording import print_error
 
 _PROMPT = 'def copy_file(source, target):\n    """'
 
@@ -60,8 +62,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.command(cls=Generate)(generate)
-app.command(context_settings=_EXTRA)(chat)
+app.command(cls=Command)(generate)
+app.command(cls=Command, context_settings=_EXTRA)(chat)
 
 
 def _show_version(asked: bool) -> None:
@@ -91,15 +93,20 @@ class _Run:
     speed: float = 0.0
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(cls=Command, context_settings=_EXTRA)
 def demo(
     ctx: typer.Context,
     prompt: Annotated[
-        str, typer.Option(show_default=False, help="The text to continue; unset: a function.")
+        str,
+        typer.Option(
+            metavar="TEXT", show_default=False, help="The text to continue; unset: a function."
+        ),
     ] = _PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = NEW_TOKENS,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Tokens to add.")
+    ] = NEW_TOKENS,
 ) -> None:
-    """Continue one prompt on both backends, side by side, and say whether they agree."""
+    """Continue a prompt on both backends, and say whether they agree."""
     _refuse_text(ctx, "dualinfer demo")
     _check_both("The demo")
     console = Console()
@@ -131,41 +138,52 @@ def demo(
         f"[bold {'green' if equal else 'red'}]{verdict}[/]; logits differ by "
         f"{_share(parity)} relative RMS; tokens per second: {speeds}.",
         highlight=False,
-        soft_wrap=True,
     )
-    console.print(
-        f"[dim]float32, one sequence, after a warm-up, on {device} (torch) and {jax_device} (jax)."
-        + (" Figures from a CPU are no benchmark." if "cpu" in device.lower() else "")
-        + "[/]",
-        highlight=False,
-        soft_wrap=True,
-    )
+    where = f"float32, one sequence, after a warm-up, on {device} (torch) and {jax_device} (jax)."
+    if "cpu" in device.lower():
+        where += " Figures from a CPU are no benchmark."
+    print_folded(console, where, style="dim")
     if not equal:
         raise typer.Exit(1)
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(cls=Command, context_settings=_EXTRA)
 def parity(
     ctx: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="A checkpoint's folder or a model of the hub."),
+        typer.Argument(
+            metavar="[MODEL]",
+            show_default=False,
+            help="A checkpoint's folder or a model of the hub; unset: the embedded model.",
+        ),
     ] = None,
     prompt: Annotated[
-        str, typer.Option(show_default=False, help="The text to run both over.")
+        str,
+        typer.Option(
+            metavar="TEXT",
+            show_default=False,
+            help="The text to run both over; unset: a function.",
+        ),
     ] = _PROMPT,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="float32, float16, bfloat16, or auto: what generate takes by default.",
+        ),
+    ] = "float32",
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
     _refuse_text(ctx, f"dualinfer parity {model}")
     _check_both("parity")
-    hint = f"A prompt is given by --prompt: dualinfer parity --prompt {shlex.quote(model or '')}"
+    hint = f"A prompt is given by --prompt: `dualinfer parity --prompt {shlex.quote(model or '')}`"
     folder = embedded.path() if model is None else find_model(model, revision, hint)
-    check_both_run(folder)
     console = Console()
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
+    check_both_run(folder)
     if not has_tokenizer(folder):
         ids = _row(range(1, 17))
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
@@ -173,7 +191,8 @@ def parity(
         ids = _row(encode(load_tokenizer(folder), prompt))
     with _engines(folder, dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
-    title = Text(f"jax against torch, {dtype}")
+        computed = engines["torch"].inference_config.dtype
+    title = Text(f"jax against torch, {computed}")
     table = Table("", "max error", "relative RMS", title=title, box=SIMPLE, pad_edge=False)
     for row in (*result.layers, *([result.logits] if result.logits else [])):
         table.add_row(row.name, f"{row.max_error:.2e}", f"{row.relative_rms:.2e}")
@@ -190,13 +209,13 @@ def parity(
 
 
 app.add_typer(bench, name="bench")
-app.command()(plan)
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=Command)(plan)
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(launch)
 
 
 @app.command()
 def env() -> None:
-    """Show versions, devices, and which backends and kernels are usable."""
+    """Show versions, devices, and what of it is usable."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -210,7 +229,13 @@ def env() -> None:
 
 def main() -> None:
     """The `dualinfer` command."""
+    warnings.showwarning = _show_warning
     app(obj=OWN_PROCESS)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning for people: whose line of code it came from says nothing to them."""
+    print_folded(Console(stderr=True), f"warning: {message}", head="bold yellow")
 
 
 def _check_both(what: str) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from ..system.command_options import with_options
 
+One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
 
 RevisionOption = Annotated[
@@ -53,7 +54,8 @@ class TextOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="float32, float16 or bfloat16; unset: the checkpoint's own, float32 on a CPU.",
+            help="float32, float16 or bfloat16; unset or auto: the checkpoint's own, but float16 "
+            "for float32 on a GPU, and float32 on a CPU.",
         ),
     ] = None
     kernels: Annotated[

@@ -31,10 +31,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds: bytes of weights and, for each token, of the cache; its shares."""
+    """What one device holds: bytes of weights and, for each token, of the cache; its shares.
+
+    `cache` is None where it is a module's own.
+    """
 
     weights: int
-    cache: int
+    cache: int | None
     shares: tuple[Held, ...]
 
 
@@ -57,7 +60,7 @@ class PlanTable:
 
 
 def make_plan_table(
-    table: WeightTable, size: int, dtype: str, grain: int = 64, equal: bool = False
+    table: WeightTable, size: int, dtype: str, grain: int, equal: bool = False
 ) -> PlanTable:
     """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
     spec, plan = table.spec, make_plan(table, size, grain, equal)

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..api import unserved
 from ..checkpoint.files import read_json
 from ..checkpoint.tokenizer import is_plain
-from ..errors import DualinferError
-from ..model.families import find_architecture
+from ..errors import CheckpointError
+from ..model.families import knows_family
 
 OWN_PROCESS = "own process"  # the context's object where nothing but the command runs
 
@@ -31,9 +32,9 @@ def start_sooner(folder: Path) -> None:
     if "transformers" in sys.modules:
         return
     try:
-        written = read_json(folder / "config.json")
-        find_architecture(written.get("model_type"), written.get("architectures"))
-    except DualinferError:
+        if not knows_family(read_json(folder / "config.json")):
+            return
+    except CheckpointError:
         return
     with _replaced("torch", None):  # as Python spells "absent"
         if is_plain(folder):
@@ -45,6 +46,9 @@ def start_sooner(folder: Path) -> None:
     # Its own would read the source of all models, a second time.
     models = _package("transformers.models", Path(next(iter(transformers.__path__))) / "models")
     sys.modules.setdefault(models.__name__, models)
+    if unserved(folder) is not None:  # a field keeps it out, and transformers' model needs torch
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]
 
 
 def _read_few_models() -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from .. import backends, embedded
-from ..api import init_inference, unknown_family
+from ..api import init_inference, unserved
+from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..engine.text import encode, encode_chat
@@ -26,10 +26,11 @@ from ..errors import (
     LengthError,
     UnsupportedError,
 )
-from .options import Choice, TextOptions, with_text_options
+from ..system.terminal import say, without_controls
+from .options import Choice, One, TextOptions, with_text_options
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
-from .terminal import print_error, say, without_controls
+from .wording import print_error
 
 NEW_TOKENS = 64
 _ANSWER = 1024
@@ -40,14 +41,6 @@ _HELP = """\
 /reset          begin anew
 /retry          take the last answer back and answer once more
 /exit           end; Ctrl-D does the same. Ctrl-C stops an answer."""
-
-
-class Generate(TyperCommand):
-    """A command whose usage line shows that the first of two arguments may be left out."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
 
 
 @with_text_options
@@ -65,6 +58,7 @@ def generate(
     backend: Annotated[
         Choice | None,
         typer.Option(
+            metavar="torch|jax|both",
             show_default=False,
             help="What runs the model; both: one after the other; unset: what is installed.",
         ),
@@ -83,7 +77,10 @@ def generate(
     ] = None,
     options: TextOptions = _UNSET,
 ) -> None:
-    """Continue a prompt, shown as it comes: greedy, or sampled if an option asks for it."""
+    """Continue a prompt.
+
+    The text is shown as it comes; it is greedy, or sampled if an option asks for it.
+    """
     if len(arguments) > 2:
         raise typer.BadParameter(
             f"{len(arguments)} arguments given. Did you mean to quote the prompt?"
@@ -98,14 +95,14 @@ def generate(
     if len(arguments) == 1:
         folder = embedded.path()
     else:
-        quoted = f'dualinfer generate "{" ".join(arguments)}"'
+        quoted = f'`dualinfer generate "{" ".join(arguments)}"`'
         hint = f"Did you mean to quote the prompt? {quoted}"
         folder = find_model(arguments[0], options.revision, hint)
+    if ctx.obj == OWN_PROCESS:
+        start_sooner(folder)
     if len(names) > 1:
         check_both_run(folder)
     prompt = _read(arguments[-1])
-    if ctx.obj == OWN_PROCESS:
-        start_sooner(folder)
     tokenizer = load_tokenizer(folder)
     messages = [{"role": "user", "content": prompt}] if chat else None
     ids = encode_chat(tokenizer, messages) if messages else encode(tokenizer, prompt)
@@ -140,8 +137,12 @@ def chat(
         str | None, typer.Option(metavar="TEXT", help="The system prompt: how it is to answer.")
     ] = None,
     backend: Annotated[
-        Literal["torch", "jax"] | None,
-        typer.Option(show_default=False, help="What runs the model; unset: what is installed."),
+        One | None,
+        typer.Option(
+            metavar="torch|jax",
+            show_default=False,
+            help="What runs the model; unset: what is installed.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -149,10 +150,10 @@ def chat(
     ] = None,
     options: TextOptions = _UNSET,
 ) -> None:
-    """Talk with a model that has a chat template; in a pipe, each line is a message.
+    """Talk with a model that has a chat template.
 
-    Without a sampling option it samples as the model's own generation config says. In a pipe, exit
-    code 1 says that a message was refused.
+    In a pipe, each line is a message, and exit code 1 says that one was refused. Without a
+    sampling option it samples as the model's own generation config says.
     """
     if ctx.args:
         way = f"echo {shlex.quote(' '.join(ctx.args))} | dualinfer chat {model}"
@@ -303,11 +304,11 @@ def find_model(name: str, revision: str | None, hint: str) -> Path:
 
 def check_both_run(folder: Path) -> None:
     """Raise UnsupportedError for a model that JAX does not run, before anything is loaded."""
-    unknown = unknown_family(folder)
+    unknown = unserved(folder)
     if unknown is not None:
         raise UnsupportedError(
             f"{unknown} JAX does not run it, so that there is nothing to compare. With torch alone "
-            f"transformers' own model runs: dualinfer generate {folder} PROMPT --backend torch"
+            f"transformers' own model runs: `dualinfer generate {folder} PROMPT --backend torch`"
         )
 
 
@@ -343,11 +344,9 @@ def _engine(folder: Path, backend: str, tokenizer: Any, options: TextOptions) ->
         replace_with_kernel_inject=options.kernels,
     ) as engine:
         engine.tokenizer = tokenizer
-        if options.kernels and not getattr(engine.runner, "kernels", ""):
-            say(
-                "--kernels: none run on this device, plain operations serve. "
-                "dualinfer env says why."
-            )
+        for note in engine.report().notes if options.kernels else ():
+            if note.startswith(NO_KERNELS):
+                say(f"--kernels: {note}")
         yield engine
 
 

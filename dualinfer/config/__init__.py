@@ -1,6 +1,6 @@
 """The config: every field of the contract, aliases, old names, merging."""
 
-from .dtypes import DTYPES, dtype_name
+from .dtypes import DTYPES, dtype_name, serving_dtype
 from .fields import InferenceConfig
 from .merging import default_inference_config, make_config
 from .nested import (
@@ -28,4 +28,5 @@ __all__ = [
     "default_inference_config",
     "dtype_name",
     "make_config",
+    "serving_dtype",
 ]

@@ -19,6 +19,16 @@ DTYPES = MappingProxyType(
 )
 
 
+def serving_dtype(own: str, default: str) -> tuple[str, str]:
+    """What a checkpoint of the dtype `own` computes in where nobody asks for a dtype, and why.
+
+    `default` is the contract's on the device: float16 on a GPU, float32 on a CPU.
+    """
+    if default == "float16" and own in ("float16", "bfloat16"):
+        return own, "the checkpoint's own"
+    return default, f"the checkpoint is {own}"
+
+
 def dtype_name(value: Any) -> str:
     """`float32`, `float16` or `bfloat16` for any spelling or framework's dtype object.
 

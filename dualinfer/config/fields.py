@@ -13,6 +13,14 @@ from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
 from .stale import StaleFields
 from .values import Count, PathText, empty_is_none, path_or_dict
 
+_OF_DEVICES = ("device", "devices", "device_map", "device_id", "local_rank")
+_DEVICE = (
+    "no field chooses the device. Set CUDA_VISIBLE_DEVICES before the process starts (empty: the "
+    "CPU); or, on torch, call torch.cuda.set_device first, and in a job of several processes "
+    "LOCAL_RANK says which GPU is whose; on JAX, set JAX_PLATFORMS, or jax_default_device by "
+    "jax.config.update"
+)
+
 
 class InferenceConfig(StaleFields):
     """How a model is turned into an engine; frozen once built. Unset fields serve the user.
@@ -33,6 +41,8 @@ class InferenceConfig(StaleFields):
             "moe_type": ("moe", "type"),
         }
     )
+    arguments: ClassVar[tuple[str, ...]] = ("params", "revision")
+    hints: ClassVar[Mapping[str, str]] = MappingProxyType(dict.fromkeys(_OF_DEVICES, _DEVICE))
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "enable_qkv_quantization": "quant",

@@ -41,6 +41,12 @@ class Model(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Names that stale documents use, and what to use instead."""
 
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """Names of arguments that `init_inference` takes beside the config."""
+
+    hints: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Names that are often tried, and how what they ask for is done."""
+
     @classmethod
     def places(cls) -> dict[str, KeyPath]:
         """Every key that may be given here, and the place that it names."""
@@ -344,10 +350,14 @@ def _unknown(model: type[Model], path: str, key: Any) -> str:
     if key in model.elsewhere:
         near = [model.elsewhere[key]]
     live = [k for k, place in places.items() if not is_stale(model.model_fields[place[0]])]
-    near = near or difflib.get_close_matches(str(key), live, 1, 0.54)
-    if near:
+    near = near or difflib.get_close_matches(str(key), [*live, *model.arguments], 1, 0.54)
+    if key in model.hints:
+        hint = model.hints[key]
+    elif key in model.arguments:
+        hint = f"{key} is an argument of init_inference, beside the config"
+    elif near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"
     else:
-        known = [k for k in live if len(places[k]) == 1]
+        known = [k for k in live if len(places[k]) == 1] + [*model.arguments]
         hint = f"known are {', '.join(sorted(known))}"
     return f"unknown key {shown(f'{path}{key}')}; {hint}"

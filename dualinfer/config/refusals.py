@@ -97,7 +97,7 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
         where = f"{config.backend} runs on {device} here"
         _refuse(name, True, f"Triton needs a CUDA device, and {where}. {way}")
     if importlib.util.find_spec("triton") is None:
-        _refuse(name, True, f"Triton is not installed. Install it (pip install triton). {way}")
+        _refuse(name, True, f"Triton is not installed. Run `pip install triton`. {way}")
     if config.use_triton is False:
         _refuse(name, True, "with use_triton=False there are no kernels to tune. Set one of them.")
 

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-Command = Callable[..., None]
+_Function = Callable[..., None]
 
 
-def with_options(kind: Any) -> Callable[[Command], Command]:
+def with_options(kind: Any) -> Callable[[_Function], _Function]:
     """A decorator of commands whose last parameter is a `kind`: an option for each of its fields.
 
     `kind` is a dataclass whose fields are annotated as typer's parameters are.
     """
     shared = fields(kind)
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: _Function) -> _Function:
         *own, (name, _) = inspect.signature(command).parameters.items()
 
         def run(**values: Any) -> None:

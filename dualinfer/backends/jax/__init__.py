@@ -11,6 +11,7 @@ from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import make_plan
+from ..base import NO_KERNELS
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .compilation_cache import use_compilation_cache
@@ -82,8 +83,8 @@ def create_runner(
         most = spec.most_tokens(config.max_out_tokens)
         runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
     runner.notes += notes
-    if _wants_kernels(config) and runs_kernels(place.device) and not has_triton():
-        runner.notes += (f"{NO_TRITON}: plain XLA serves every op",)
+    if _wants_kernels(config) and not ops.kernels:
+        runner.notes += (f"{NO_KERNELS}{_obstacle(spec, place.device)}",)
     return runner
 
 
@@ -100,6 +101,19 @@ def _wants_kernels(config: InferenceConfig) -> bool:
     return bool(config.replace_with_kernel_inject) and config.use_triton is not False
 
 
+def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
+    """Why the kernels do not run a model here; "" where they do."""
+    if not runs_kernels(device):
+        kind = getattr(device, "device_kind", device.platform)
+        return f"{KERNELS_NEED}, and this is a {kind}"
+    if not has_triton():
+        return NO_TRITON
+    from .ops.kernels import unserved
+
+    beyond = unserved(spec)
+    return "" if beyond is None else f"the kernels do not serve {beyond}"
+
+
 def _make_ops(
     config: InferenceConfig,
     spec: ModelSpec,
@@ -110,18 +124,8 @@ def _make_ops(
     """Triton kernels where they are wanted and can run, else plain XLA."""
     if not _wants_kernels(config):
         return PlainOps(split)
-    obstacle = None
-    if not runs_kernels(device):
-        kind = getattr(device, "device_kind", device.platform)
-        obstacle = f"{KERNELS_NEED}, and this is a {kind}"
-    elif not has_triton():
-        obstacle = NO_TRITON
-    else:
-        from .ops.kernels import unserved
-
-        if beyond := unserved(spec):
-            obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
-    if obstacle is not None:
+    obstacle = _obstacle(spec, device)
+    if obstacle:
         if config.use_triton:
             raise ConfigError(f"use_triton=True: {obstacle}. Leave it unset.")
         return PlainOps(split)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...parallel.agreement import Peers
 from ...system.memory import host_free_bytes
-from ..caches import CacheSpec, CacheView, block_table, buffers, no_room
+from ..caches import CacheSpec, CacheView, block_table, buffers, check_kinds
 from .executables import jit_few
 from .mesh import WHOLE, Place
 
@@ -158,6 +157,7 @@ class Cache:
 
 def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
     """How every layer's arrays are split over devices: over KV heads, where they have them."""
+    check_kinds(specs, KINDS, "jax")
     return [
         KINDS[spec.kind](*(place.split(b.heads) for b in buffers(spec, 1, 1))) for spec in specs
     ]
@@ -221,14 +221,3 @@ def least_free_bytes(place: Place) -> int | None:
     amounts = [free_bytes(device) for device in place.devices]
     free = None if None in amounts else min(n for n in amounts if n is not None)
     return free // len(amounts) if free and place.device.platform == "cpu" else free  # the host's
-
-
-def check_room(needed: int, slots: int, tokens: int, place: Place, peers: Peers) -> None:
-    """Raise OutOfMemoryError if a cache of this size, of `needed` bytes a device, has no room.
-
-    All of `peers` must call it: where one has no room, it is raised in all.
-    """
-    amounts = peers.tell("Making a cache", free=least_free_bytes(place))["free"]
-    free = min((n for n in amounts if n is not None), default=None)
-    if free is not None and needed > free:
-        raise no_room(slots, tokens, needed, free, place.name)

@@ -18,10 +18,10 @@ from ...model.weights import LoadPlan, TensorSource, count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
-from ..caches import cache_bytes, cache_specs, served
+from ..caches import cache_bytes, cache_specs, check_room, served
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
-from .cache import Cache, check_room, grow, least_free_bytes, make_cache, split
+from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops.plain import PlainOps
@@ -349,8 +349,8 @@ class JaxRunner:
         self._state = self._place.put(state)
 
     def _check_room(self, slots: int, tokens: int) -> None:
-        needed = self.cache_bytes_for(slots, tokens)
-        check_room(needed, slots, tokens, self._place, self._peers)
+        needed, free = self.cache_bytes_for(slots, tokens), self.free_bytes()
+        check_room(self._peers, slots, tokens, needed, free, self._place.name)
 
     def _grow(self, held: Cache, slots: int, tokens: int) -> None:
         """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.

@@ -9,6 +9,7 @@ from ...errors import ConfigError, ModelError, warn_caller
 from ...model.spec import ModelSpec
 from ...model.weights import LoadPlan, TensorSource
 from ...parallel.sharding import make_plan
+from ..base import NO_KERNELS
 from .adapter import engine_type as engine_type
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
@@ -21,7 +22,7 @@ from .process_groups import join as join_ranks
 from .runner import TorchRunner
 
 if TYPE_CHECKING:
-    from .module.autotp.plan import Line
+    from .module.autotp.plan import Described
     from .module.runner import TorchModuleRunner
 
 _KERNELS_NEED = (
@@ -52,7 +53,7 @@ def join(config: InferenceConfig) -> Ranks:
     return join_ranks(config.tensor_parallel, device)
 
 
-def describe_split(class_name: str, config: Any, size: int) -> list["Line"]:
+def describe_split(class_name: str, config: Any, size: int, grain: int) -> "Described":
     """What each layer of a class of transformers becomes over `size` ranks; no weights are made.
 
     Raises ModelError where transformers has no such model.
@@ -60,7 +61,7 @@ def describe_split(class_name: str, config: Any, size: int) -> list["Line"]:
     from .module.autotp.plan import describe
 
     config._attn_implementation = "eager"
-    return describe(make_empty_module(class_name, config), size)
+    return describe(make_empty_module(class_name, config), size, grain)
 
 
 def make_empty_module(class_name: str, config: Any) -> torch.nn.Module:
@@ -90,7 +91,10 @@ def create_runner(
 
         autotune(shard.spec, params, ops)
     graphs = config.enable_cuda_graph
-    runner = TorchRunner(shard, params, dtype, ops, device, graphs is not False, graphs is True)
+    graphs = graphs is not False, graphs is True
+    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs)
+    if _wants_kernels(config) and not ops.kernels:
+        runner.notes += (f"{NO_KERNELS}{_obstacle(shard.spec, device)}",)
     if shard.size > 1:
         forget_graphs_at_exit(runner)
         share = shard.describe()
@@ -116,24 +120,38 @@ def describe_kernels() -> str:
     return "Triton: usable"
 
 
+def _wants_kernels(config: InferenceConfig) -> bool:
+    return bool(config.replace_with_kernel_inject) and config.use_triton is not False
+
+
+def _obstacle(spec: ModelSpec, device: torch.device) -> str:
+    """Why the kernels do not run a model here; "" where they do."""
+    if not runs_kernels(device):
+        return f"{_KERNELS_NEED}, and this is a {device_name(device)}"
+    if not has_triton():
+        return "Triton is not installed"
+    from .ops.kernels import unserved
+
+    beyond = unserved(spec)
+    if beyond is None:
+        return ""
+    return f"the kernels do not serve {beyond}, which {spec.architecture} has here"
+
+
 def _make_ops(
     config: InferenceConfig, spec: ModelSpec, device: torch.device, split: Split | None
 ) -> PlainOps:
     """Triton kernels where they are wanted and can run, else plain torch."""
-    if not config.replace_with_kernel_inject or config.use_triton is False:
+    if not _wants_kernels(config):
         return PlainOps(split)
-    if not has_triton() or not runs_kernels(device):
-        obstacle = f"{_KERNELS_NEED}, and this is a {device_name(device)}"
-    else:
-        from .ops.kernels import KernelOps, unserved
+    obstacle = _obstacle(spec, device)
+    if not obstacle:
+        from .ops.kernels import KernelOps
         from .tuning.store import load_configurations
 
-        beyond = unserved(spec)
-        if beyond is None:
-            if split is not None:
-                return _make_split_ops(device, split)
-            return KernelOps(device, load_configurations(device))
-        obstacle = f"the kernels do not serve {beyond}, which {spec.architecture} has here"
+        if split is not None:
+            return _make_split_ops(device, split)
+        return KernelOps(device, load_configurations(device))
     if config.use_triton or config.triton_autotune:
         name = "use_triton" if config.use_triton else "triton_autotune"
         raise ConfigError(f"{name}=True: {obstacle}. Leave it unset.")

@@ -6,7 +6,17 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch.nn import functional as F
 
-from ..caches import CacheSpec, CacheView, block_table, buffers, cache_bytes, no_room
+from ...parallel.agreement import Peers
+from ..caches import (
+    CacheSpec,
+    CacheView,
+    block_table,
+    buffers,
+    cache_bytes,
+    check_kinds,
+    check_room,
+    no_room,
+)
 from .device import free_bytes
 
 
@@ -158,10 +168,16 @@ def zeros(
 
 
 class Cache:
-    """Every layer's buffers for `slots` sequences of `tokens` tokens; smaller buckets are views."""
+    """Every layer's buffers for `slots` sequences of `tokens` tokens; smaller buckets are views.
 
-    def __init__(self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device):
-        self._specs = specs
+    `peers` have one each, of the same slots and tokens.
+    """
+
+    def __init__(
+        self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device, peers: Peers
+    ):
+        check_kinds(specs, KINDS, "torch")
+        self._specs, self._peers = specs, peers
         self._dtype, self._device = dtype, device
         self._layers: list[LayerCache] = []
         self.kinds = [spec.kind for spec in specs]
@@ -175,20 +191,22 @@ class Cache:
         """Hold at least `slots` by `tokens`; contents stay. A grown cache has new addresses.
 
         Raises OutOfMemoryError, with the cache as it was, where the device has no room for the new
-        buffers beside the old ones.
+        buffers beside the old ones; in all of the peers, if one has none.
         """
         if not self.smaller_than(slots, tokens):
             return
         slots, tokens = max(slots, self.slots), max(tokens, self.tokens)
         needed = self.bytes_for(slots, tokens)
-        free = free_bytes(self._device)
-        if free is not None and needed > free:
-            raise no_room(slots, tokens, needed, free, str(self._device))
-        try:
-            self._layers = self._grown(slots, tokens)
-        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
-            raise no_room(slots, tokens, needed, free, str(self._device)) from error
-        self.slots, self.tokens = slots, tokens
+        free, where = free_bytes(self._device), str(self._device)
+        if self._peers.size > 1:
+            where += f" of rank {self._peers.rank}"
+        check_room(self._peers, slots, tokens, needed, free, where)
+        with self._peers.together("Making the buffers of a cache"):
+            try:
+                layers = self._grown(slots, tokens)
+            except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+                raise no_room(slots, tokens, needed, free, where) from error
+        self._layers, self.slots, self.tokens = layers, slots, tokens
 
     def _grown(self, slots: int, tokens: int) -> list[LayerCache]:
         """New buffers with the old contents."""

@@ -10,6 +10,7 @@ import torch
 
 from ... import decoder
 from ...model.weights import LoadPlan, TensorSource, count_leaves
+from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
@@ -73,6 +74,7 @@ class TorchRunner:
         dtype: torch.dtype,
         ops: PlainOps,
         device: torch.device,
+        peers: Peers,
         decode_graphs: bool,
         forward_graphs: bool = False,
     ) -> None:
@@ -82,7 +84,7 @@ class TorchRunner:
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels = ops.kernels
-        self._cache = Cache(cache_specs(spec) if spec.causal else (), dtype, device)
+        self._cache = Cache(cache_specs(spec) if spec.causal else (), dtype, device, peers)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
@@ -21,14 +21,14 @@ _FAMILIES: dict[str, ModuleType] = {
 
 
 def check_model_type(model_type: Any) -> str:
-    """`model_type` if it is served; ModelError names those that are."""
+    """`model_type` if it is served; UnservedError names those that are."""
     if model_type is None:
-        raise ModelError(
+        raise UnservedError(
             "config.json has no model_type, so the family is unknown. Add one of "
             f"{', '.join(sorted(_FAMILIES))}."
         )
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise ModelError(
+        raise UnservedError(
             f"model_type={shown(model_type)} is not supported in fused mode. "
             f"Supported: {', '.join(sorted(_FAMILIES))}."
         )
@@ -41,8 +41,9 @@ def describe_model(
     """Spec and weight table of a HF config, given as the dict that HF's `to_dict` makes.
 
     `class_names` are the HF classes that the weights belong to, the most derived first; None means
-    the family's default. Raises ModelError that names an unsupported class or config field, and
-    UnsupportedError for a quantized model of a kind that is not served.
+    the family's default. Raises UnservedError that names a class or config field that fused mode
+    does not know, ModelError for a bad value, and UnsupportedError for a quantized model of a kind
+    that is not served.
     """
     choose = read_quantization(config)
     model_type = check_model_type(config.get("model_type"))
@@ -54,8 +55,17 @@ def describe_model(
     return spec, replace(table, choose=choose)
 
 
+def knows_family(config: Mapping[str, Any]) -> bool:
+    """True if fused mode serves the model's class, whatever else its config holds."""
+    try:
+        find_architecture(config.get("model_type"), config.get("architectures"))
+    except ModelError:
+        return False
+    return True
+
+
 def find_architecture(model_type: Any, class_names: Any = None) -> str:
-    """The first of `class_names` that fused mode serves, or the default; ModelError if none is."""
+    """The first of `class_names` that fused mode serves, or the default; else UnservedError."""
     served = _FAMILIES[check_model_type(model_type)].CLASSES[model_type]
     names = [class_names] if isinstance(class_names, str) else class_names or served
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -65,7 +75,7 @@ def find_architecture(model_type: Any, class_names: Any = None) -> str:
     # The first Llama checkpoints spell their class LLaMAForCausalLM.
     known = [own for name in names for own in served if own.lower() == name.lower()]
     if not known:
-        raise ModelError(
+        raise UnservedError(
             f"{names[0][:80]} is not supported in fused mode; of the "
             f"{model_type} family it serves {' and '.join(served)}."
         )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ..generation import GENERATION
 from ..spec import Activation
 
@@ -140,7 +140,8 @@ class ConfigFields:
         kinds = self.take(name, []) if given is None else given
         fits = isinstance(kinds, list | tuple) and len(kinds) == layers
         if not fits or any(kind not in known for kind in kinds):
-            raise ModelError(
+            is_other = fits and all(isinstance(kind, str) for kind in kinds)
+            raise (UnservedError if is_other else ModelError)(
                 f"config.json has {name}={shown(kinds)}; the {self.family} family honours one of "
                 f"{' and '.join(known)} for each of {layers} layers."
             )
@@ -164,7 +165,7 @@ class ConfigFields:
         value = self.take(name)
         if value is not None and value not in allowed:
             honoured = " or ".join(repr(a) for a in allowed) or "nothing"
-            raise ModelError(
+            raise UnservedError(
                 f"config.json has {name}={shown(value)}, which the {self.family} family does not "
                 f"honour ({honoured} only); ignoring it would give wrong results."
             )
@@ -173,7 +174,7 @@ class ConfigFields:
         """An activation field, as our name of it."""
         value = self.take(name)
         if not isinstance(value, str) or value not in _ACTIVATIONS:
-            raise ModelError(
+            raise (UnservedError if isinstance(value, str) else ModelError)(
                 f"config.json has {name}={shown(value)}, which the {self.family} family does not "
                 f"honour; known: {', '.join(sorted(_ACTIVATIONS))}."
             )
@@ -208,7 +209,7 @@ class ConfigFields:
             fields = ", ".join(f"{name[:_LONGEST]}={shown(value)}" for name, value in some)
             fields += f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
             way = ", ".join(f'"{name[:_LONGEST]}": None' for name, _ in some)
-            raise ModelError(
+            raise UnservedError(
                 f"config.json has {fields}, which the {self.family} family does not honour; "
                 "ignoring it could give wrong results. If it has no effect on this model, remove "
                 f"it from config.json, or pass args={{{way}}} to init_inference."

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ..spec import Rope
 from .fields import is_positive
 
@@ -48,7 +48,8 @@ def make_rope(
 ) -> Rope:
     """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
-    Raises ModelError that names a rope_type or a parameter that is not honoured.
+    Raises UnservedError that names a rope_type or a parameter that is not honoured, and ModelError
+    for a bad value.
     """
     if not isinstance(parameters, Mapping):
         raise ModelError(
@@ -58,7 +59,7 @@ def make_rope(
     kind = next((name for name in named if name is not None), "default")
     if not isinstance(kind, str) or kind not in _KEYS:
         reason = f" ({_REASONS[kind]})" if isinstance(kind, str) and kind in _REASONS else ""
-        raise ModelError(
+        raise (UnservedError if isinstance(kind, str) else ModelError)(
             f"config.json has rope_type={shown(kind)}, which dualinfer does not honour{reason}; "
             f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
         )
@@ -71,7 +72,7 @@ def make_rope(
         unknown.add("partial_rotary_factor")
     if unknown:
         names = ", ".join(str(name)[:_LONGEST] for name in sorted(unknown)[:_SHOWN])
-        raise ModelError(
+        raise UnservedError(
             f"config.json has rope_parameters {names} with rope_type={kind!r}, which dualinfer "
             "does not honour; ignoring them could give wrong text."
         )

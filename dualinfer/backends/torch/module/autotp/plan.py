@@ -25,7 +25,7 @@ from .policy import check_policy, policy_units
 from .reading import Readings
 from .rehearsal import Rehearsal
 from .surgery import split_axis, split_module
-from .table import Line, notes_on, table, weight_of
+from .table import Described, notes_on, table, weight_of
 from .units import find_units
 
 _LEAST_ROWS = 8  # of an embedding, a rank
@@ -40,7 +40,7 @@ _ATTEMPTS = (
 
 def describe(
     module: nn.Module, size: int, grain: int = 64, policy: Mapping[Any, Any] | None = None
-) -> list[Line]:
+) -> Described:
     """What each layer of `module` becomes over `size` ranks; nothing is changed.
 
     A module on the meta device will do; it cannot be tried out, and loading may tell otherwise.
@@ -48,7 +48,16 @@ def describe(
     """
     check_policy(module, policy or {}, size)
     plan, _ = make_plan(module, size, grain, policy or {})
-    return table(module, plan)
+    weights = list(module.parameters())
+    by_rank = []
+    for rank in range(size):
+        kept = kept_sizes(module, plan, rank)
+        by_rank.append(sum(kept.get(id(w), w.numel()) for w in weights))
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    notes = [f"{' and '.join(own)} are one (tied)" for own in names.values() if len(own) > 1]
+    return Described(table(module, plan), sum(w.numel() for w in weights), by_rank, notes)
 
 
 def make_plan(
@@ -145,15 +154,26 @@ def check_whole(module: nn.Module) -> None:
 
 
 def kept_sizes(module: nn.Module, plan: SurgeryPlan, rank: int) -> dict[int, int]:
-    """Elements that a rank keeps of each weight that is split, by the weight's id."""
+    """Elements that a rank keeps of each parameter that is split, by the parameter's id."""
     counts: dict[int, int] = {}
     for change in plan.changes:
-        if not change.by_rank or change.becomes == "heads":
+        if not change.by_rank:
+            continue
+        runs = change.by_rank[rank]
+        if change.becomes == "heads":
+            heads: Any = module.get_submodule(change.owner)
+            kept = {(start or 0) + i for start, width in runs for i in range(width)}
+            others = [p for i, head in enumerate(heads) if i not in kept for p in head.parameters()]
+            counts |= {id(p): 0 for p in others}
             continue
         owner, weight = weight_of(module, change)
-        part = extent(change.by_rank[rank]) / weight.shape[split_axis(change, owner)]
-        own = [weight, owner.gate_up_proj] if change.becomes == "experts" else [weight]
-        counts |= {id(tensor): int(tensor.numel() * part) for tensor in own}
+        own = [weight]
+        if change.becomes == "experts":
+            own += [owner.gate_up_proj, owner._parameters.get("gate_up_proj_bias")]
+        elif change.becomes == "column":
+            own.append(owner.bias)
+        whole = weight.shape[split_axis(change, owner)]
+        counts |= {id(p): p.numel() * extent(runs) // whole for p in own if p is not None}
     return counts
 
 

@@ -27,7 +27,7 @@ _STYLES = {
 class Line(NamedTuple):
     """A line of the table: layers alike, `layers` of them, what they are and become.
 
-    `shapes` are those of the weight by rank.
+    `shapes` are those of the weight by rank, `elements` those of one layer, its bias among them.
     """
 
     path: str
@@ -36,7 +36,17 @@ class Line(NamedTuple):
     becomes: str
     whole: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
+    elements: int
     reason: str
+
+
+class Described(NamedTuple):
+    """A plan in figures: its lines, and the elements of the whole and of each rank's part."""
+
+    lines: list[Line]
+    whole: int
+    by_rank: list[int]
+    notes: list[str]
 
 
 def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
@@ -52,7 +62,8 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
             for runs in change.by_rank
         )
         kind = type(owner).__name__
-        key = (pattern(change.path), kind, change.becomes, tuple(weight.shape), shapes)
+        elements = weight.numel() if change.becomes == "by head" else _elements(owner)
+        key = (pattern(change.path), kind, change.becomes, tuple(weight.shape), shapes, elements)
         lines.setdefault((*key, change.reason), []).append(change.path)
     changed = {change.path for change in plan.changes if change.becomes != "numbers"}
     owners = {change.owner for change in plan.changes if change.becomes == "by head"}
@@ -69,15 +80,17 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
             "replicated",
             shape,
             (shape,) * plan.size,
+            _elements(part),
             reason,
         )
         lines.setdefault(key, []).append(path)
-    rows = [
-        Line(path, len(paths), kind, becomes, whole, shapes, reason)
-        for (path, kind, becomes, whole, shapes, reason), paths in lines.items()
-    ]
+    rows = [Line(path, len(paths), *facts) for (path, *facts), paths in lines.items()]
     order = {pattern(path): i for i, (path, _) in enumerate(module.named_modules())}
     return sorted(rows, key=lambda line: order.get(line.path, len(order)))
+
+
+def _elements(part: nn.Module) -> int:
+    return sum(p.numel() for p in part._parameters.values() if p is not None)
 
 
 def weight_of(module: nn.Module, change: Change) -> tuple[nn.Module, Any]:

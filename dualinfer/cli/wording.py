@@ -1,17 +1,16 @@
-"""What commands write beside their results, and the words in which they do."""
+"""Errors in the words of the command line: options, where Python has arguments."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ..config import InferenceConfig
 from ..engine.options import GenerationArguments
-from ..errors import DualinferError, printable
+from ..errors import DualinferError
+from ..system.terminal import print_folded
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 # What the Python interface calls an option, where that is not the option's own name.
 _NAMES = {"replace_with_kernel_inject": "kernels", "stop_strings": "stop", "tp_size": "tp"}
 _VALUE = r"(['\"]?)(-?\w(?:[\w.+-]*\w)?)\1"
@@ -33,22 +32,10 @@ _PYTHON = "|".join(
 _OTHER_WAY = re.compile(rf"(?:, ([^,]+))?, or (?=.*(?:{_PYTHON}))[^,;]*(?=\.$)")
 
 
-def say(text: str) -> None:
-    """A line for the reader, beside the text."""
-    Console(stderr=True, soft_wrap=True).print(
-        printable(text), style="dim", highlight=False, markup=False
-    )
-
-
 def print_error(error: DualinferError, command: Any) -> None:
     """One message on stderr, in the words of the `command` that failed."""
-    text = Text.assemble(("error:", "bold red"), f" {printable(explain(str(error), command))}")
-    Console(stderr=True, soft_wrap=True).print(text)
-
-
-def without_controls(text: str) -> str:
-    """A model's text as a terminal may get it: control characters but tab and newline are named."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    message = explain(str(error), command)
+    print_folded(Console(stderr=True), f"error: {message}", head="bold red")
 
 
 def explain(message: str, command: Any) -> str:
