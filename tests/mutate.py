@@ -331,6 +331,7 @@ ROWS: list[Row] = [
         "at = lengths",
         "A slot whose cache is full fails the step of all others.",
         "tests/kernels/test_decode_attention.py",
+        after="class FullCache(NamedTuple):",
     ),
     Row(
         "backends/torch/ops/primitives.py",
@@ -603,8 +604,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/__init__.py",
-        "    elif not has_triton():\n",
-        "    elif False:\n",
+        "        return f\"{KERNELS_NEED}, and this is a {kind}\"\n    if not has_triton():\n",
+        "        return f\"{KERNELS_NEED}, and this is a {kind}\"\n    if False:\n",
         "Where Triton is not installed JAX's engine fails instead of running plain XLA.",
         "tests/test_kernel_ops_jax.py -k without_triton",
     ),
@@ -941,8 +942,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/ops/plain.py",
-        "jnp.cos(turned) * rope.scaling",
-        "jnp.cos(turned)",
+        "jnp.cos(angles) * rope.scaling",
+        "jnp.cos(angles)",
         "yarn's factor reaches the sines alone.",
         "tests/parity/test_logits.py -k 'unpadded and yarn and jax'",
     ),
