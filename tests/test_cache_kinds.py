@@ -293,11 +293,11 @@ def test_blocks_without_room_are_refused_before_they_are_made(
 def test_the_plan_and_the_bench_count_what_the_kind_takes(hf_model, add_blocks):
     config = hf_model("llama-mha").config.to_dict()
     spec, table = describe_model(config, ["LlamaForCausalLM"])
-    full = make_plan_table(table, 2, "float32").devices[1].cache
+    full = make_plan_table(table, 2, "float32", 64).devices[1].cache
     read = Counts.of(spec, table).kv_bytes("float32", 3, 5, 9)
     add_blocks()
     # The number of a block is 4 bytes, for the 4 tokens in it.
-    assert make_plan_table(table, 2, "float32").devices[1].cache == full + len(spec.layers)
+    assert make_plan_table(table, 2, "float32", 64).devices[1].cache == full + len(spec.layers)
     per_token = len(spec.layers) * 3 * np.mean([5 + k for k in range(8)])
     assert Counts.of(spec, table).kv_bytes("float32", 3, 5, 9) == pytest.approx(read + per_token)
 

@@ -191,9 +191,9 @@ def _weights_table(found: PlanTable, title: str) -> Table:
 def _devices_table(parts: Sequence[DevicePart]) -> Table:
     """A line for each run of devices that hold as much."""
     names = [own.name.replace(" ", "\n") for own in parts[0].shares]
-    cache = [] if parts[0].cache is None else ["cache\nper token"]
+    column = [] if parts[0].cache is None else ["cache\nper token"]
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("device", "weights", *cache, *names):
+    for name in ("device", "weights", *column, *names):
         table.add_column(name)
     first = 0
     for part, run in groupby(parts):
