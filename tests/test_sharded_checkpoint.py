@@ -133,7 +133,7 @@ def test_a_whole_model_with_tokenizer_and_defaults(crew, tmp_path):
 def test_on_one_device_transformers_reads_it(tmp_path, hf_model, name, backend):
     model = hf_model(name)
     notes = save(model, tmp_path / "new" / "out", backend=backend)
-    assert notes[-1] == f"saved in 1 file of weights to {tmp_path / 'new' / 'out'}"
+    assert f"saved in 1 file of weights to {tmp_path / 'new' / 'out'}" in notes
     found = files_of(tmp_path / "new" / "out")
     assert found - {"generation_config.json"} == {"model.safetensors", "config.json"}
     again = type(model).from_pretrained(tmp_path / "new" / "out").eval()
