@@ -604,8 +604,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/__init__.py",
-        "        return f\"{KERNELS_NEED}, and this is a {kind}\"\n    if not has_triton():\n",
-        "        return f\"{KERNELS_NEED}, and this is a {kind}\"\n    if False:\n",
+        '        return f"{KERNELS_NEED}, and this is a {kind}"\n    if not has_triton():\n',
+        '        return f"{KERNELS_NEED}, and this is a {kind}"\n    if False:\n',
         "Where Triton is not installed JAX's engine fails instead of running plain XLA.",
         "tests/test_kernel_ops_jax.py -k without_triton",
     ),
