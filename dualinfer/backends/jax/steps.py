@@ -26,8 +26,9 @@ class Steps:
     """A model's forward pass, prefill and decode, to be traced.
 
     The last result of each is `ops.given_up()`. With `on_gpu` decode looks whether all have
-    ended once in eight steps, and each time where fewer are left: on a GPU the look takes time. A forward pass is then cut into `parts`, so that the GPU starts while the host launches
-    the rest: the host prepares every kernel that XLA has captured before the first one runs.
+    ended once in eight steps, and each time where fewer are left: on a GPU the look takes time. A
+    forward pass is then cut into `parts`, so that the GPU starts while the host launches the rest:
+    the host prepares every kernel that XLA has captured before the first one runs.
     """
 
     def __init__(self, spec: ModelSpec, ops: PlainOps, on_gpu: bool = False) -> None:
