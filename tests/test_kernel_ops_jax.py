@@ -22,6 +22,7 @@ from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.engine import loop  # noqa: E402
 from dualinfer.kernels.triton import linear, norm  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
+from dualinfer.kernels.xla import grouping, handler  # noqa: E402
 
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
@@ -214,6 +215,31 @@ def test_the_cache_is_donated_to_each_step(engines):
         given = re.findall(r"\w+\[[\d,]*\]", layout[1])
         taken = [given[int(at)] for at in re.findall(r": \((\d+), \{\}", aliases[1])]
         assert taken.count(f"f32[{shape}]") == 2
+
+
+@pytest.mark.parametrize("step", ["decode", "decode_one"])
+def test_no_step_copies_the_cache(step, engines, monkeypatch):
+    """As XLA sees it on a GPU: loops of each mode, and calls that change the cache in place."""
+    name = "dualinfer_never_called"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler._handler), platform="cpu")
+
+    def as_on_gpu(run: Any, results: Any, *arrays: Any) -> Any:
+        _, _, aliases = run.args
+        made = jax.ffi.ffi_call(name, results, input_output_aliases=dict(aliases))
+        return made(*arrays, program=np.int64(0))
+
+    monkeypatch.setattr(jax, "pure_callback", as_on_gpu)
+    _, plain = engines("llama-gqa", **CASES["llama-gqa"])
+    runner = plain.runner
+    ops = KernelOps(gpu(core_count=132))
+    buffers = jax.eval_shape(lambda: runner.make_buffers(4, 8192, 1))
+    args = *buffers, jax.ShapeDtypeStruct((2,) if step == "decode" else (), np.int32)
+    function = getattr(steps.Steps(runner.spec, ops, on_gpu=True), step)
+    jitted = jax.jit(grouping.grouped(function), donate_argnums=(1, 2))
+    analysis = jitted.lower(runner.params, *args).compile().memory_analysis()
+    layer = buffers[0].layers[0].k
+    assert analysis.temp_size_in_bytes < layer.size * layer.dtype.itemsize / 2
+    assert analysis.alias_size_in_bytes > 2 * layer.size * layer.dtype.itemsize
 
 
 # Which ops
