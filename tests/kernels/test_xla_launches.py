@@ -211,6 +211,15 @@ def test_what_a_group_made_and_others_read_is_not_changed_in_it():
     assert calls(run, vector(1), vector(2))[0] == 1
 
 
+def test_what_is_read_in_another_shape_is_not_changed_before():
+    def run(x: Any, y: Any) -> Any:
+        a = plus(x, y)
+        b = a.reshape(1, -1)
+        return grown(a, y), b * 2
+
+    assert check(run, vector(1), vector(2)) == [1, 1]
+
+
 def test_what_nobody_reads_again_is_changed_in_its_group():
     assert check(lambda x, y: grown(plus(x, y), y), vector(1), vector(2)) == [2]
 

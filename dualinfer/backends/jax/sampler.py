@@ -150,8 +150,8 @@ def sample(
 ) -> jax.Array:
     """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own.
 
-    `mode` is the batch's, so that one executable serves every kind of request: a GPU takes the
-    branch without asking the host. `unmarked` [R, N] are tokens that `seen` lacks as yet.
+    `mode` is the batch's, so that one executable serves every kind of request. `unmarked` [R, N]
+    are tokens that `seen` lacks as yet.
     """
 
     def best() -> jax.Array:

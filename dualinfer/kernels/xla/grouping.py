@@ -126,6 +126,11 @@ class _Group:
         origin: Any = self._memory.get(v, v)
         return origin
 
+    def _is_read_after(self, v: Var, i: int) -> bool:
+        """Whether an equation behind number `i` reads a result, or a reshape of it."""
+        names = (v, *(other for other, origin in self._memory.items() if origin is v))
+        return any(self._last_use.get(name, -1) > i for name in names)
+
     def reaches(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads what the group makes."""
         known = self._made.keys() | self._memory.keys()
@@ -146,7 +151,7 @@ class _Group:
         for number, _ in eqn.params["aliases"]:
             v = eqn.invars[number]
             origin = self._origin(v)
-            if origin in self._made and (v is not origin or self._last_use[origin] > i):
+            if origin in self._made and (v is not origin or self._is_read_after(origin, i)):
                 return False
             if origin in self._inputs and sum(origin is self._origin(w) for w in eqn.invars) > 1:
                 return False
