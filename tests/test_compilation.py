@@ -681,6 +681,23 @@ def test_nothing_is_begun_that_no_sequence_can_reach(prompt, new, monkeypatch, l
         assert {threads[0][0] for threads in lowered.values()} == {threading.main_thread()}
 
 
+def test_a_prompt_of_a_new_size_begins_what_decodes_it(monkeypatch, lowered):
+    """Beside its own compilation, as the last call decoded; nothing where no token follows."""
+    monkeypatch.setattr("dualinfer.backends.jax.runner.SMALLEST_CACHE", 16)
+    with tiny_engine("llama-mqa") as engine:
+        for prompt, new in ((9, 4), (9, 20), (40, 1)):
+            engine.generate([[5] * prompt], max_new_tokens=new, eos_token_id=None)
+            join()
+    main = threading.main_thread()
+    found = {
+        (key[0], key[-3]): threads[0][0] is main
+        for key, threads in lowered.items()
+        if len(threads) == 1
+    }
+    prompts = {("prefill", tokens): True for tokens in (16, 32, 64)}
+    assert found == prompts | {("decode", 16): True, ("decode", 32): False}
+
+
 def test_an_engine_that_is_closed_while_it_compiles_does_not_wait(monkeypatch):
     small_buckets(monkeypatch)
     go, lower = threading.Event(), Executables.lower

@@ -140,16 +140,18 @@ class Executables:
         *args: Any,
         donate: tuple[int, ...] = (),
         results: jax.sharding.Sharding | None = None,
+        beside: Callable[[], None] | None = None,
     ) -> Any:
         """What `function(*args)` gives, compiled at the key's first use; `donate` as in jax.jit.
 
-        `function` itself is taken from the first call only. `results` as in Job.
+        `function` itself is taken from the first call only. `results` as in Job. `beside` is called
+        where this compiles, once it is traced: to `begin` what comes after it.
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise UnsupportedError(_EAGER)
-        return self._ready(Job(key, function, args, donate, results=results))(*args)
+        return self._ready(Job(key, function, args, donate, results=results), beside)(*args)
 
-    def _ready(self, job: Job) -> Any:
+    def _ready(self, job: Job, beside: Callable[[], None] | None = None) -> Any:
         """The job's executable, compiled now unless it is there or under way."""
         while True:
             executable, is_new = self._find(job.key)
@@ -158,7 +160,10 @@ class Executables:
             with told_if_slow(_SLOWLY), self._timed():
                 if is_new:
                     with self._book({job.key: executable}):
-                        self._compile(self.lower(job), executable)
+                        lowered = self.lower(job)
+                        if beside:
+                            beside()
+                        self._compile(lowered, executable)
                 with suppress(CancelledError):  # `begin` has left it to us
                     return executable.result()
 

@@ -78,6 +78,7 @@ class JaxRunner:
         self._state: SlotState | None = None
         self._live = LiveSlots()
         self._longest = 1  # chunk of steps since the first of what is live began
+        self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
     def _flatten(self) -> None:
         """Hold the weights as the steps take them, too."""
@@ -202,7 +203,8 @@ class JaxRunner:
             part = [requests[i] for i in group], [slots[i] for i in group]
             assert self._state is not None
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                results = self._advance(self.prefill_job(*part, self._cache, self._state))
+                job = self.prefill_job(*part, self._cache, self._state)
+                results = self._advance(job, self._compile_decode)
             passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
         return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
 
@@ -248,15 +250,18 @@ class JaxRunner:
         function = self._of_leaves(step, cached=True)
         return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
-    def _advance(self, job: Job) -> tuple[jax.Array, jax.Array | None]:
+    def _advance(
+        self, job: Job, beside: Callable[[], None] | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Tokens and flags of a step that takes over cache and state; what it gives back is kept.
 
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
+        `beside` is called where the step is compiled.
         """
         args = *job.args[:3], *self._place.operands(job.args[3:])
         try:
             self._cache, self._state, tokens, flags = self._executables.run(
-                job.key, job.function, *args, donate=job.donate
+                job.key, job.function, *args, donate=job.donate, beside=beside
             )
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
@@ -285,24 +290,31 @@ class JaxRunner:
             self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
-        alone = self._longest == 1
+        alone = self._alone = self._longest == 1
         how = steps, alone, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             results = self._advance(self.decode_job(*how, self._cache, self._state))
-        self._compile_next(alone)
+        if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size
+            self._begin(2 * self._cache.tokens)
         return PendingTokens(results[0], steps, slots, self._exchange, results[1])
 
-    def _compile_next(self, alone: bool) -> None:
-        """Begin to compile the step of the next size of the cache, if a sequence may get there.
+    def _compile_decode(self) -> None:
+        """Begin to compile what follows a prefill of a new size, if the last call says what."""
+        assert self._cache is not None
+        if self._alone is not None and any(r.max_new_tokens > 1 for r in self._live.requests):
+            self._begin(self._cache.tokens)
 
-        That is done beside the steps of this one, on a GPU some two seconds. Not where processes
-        share the model: their compilers may wait for each other.
+    def _begin(self, tokens: int) -> None:
+        """Begin to compile a decode step over a cache of `tokens`, as the last one was.
+
+        That takes some two seconds on a GPU. Not where processes share the model: their compilers
+        may wait for each other.
         """
         assert self._cache is not None and self._state is not None
-        if self._peers.size > 1 or not self._live.may_outgrow(self._cache.tokens):
+        if self._peers.size > 1:
             return
-        slots, tokens, eos = self._cache.slots, 2 * self._cache.tokens, self._state.eos.shape
+        slots, eos, alone = self._cache.slots, self._state.eos.shape, self._alone
         key = "one" if alone else "decode", slots, tokens, *eos
         self._executables.begin(key, partial(self._lower_decode, slots, tokens, eos[1], alone))
 
