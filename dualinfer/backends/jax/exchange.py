@@ -227,7 +227,9 @@ def _is_right(exchange: Exchange, place: ManyDevices) -> bool:
 
     over = place.over_devices
     run = place.spread(sums, (over, place.sharding().spec), (over, over))
-    totals, flags = Executables().run("trial", run, exchange.table, place.put(x))
+    totals, flags = Executables(launching=place.devices).run(
+        "trial", run, exchange.table, place.put(x)
+    )
     exchange.patience = patience
     factor = place.size * (place.size + 1) // 2
     expected = np.broadcast_to(x * factor**2, totals.shape)

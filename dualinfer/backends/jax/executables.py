@@ -95,8 +95,8 @@ class Executables:
     That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
     go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
     executables ever made, `evictions` those that went, `seconds` how long callers waited for
-    compilers, by the clock. `launches` says that functions launch kernels, which then come in as
-    few calls as possible. Threads that ask for one key wait for one compilation.
+    compilers, by the clock. `launching` are the devices on which functions launch kernels, which
+    then come in as few calls as possible. Threads that ask for one key wait for one compilation.
     """
 
     def __init__(
@@ -104,10 +104,12 @@ class Executables:
         options: Mapping[str, str] | None = None,
         most: int = _MOST,
         most_bytes: int = _MOST_BYTES,
-        launches: bool = False,
+        launching: Sequence[jax.Device] = (),
     ) -> None:
         self._options: Any = dict(options) if options else None
-        self._most, self._most_bytes, self._launches = most, most_bytes, launches
+        self._most, self._most_bytes = most, most_bytes
+        self._launching = [d.local_hardware_id for d in launching if d.platform == "gpu"]
+        self._launches = bool(launching)
         self._made: dict[Hashable, Any] = {}  # the last used one is last
         self._bytes: dict[Hashable, int] = {}
         self._asked: set[Hashable] = set()  # by `prepare`
@@ -149,7 +151,12 @@ class Executables:
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise UnsupportedError(_EAGER)
-        return self._ready(Job(key, function, args, donate, results=results), beside)(*args)
+        executable = self._ready(Job(key, function, args, donate, results=results), beside)
+        if self._launching:
+            from ...kernels.xla.handler import load  # which imports Triton
+
+            load(self._launching)
+        return executable(*args)
 
     def _ready(self, job: Job, beside: Callable[[], None] | None = None) -> Any:
         """The job's executable, compiled now unless it is there or under way."""

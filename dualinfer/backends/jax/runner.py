@@ -70,7 +70,7 @@ class JaxRunner:
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
-        self._executables = Executables(options, launches=bool(ops.kernels))
+        self._executables = Executables(options, launching=place.devices if ops.kernels else ())
         self._cache_specs = cache_specs(own) if spec.causal else ()
         self._split = split(self._cache_specs, place)
         self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)
@@ -308,11 +308,12 @@ class JaxRunner:
     def _begin(self, tokens: int) -> None:
         """Begin to compile a decode step over a cache of `tokens`, as the last one was.
 
-        That takes some two seconds on a GPU. Not where processes share the model: their compilers
-        may wait for each other.
+        That takes some two seconds on a GPU. Not where processes share the model, whose compilers
+        may wait for each other, nor where kernels wait for those of another GPU: a compiler tries
+        kernels out, and to load them waits until a GPU is idle.
         """
         assert self._cache is not None and self._state is not None
-        if self._peers.size > 1:
+        if self._peers.size > 1 or self._exchange is not None:
             return
         slots, eos, alone = self._cache.slots, self._state.eos.shape, self._alone
         key = "one" if alone else "decode", slots, tokens, *eos

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import threading
 import traceback
+from collections.abc import Collection
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -119,6 +120,7 @@ class _Program:
 
     XLA calls for each device from a thread of its own, and no device waits here for another one: a
     launch may take until kernels in front have ended, which wait for kernels of other devices.
+    Where they do, `load` has loaded the code before.
     """
 
     def __init__(self, launches: tuple[Launch, ...], codes: tuple[Code, ...]) -> None:
@@ -132,9 +134,9 @@ class _Program:
         with turn:
             if not prepared:
                 prepared += [*map(_prepared, self.launches, self.codes)]
+                for code in set(self.codes):
+                    _allow_shared(code, device)
             for ready in prepared:
-                if ready.code.shared > _SHARED_UNASKED:
-                    _allow_shared(ready.code, device)
                 ready.config.stream = stream
                 for number, offset, value in ready.places:
                     value.value = buffers[number] + offset
@@ -175,7 +177,44 @@ def _function(code: Code) -> Any:
 
 @cache
 def _allow_shared(code: Code, device: int) -> None:
-    _check(_cuda().cuKernelSetAttribute(_MAX_SHARED, code.shared, _function(code), device))
+    if code.shared > _SHARED_UNASKED:
+        _check(_cuda().cuKernelSetAttribute(_MAX_SHARED, code.shared, _function(code), device))
+
+
+_loaded: dict[int, set[int]] = {}  # numbers of programs, by device
+_loading = threading.Lock()
+
+
+def load(devices: Collection[int]) -> None:
+    """Load the code of every program that is new for CUDA's `devices`, to be called before a run.
+
+    To load code takes CUDA's lock and waits until the device is idle. A kernel that waits for one
+    of another device, whose launch waits for that lock, would wait forever.
+    """
+    if all(len(_loaded.setdefault(d, set())) == len(_programs) for d in devices):
+        return
+    with _loading:
+        for device in devices:
+            for number in [*_programs]:
+                if number not in _loaded[device]:
+                    _load(_programs[number], device)
+                    _loaded[device].add(number)
+
+
+def _load(program: _Program, device: int) -> None:
+    cuda, context = _cuda(), _POINTER()
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))  # JAX holds it for good
+    try:
+        _check(cuda.cuCtxPushCurrent_v2(context))
+        for code in set(program.codes):
+            function = _POINTER()
+            _allow_shared(code, device)
+            _check(cuda.cuKernelGetFunction(ctypes.byref(function), _function(code)))
+            if hasattr(cuda, "cuFuncLoad"):  # of CUDA 12.4
+                _check(cuda.cuFuncLoad(function))
+        _check(cuda.cuCtxPopCurrent_v2(ctypes.byref(context)))
+    finally:
+        _check(cuda.cuDevicePrimaryCtxRelease_v2(device))
 
 
 def _device() -> int:
