@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Collection
 from functools import cache
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ def _allow_shared(code: Code, device: int) -> None:
         _check(_cuda().cuKernelSetAttribute(_MAX_SHARED, code.shared, _function(code), device))
 
 
-_loaded: dict[int, set[int]] = {}  # numbers of programs, by device
+_loaded: defaultdict[int, set[int]] = defaultdict(set)  # numbers of programs, by device
 _loading = threading.Lock()
 
 
@@ -191,14 +192,13 @@ def load(devices: Collection[int]) -> None:
     To load code takes CUDA's lock and waits until the device is idle. A kernel that waits for one
     of another device, whose launch waits for that lock, would wait forever.
     """
-    if all(len(_loaded.setdefault(d, set())) == len(_programs) for d in devices):
+    if all(len(_loaded[device]) == len(_programs) for device in devices):
         return
     with _loading:
         for device in devices:
-            for number in [*_programs]:
-                if number not in _loaded[device]:
-                    _load(_programs[number], device)
-                    _loaded[device].add(number)
+            for number in _programs.keys() - _loaded[device]:
+                _load(_programs[number], device)
+                _loaded[device].add(number)
 
 
 def _load(program: _Program, device: int) -> None:
