@@ -53,7 +53,7 @@ class Maths(Protocol):
         ...
 
     def quotient(self, a: Any, number: float) -> Any:
-        """`a` / number, rounded once."""
+        """`a` / number, rounded once; of what is not negative."""
         ...
 
     def table(self, values: tuple[float, ...], codes: Any) -> Any:

@@ -77,7 +77,10 @@ class JaxMaths:
         return float(jnp.finfo(dtype).eps)
 
     def quotient(self, a: jax.Array, number: float) -> jax.Array:
-        return a / lax.optimization_barrier(jnp.float32(number))  # else XLA takes the reciprocal
+        # XLA multiplies by 1 / number, and turns x / (a / number) into x * number / a. It does not
+        # see that nothing is negative here.
+        bits = lax.bitcast_convert_type(a / jnp.where(a < 0, 1, number), jnp.int32)
+        return lax.bitcast_convert_type(jnp.maximum(bits, 0), jnp.float32)
 
     def table(self, values: tuple[float, ...], codes: jax.Array) -> jax.Array:
         return jnp.take(jnp.array(values, jnp.float32), codes.astype(jnp.int32), mode="clip")
