@@ -15,9 +15,9 @@ from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..checkpoint.files import read_json
 from ..checkpoint.hf_config import read_config, read_other_config
+from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_quantized
 from ..checkpoint.sources import open_checkpoint
-from ..checkpoint.hub import find_checkpoint
 from ..config import TensorParallelConfig, make_config, serving_dtype
 from ..errors import ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
