@@ -25,11 +25,12 @@ FLOORS: dict[str, str] = {
     "checkpoint": "system config quantization model parallel",
     "backends": "config quantization model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
-    "backends.jax": "system kernels.triton kernels.xla config model "
+    "backends.torch": "system kernels.triton config quantization model "
+    "parallel checkpoint backends decoder",
+    "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
-    "api": "config model parallel checkpoint backends engine",
+    "api": "config quantization model parallel checkpoint backends engine",
     "": "config embedded engine api",
     "bench": "embedded system config model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
@@ -184,7 +185,7 @@ def test_imports_finds_relative_absolute_and_nested_ones():
 
 
 # Who may read what a Weight holds: its ops, and what loads it.
-READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "model.weights")
+READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "backends.schemes", "model.weights")
 # Attributes of that name of other things.
 OTHER_DATA = {
     "backends.jax.exchange": "a shard of a jax.Array",
