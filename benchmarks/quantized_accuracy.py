@@ -1,4 +1,4 @@
-"""What fewer bits cost the embedded model: loss and KL divergence on text that it was not trained on.
+"""What fewer bits cost the embedded model: loss and KL divergence on text that is new to it.
 
     python benchmarks/quantized_accuracy.py --windows 40
 
@@ -60,7 +60,7 @@ def loss(log_p: np.ndarray, ids: np.ndarray) -> float:
 
 
 def compare(log_p: np.ndarray, exact: np.ndarray, ids: np.ndarray) -> dict[str, float]:
-    """How much worse the loss is, as a fraction, KL in nats, and how often the best token is one."""
+    """How much the loss rises, as a fraction, KL in nats, and how often the best token stays."""
     kl = (np.exp(exact) * (exact - log_p)).sum(-1)
     return {
         "loss": loss(log_p, ids) / loss(exact, ids) - 1,
