@@ -1,0 +1,79 @@
+"""What codes and scales mean, in NumPy: the reference of both backends' arithmetic."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import numpy_dtype
+from .scheme import BlockScheme, QuantizedMatrix
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = np.array((*_E2M1, *(-v for v in _E2M1)), np.float32)
+_FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+# The least and the most value of codes that are numbers themselves.
+RANGES = {
+    **{"int4": (-8, 7), "uint4": (0, 15), "int8": (-128, 127), "uint8": (0, 255)},
+    **{"fp8_e4m3": (-448, 448), "fp8_e5m2": (-57344, 57344), "fp4_e2m1": (-6, 6)},
+}
+
+
+def decode(codes: np.ndarray, scheme: BlockScheme) -> np.ndarray:
+    """float32 values of codes, one byte each, before zero points and scales."""
+    if scheme.codes in _FLOAT8:
+        return codes.view(_FLOAT8[scheme.codes]).astype(np.float32)
+    if scheme.codes == "fp4_e2m1":
+        return E2M1[codes]
+    if scheme.codes == "table":
+        return np.array(scheme.table, np.float32)[codes]
+    return codes.astype(np.float32)
+
+
+def encode(values: np.ndarray, scheme: BlockScheme) -> np.ndarray:
+    """The codes nearest to float32 values, one byte each, ties to even; beyond the range its end.
+
+    Of codes that are a table's, the first of two that are equally near.
+    """
+    if scheme.codes == "table":
+        table = np.array(scheme.table, np.float32)
+        order = np.argsort(table, kind="stable")
+        places = np.searchsorted((table[order][1:] + table[order][:-1]) / 2, values)
+        return order[places].astype(np.uint8)
+    low, high = RANGES[scheme.codes]
+    values = values.clip(low, high)
+    if scheme.codes in _FLOAT8:
+        return values.astype(_FLOAT8[scheme.codes]).view(np.uint8)
+    if scheme.codes == "fp4_e2m1":
+        return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return np.rint(values).astype(scheme.stored if scheme.bits == 8 else _whole(scheme))
+
+
+def _whole(scheme: BlockScheme) -> Any:
+    return np.int8 if scheme.codes == "int4" else np.uint8
+
+
+def spread(
+    scheme: BlockScheme, blocks: np.ndarray, shape: tuple[int, int], group: np.ndarray | None = None
+) -> np.ndarray:
+    """What blocks have, in float32, for each element of a matrix of `shape`."""
+    rows, columns = scheme.rows or shape[0], scheme.columns or shape[1]
+    wide = blocks.astype(np.float32)
+    if rows > 1:
+        wide = wide.repeat(rows, 0)[: shape[0]]
+    return wide[:, group] if group is not None else wide.repeat(columns, 1)[:, : shape[1]]
+
+
+def dequantize(matrix: QuantizedMatrix) -> np.ndarray:
+    """The matrix [out, in] in float32."""
+    scheme, shape = matrix.scheme, matrix.shape
+    group, zero, outer = matrix.group(), matrix.zero(), matrix.outer()
+    values = decode(matrix.codes(slice(0, shape[0]), slice(0, shape[1])), scheme)
+    if zero is not None:
+        values = values - spread(scheme, zero, shape, group)
+    values = values * spread(scheme, matrix.scale(), shape, group)
+    return values if outer is None else values * outer[:, None]
+
+
+def scale_dtype(scheme: BlockScheme) -> np.dtype:
+    """NumPy's dtype of a scheme's scales."""
+    return numpy_dtype(scheme.scale_dtype)
