@@ -38,6 +38,7 @@ class FilesSource:
         notes: Sequence[str] = (),
     ):
         self.description, self.notes = description, tuple(notes)
+        self.metadata = {k: v for file in files.values() for k, v in file.metadata.items()}
         self._files: dict[str, StoredFile] = {}
         twice = []
         for file in files.values():

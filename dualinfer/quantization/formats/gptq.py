@@ -19,7 +19,8 @@ HARMLESS = """
     cache_block_outputs calibration_data_min_length compute_device_filter damp_auto_increment
     damp_percent dataset dense_vram_strategy desc_act device disable_exllama exllama_config
     exllama_version failsafe fallback foem gc_mode gptaq gptaq_alpha hessian hyb_act
-    is_marlin_format kernel max_input_length meta method model_file_base_name model_name_or_path model_seqlen
+    is_marlin_format kernel max_input_length meta method model_file_base_name model_name_or_path
+    model_seqlen
     module_name_preceding_first_block modules_in_block_to_quantize moe moe_vram_strategy mse
     offload_to_disk offload_to_disk_path pack_impl pad_token_id parallel_packing process quantizer
     rotation static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama v2 vram_strategy
