@@ -113,7 +113,7 @@ class PackedWords(StoredMatrix):
         codes = self._split(words)
         if not self._along_inputs:
             codes = codes[..., _AWQ_ORDER]
-        return codes.reshape(len(words), -1)
+        return codes.reshape(len(words), words.shape[1] * self._held)
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""
@@ -122,7 +122,8 @@ class PackedWords(StoredMatrix):
         if self._along_inputs:
             first = k0 // held
             words = self._from.read(name, slice(first, blocks(k1, held)), slice(n0, n1))
-            codes = self._split(words).transpose(1, 0, 2).reshape(words.shape[1], -1)
+            codes = self._split(words).transpose(1, 0, 2)
+            codes = codes.reshape(words.shape[1], len(words) * held)
             codes = codes[:, k0 - first * held : k1 - first * held]
         else:
             first = n0 // held

@@ -29,7 +29,8 @@ HARMLESS = """
 """.split()
 PLAIN = (
     "Save it in a plain layout (Int8WeightOnlyConfig, Float8WeightOnlyConfig, "
-    "IntxWeightOnlyConfig, Int4WeightOnlyConfig with int4_packing_format='plain'), or pass the plain model."
+    "IntxWeightOnlyConfig, or Int4WeightOnlyConfig with int4_packing_format='plain'), or pass the "
+    "plain model."
 )
 # The fields that each class may have, beside `block_size`, and the codes that it holds.
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -200,7 +201,9 @@ class PlainMatrix(StoredMatrix):
         codes = np.empty((*octets.shape, 2), np.int8)
         codes[..., 0], codes[..., 1] = (octets << 4) >> 4, octets >> 4
         first = k0 - k0 % 2
-        return np.ascontiguousarray(codes.reshape(len(octets), -1)[:, k0 - first : k1 - first])
+        return np.ascontiguousarray(
+            codes.reshape(len(octets), 2 * octets.shape[1])[:, k0 - first : k1 - first]
+        )
 
     def scale(self) -> np.ndarray:
         """See QuantizedMatrix."""

@@ -1,0 +1,69 @@
+"""What tests of quantized checkpoints share: the values of a matrix, and tiny checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.quantization.formats import METHODS, find_method
+
+ALL = slice(None)
+
+
+def open_folder(folder: Path, **changes):
+    """The opener of a quantized checkpoint's folder, with `changes` to its config."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
+    return METHODS[find_method(config)](config, open_checkpoint(folder))
+
+
+def values(matrix, rows=ALL, columns=ALL):
+    """What a part of a QuantizedMatrix means, in float32."""
+    n, k = matrix.shape
+    scheme = matrix.scheme
+    codes = matrix.codes(rows, columns)
+    decoded = codes.astype(np.float32)
+    if scheme.codes == "table":
+        decoded = np.asarray(scheme.table, np.float32)[codes]
+    if scheme.codes == "fp8_e4m3":
+        import ml_dtypes
+
+        decoded = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    i = np.arange(n)[rows] // (scheme.rows or n)
+    j = np.arange(k)[columns] // (scheme.columns or k)
+    if scheme.groups:
+        j = matrix.group()[columns]
+    scale = matrix.scale()
+    assert scale.dtype.name == scheme.scale_dtype
+    if scheme.zeros:
+        decoded = decoded - matrix.zero().astype(np.float32)[i][:, j]
+    else:
+        assert matrix.zero() is None
+    return decoded * scale.astype(np.float32)[i][:, j]
+
+
+def check_slices(matrix):
+    """A part of a matrix is that part of the whole, wherever it begins and ends."""
+    whole = values(matrix)
+    assert whole.shape == matrix.shape
+    for rows in (ALL, slice(0, 3), slice(5, 14), slice(7, None)):
+        for columns in (ALL, slice(1, 2), slice(3, 21), slice(13, None), slice(4, 4)):
+            np.testing.assert_array_equal(values(matrix, rows, columns), whole[rows, columns])
+
+
+def edit(folder: Path, change) -> Path:
+    """A copy of a checkpoint whose dict of tensors `change` has changed in place."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    copy = folder.parent / f"{folder.name}-edited"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    path = copy / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    change(tensors)
+    save_file(tensors, path, metadata)
+    return copy
