@@ -52,8 +52,11 @@ def check_slices(matrix):
             np.testing.assert_array_equal(values(matrix, rows, columns), whole[rows, columns])
 
 
-def edit(folder: Path, change) -> Path:
-    """A copy of a checkpoint whose dict of tensors `change` has changed in place."""
+def edit(folder: Path, change, described=()) -> Path:
+    """A copy of a checkpoint whose dict of tensors `change` has changed in place.
+
+    `described` is written over what the header says beside them.
+    """
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -63,7 +66,7 @@ def edit(folder: Path, change) -> Path:
     path = copy / "model.safetensors"
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
+        metadata = {**file.metadata(), **dict(described)}
     change(tensors)
     save_file(tensors, path, metadata)
     return copy

@@ -96,6 +96,15 @@ def test_awq_is_what_compressed_tensors_converts_it_to():
     np.testing.assert_array_equal(out["layer.weight_scale"].numpy(), matrix.scale())
 
 
+def test_awq_without_zero_points_has_the_middle_as_zero():
+    golden = Golden("awq", qzeros=None)
+    matrix = golden.open(zero_point=False)
+    assert matrix.scheme.codes == "int4" and matrix.zero() is None
+    codes = Golden("awq").open().codes(slice(None), slice(None))
+    np.testing.assert_array_equal(matrix.codes(slice(None), slice(None)), codes.astype(int) - 8)
+    check_slices(matrix)
+
+
 def test_dynamic_rules_choose_bits_and_groups_and_what_is_left_out():
     eight = Golden("gptq-8-bits-asymmetric")
     plain = eight.open()

@@ -7,7 +7,6 @@ from .gptq import HARMLESS, PackedWords, group_size_of
 from .stored import Checkpoint, Opener, Tensors, check_fields, left_out, name_list, refuse
 
 METHOD = "awq"
-# `zero_point` is among those that are known: zeros are stored either way.
 KNOWN = (
     "bits w_bit group_size q_group_size zero_point version format modules_to_not_convert".split()
 )
@@ -37,6 +36,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
                 f"{module}.qweight is there, but modules_to_not_convert says that {module} is not "
                 "quantized."
             )
-        return PackedWords(checkpoint, module, bits, size, along_inputs=False)
+        zeros = bool(config.get("zero_point", True))  # else they may be left out
+        return PackedWords(checkpoint, module, bits, size, along_inputs=False, with_zeros=zeros)
 
     return Opener(open_matrix)

@@ -44,6 +44,7 @@ class PackedWords(StoredMatrix):
         *,
         along_inputs: bool,
         raised: bool = False,
+        with_zeros: bool = True,
     ):
         self._from, self._module, self._bits = checkpoint, module, bits
         self._along_inputs, self._raised = along_inputs, raised
@@ -79,10 +80,14 @@ class PackedWords(StoredMatrix):
                 self._group = group
         dtype = self._from.source.dtype(scales) if scales in checkpoint.names else ""
         checkpoint.check(scales, ("float16", "bfloat16", "float32"), (groups, n))
-        checkpoint.check(zeros, ("int32", "uint32"), (groups, blocks(n, self._held)))
-        self._zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
         middle = 1 << (bits - 1)
-        self._middle = middle if bool((self._zero == middle).all()) else 0
+        if with_zeros or zeros in checkpoint.names:
+            checkpoint.check(zeros, ("int32", "uint32"), (groups, blocks(n, self._held)))
+            self._zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
+            self._middle = middle if bool((self._zero == middle).all()) else 0
+        else:
+            self.stored = (words, scales)
+            self._middle = middle
         codes: dict[tuple[int, bool], Literal["int4", "uint4", "int8", "uint8"]]
         codes = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
         self.scheme = BlockScheme(
