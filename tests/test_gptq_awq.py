@@ -12,7 +12,7 @@ from dualinfer.checkpoint.files import TensorFile
 from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 
-from .quantized import check_slices, values
+from .formats import check_slices, values
 
 GOLDEN = {path.stem: path for path in (Path(__file__).parent / "data" / "gptq").glob("*.safeten*")}
 CODES = {

@@ -22,7 +22,7 @@ from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
 from .models import VOCAB
-from .quantized import check_slices, edit, open_folder, values
+from .formats import check_slices, edit, open_folder, values
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -155,14 +155,21 @@ def test_plain_int4(asymmetric, tmp_path):
     """As mslk defines it, which has no kernels for a CPU: q * scale + zero, low nibbles first."""
     q = torch.randint(-8, 8, (24, 64))
     scale = (torch.rand(2, 24) * 0.1 + 0.01).bfloat16()
-    zero = torch.randn(2, 24).bfloat16() if asymmetric else torch.zeros(2, 24).bfloat16()
+    steps = torch.randint(-8, 8, (2, 24)) if asymmetric else torch.zeros(2, 24)
+    # a power of two, so that the zero point is a code's whole number of scales in bfloat16
+    scale = torch.exp2(torch.floor(torch.log2(scale.float()))).bfloat16()
+    zero = (-steps * scale).bfloat16()
     packed = ((q[:, ::2] & 15) | ((q[:, 1::2] & 15) << 4)).to(torch.uint8).view(torch.int8)
     tensor = Int4Tensor(packed, scale, zero, [1, 32], torch.Size([24, 64]))
     matrix = open_folder(write(tmp_path / "int4", tensor))("layer.weight")
+    assert matrix.scheme.zeros == asymmetric
     spread = [x.float().T.repeat_interleave(32, 1) for x in (scale, zero)]
     expected = q.float() * spread[0] + spread[1]
-    np.testing.assert_allclose(values(matrix), expected.numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(values(matrix), expected.numpy())
     check_slices(matrix)
+    odd = Int4Tensor(packed, scale, zero + scale / 2, [1, 32], torch.Size([24, 64]))
+    with pytest.raises(UnsupportedError, match=r"_weight_zero_point.*IntxWeightOnlyConfig"):
+        open_folder(write(tmp_path / "odd", odd))("layer.weight")
 
 
 @pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "MXTensor", "NVFP4Tensor"])

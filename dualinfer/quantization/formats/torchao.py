@@ -39,6 +39,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "Int4Tensor": ("shape", "activation_dtype"),
     "IntxUnpackedToInt8Tensor": ("dtype", "target_dtype", "activation_quantization"),
 }
+_INT4 = {"_type": "torch.dtype", "_data": "int4"}
 _FP8: dict[str, Codes] = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
@@ -64,6 +65,7 @@ class PlainMatrix(StoredMatrix):
                 instead = "Save it without: weight-only, or with dynamic activations."
                 raise refuse(METHOD, other, "a tensor", instead)
         self._packed = kind == "Int4Tensor"
+        self._four = self._packed or fields.get("target_dtype") == _INT4
         floats8 = kind == "Float8Tensor"
         form = tuple(_FP8) if floats8 else ("int8", "uint8") if self._packed else ("int8",)
         shape = checkpoint.check(self._data, form)
@@ -83,7 +85,7 @@ class PlainMatrix(StoredMatrix):
             raise checkpoint.error(f"{self._scale} has the shape {found}, expected {stored}.")
         self._zero = self._read_zero()
         codes: Codes = _FP8[checkpoint.source.dtype(self._data)] if floats8 else "int8"
-        if self._packed or fields.get("target_dtype") == {"_type": "torch.dtype", "_data": "int4"}:
+        if self._four:
             codes = "int4"
         activation = self._activation(fields)
         self._static = static if static in checkpoint.names else ""
@@ -128,19 +130,19 @@ class PlainMatrix(StoredMatrix):
         zero = self._from.read(self._zero_name)
         if not zero.astype(np.float32).any():
             return None
-        zero = self._blockwise(zero)
-        if self._packed:  # what is added after the scale
-            zero = -self._from.finite(self._zero_name, zero).astype(np.float32)
+        zero = self._from.finite(self._zero_name, self._blockwise(zero)).astype(np.float32)
+        if self._packed:  # there it is what is added after the scale
             scale = self.scale().astype(np.float32)
-            if not scale[zero != 0].all():
-                raise self._from.error(f"{self._scale} is 0 where {self._zero_name} is not.")
-            return np.divide(zero, scale, out=np.zeros_like(zero), where=scale != 0)
-        if zero.dtype != np.int8:
-            whole = self._from.finite(self._zero_name, zero).astype(np.int8)
-            if not np.array_equal(whole.astype(np.float32), zero.astype(np.float32)):
-                raise refuse(METHOD, self._zero_name, "a fraction", PLAIN)
-            zero = whole
-        return zero
+            zero = np.divide(-zero, scale, out=np.full_like(zero, np.nan), where=scale != 0)
+        least, most = (-8, 7) if self._four else (-128, 127)
+        codes = np.rint(np.nan_to_num(zero, nan=most + 1.0))
+        if not (codes == zero).all() or codes.min() < least or codes.max() > most:
+            instead = (
+                "They are no codes, and only zero points that are codes are read. Save it with "
+                "IntxWeightOnlyConfig(torch.int4), or symmetric, or pass the plain model."
+            )
+            raise refuse(METHOD, self._zero_name, "a tensor of fractions", instead)
+        return codes.astype(np.int8)
 
     _tensorwise = False
 
@@ -210,7 +212,7 @@ class PlainMatrix(StoredMatrix):
         return self._blockwise(self._from.scale(self._scale))
 
     def zero(self) -> np.ndarray | None:
-        """See QuantizedMatrix; of Int4Tensor they are no whole numbers, and float32."""
+        """See QuantizedMatrix."""
         return self._zero
 
     def input_scale(self) -> np.ndarray | None:
