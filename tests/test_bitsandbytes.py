@@ -8,8 +8,8 @@ from bitsandbytes import functional
 
 from dualinfer import CheckpointError, UnsupportedError
 
-from .models import VOCAB
 from .formats import check_slices, edit, open_folder, values
+from .models import VOCAB
 
 MODULES = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 # hidden 96: blocks of 64 end within rows. inner 100: a divisor of 4 alone. head of 32.

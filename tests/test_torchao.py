@@ -21,8 +21,8 @@ from torchao.quantization.quantize_.workflows import (
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
-from .models import VOCAB
 from .formats import check_slices, edit, open_folder, values
+from .models import VOCAB
 
 SIZES = {
     "vocab_size": VOCAB,
