@@ -20,6 +20,7 @@ from .checkpoint.hf_config import (
 )
 from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.saving import Saved, check_saving, save_checkpoint
+from .checkpoint.quantized import open_quantized
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, make_config, serving_dtype
@@ -43,6 +44,7 @@ from .model.hf_module import check_parts, check_values, check_wrapper, class_nam
 from .model.live import Watch
 from .model.spec import ModelSpec
 from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
+from .quantization import read_quantization
 from .parallel.agreement import Peers, in_turn
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -274,12 +276,16 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
     source = found.open_source()
     notes.extend(source.notes)
+    quantization = read_quantization(found.config.to_dict())
+    if quantization is not None:
+        source, table = open_quantized(source, table, quantization(source))
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
         notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    stored = _elements(source, [name for _, names in plan.rows for name in names])
+    plain = [names for row, names in plan.rows if row.scheme is None]
+    stored = _elements(source, [name for names in plain for name in names])
     own = _own_dtype(found.config, stored) if found.is_checkpoint else None
     return _with_dtype(settings, notes, stored, own), found, spec, plan, source
 

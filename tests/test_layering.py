@@ -25,11 +25,11 @@ FLOORS: dict[str, str] = {
     "checkpoint": "system config quantization model parallel",
     "backends": "config quantization model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config model parallel checkpoint backends decoder",
-    "backends.jax": "system kernels.triton kernels.xla config model "
+    "backends.torch": "system kernels.triton config quantization model parallel checkpoint backends decoder",
+    "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
-    "api": "config model parallel checkpoint backends engine",
+    "api": "config quantization model parallel checkpoint backends engine",
     "": "config embedded engine api",
     "bench": "embedded system config model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",

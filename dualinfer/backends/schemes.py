@@ -1,51 +1,317 @@
-"""What a backend computes with quantized weights, by a table of schemes."""
+"""What both backends compute with quantized weights: one arithmetic over few functions of each.
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+Values are made in float32 and rounded once. Inputs are quantized and made values again as
+`compressed_tensors.quantization.lifecycle.forward` does: by steps in the input's dtype.
+"""
 
-from ..errors import UnsupportedError
-from ..model.weights import Leaf, LoadPlan, Weight
-from ..quantization import Scheme
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Protocol
 
+from ..model.weights import Leaf, Weight, leaves_of, parts_of
+from ..quantization import BlockScheme
+from ..quantization.packing import packed_width, unpack
 
-class Arithmetic(NamedTuple):
-    """What a backend does with weights of one scheme; what is not given is done with their values.
-
-    `dequantize(weight)` gives the matrix [out, in] in the weight's dtype; `product(x, weight)` is x
-    [..., in] times it, in x's dtype; `embed(ids, weight)` its rows for ids [...]. On JAX a product
-    takes the dtype of its result, too, and is summed in float32, and ids are clipped to those that
-    the weight has.
-    """
-
-    implementation: str
-    dequantize: Callable[[Weight], Any]
-    product: Callable[..., Any] | None = None
-    embed: Callable[[Any, Weight], Any] | None = None
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_RANGES = {"int8": (-128, 127), "fp8_e4m3": (-448, 448), "fp4_e2m1": (-6, 6)}
+_LEAST_E4M3 = 0.125  # in the place of a scale of 0
+Top = Callable[[Any], Any]  # the largest of what all devices have
 
 
-class Schemes(dict[str, Arithmetic]):
-    """The arithmetic of each scheme that `backend` knows, by the scheme's name."""
+class Maths(Protocol):
+    """What the arithmetic asks of a framework; `a` is an array, and axes are counted from behind."""
 
-    def __init__(self, backend: str, **known: Arithmetic) -> None:
-        super().__init__(known)
-        self._backend = backend
+    name: str
 
-    def of(self, scheme: Scheme) -> Arithmetic:
-        """What the backend does with a scheme; UnsupportedError where it knows nothing of it."""
-        if scheme.name not in self:
-            raise UnsupportedError(
-                f"The weights are quantized ({scheme.name}), which backend={self._backend!r} does "
-                "not compute with. Pass the model that they were made from."
-            )
-        return self[scheme.name]
+    def wide(self, a: Any) -> Any:
+        """In float32."""
+        ...
 
-    def check(self, plan: LoadPlan) -> None:
-        """Raise UnsupportedError for weights of a scheme that is not here."""
-        for row, _ in plan.rows:
-            if row.scheme is not None:
-                self.of(row.scheme)
+    def cast(self, a: Any, dtype: Any) -> Any:
+        """In another dtype."""
+        ...
+
+    def rounded(self, a: Any, dtype: Any) -> Any:
+        """float32 `a` with the precision of `dtype`."""
+        ...
+
+    def float8(self, a: Any, dtype: str) -> Any:
+        """float32 of bytes that are 8-bit floats, by NumPy's name of their dtype."""
+        ...
+
+    def nearest_e4m3(self, a: Any) -> Any:
+        """float32 `a`, at most 448, as the nearest that float8_e4m3fn has."""
+        ...
+
+    def power(self, a: Any, mantissa: int) -> Any:
+        """The power of two not above float32 `a`, which is rounded to so many bits before."""
+        ...
+
+    def epsilon(self, dtype: Any) -> float:
+        """The distance from 1 to the next number."""
+        ...
+
+    def quotient(self, a: Any, number: float) -> Any:
+        """`a` / number, rounded once."""
+        ...
+
+    def table(self, values: tuple[float, ...], codes: Any) -> Any:
+        """float32 values by integer codes."""
+        ...
+
+    def stack(self, arrays: list[Any], axis: int) -> Any:
+        """Arrays side by side along a new axis."""
+        ...
+
+    def join(self, arrays: list[Any], axis: int) -> Any:
+        """Arrays side by side along an axis."""
+        ...
+
+    def repeat(self, a: Any, count: int, axis: int) -> Any:
+        """Each element `count` times."""
+        ...
+
+    def rows(self, a: Any, ids: Any) -> Any:
+        """Rows of `a` by ids; on JAX clipped to those that there are."""
+        ...
+
+    def along(self, a: Any, index: Any) -> Any:
+        """Elements along the last axis by an index of as many axes."""
+        ...
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        """`a` or `b`."""
+        ...
+
+    def clip(self, a: Any, low: float, high: float) -> Any:
+        """`a` between two numbers."""
+        ...
+
+    def round(self, a: Any) -> Any:
+        """The nearest integers, ties to even."""
+        ...
+
+    def most(self, a: Any) -> Any:
+        """The largest along the last axis, which stays."""
+        ...
+
+    def pad(self, a: Any, shape: tuple[int, ...]) -> Any:
+        """`a` with zeros behind."""
+        ...
+
+    def product(self, x: Any, matrix: Any, dtype: Any) -> Any:
+        """x [..., in] times matrix [out, in]; on JAX summed in float32 and given in `dtype`."""
+        ...
+
+
+class BlockArithmetic:
+    """The arithmetic of quantized weights in a framework."""
+
+    def __init__(self, maths: Maths) -> None:
+        self._m = maths
+
+    def dequantize(self, weight: Weight) -> Any:
+        """The matrix that a weight stands for, in its dtype."""
+        if weight.pieces:
+            return self._m.join([self.dequantize(piece) for piece in weight.pieces], -2)
+        if weight.scheme is None:
+            return weight.data
+        return self._m.cast(self._values(weight), weight.dtype)
+
+    def product(self, x: Any, weight: Weight, dtype: Any) -> Any:
+        """x [..., in] times a weight [out, in], in `dtype`."""
+        m = self._m
+        if weight.pieces:
+            return m.join([self.product(x, piece, dtype) for piece in weight.pieces], -1)
+        if weight.scheme is None:
+            return m.product(x, weight.data, dtype)
+        x = self.quantize_input(x, weight)
+        if not _scales_rows(weight):
+            return m.product(x, self.dequantize(weight), dtype)
+        codes, scale = self._codes(weight, weight.data), self._scale(weight)
+        if "zero" in weight.beside:
+            codes = codes - self._lie(weight, m.wide(weight.beside["zero"]), codes.shape)
+        scale = self._lie(weight, scale, (*codes.shape[:-1], 1))[..., 0]
+        if "outer" in weight.beside:
+            scale = scale * weight.beside["outer"]
+        return m.cast(m.wide(m.product(x, m.cast(codes, x.dtype), _wide_dtype(m, x))) * scale, dtype)
+
+    def embed(self, ids: Any, weight: Weight) -> Any:
+        """Rows of a weight [V, E] for ids [...]: [..., E]."""
+        if weight.scheme is None:
+            return self._m.rows(weight.data, ids)
+        return self._m.cast(self._values(weight, ids), weight.dtype)
+
+    def share_input(self, x: Any, weight: Weight, top: Top) -> tuple[Any, Weight]:
+        """A device's columns of an input, quantized by scales of all of them, and the weight.
+
+        The weight leaves its input as it is.
+        """
+        scheme = weight.scheme
+        if not isinstance(scheme, BlockScheme) or scheme.activation is None:
+            return x, weight
+        plain = replace(weight, scheme=replace(scheme, activation=None))
+        return self.quantize_input(x, weight, top), plain
+
+    def quantize_input(self, x: Any, weight: Weight, top: Top = lambda most: most) -> Any:
+        """x as its codes mean it, by the activation of the weight's scheme."""
+        assert isinstance(weight.scheme, BlockScheme)
+        how = weight.scheme.activation
+        if how is None:
+            return x
+        m, dtype, shape = self._m, x.dtype, tuple(x.shape)
+        low, high = _RANGES[how.codes]
+        given = weight.beside.get("input")
+        wide = m.wide(x)
+        if how.dynamic and how.block:
+            groups = -(-shape[-1] // how.block)
+            wide = m.pad(wide, (*shape[:-1], groups * how.block))
+            wide, top = wide.reshape(*shape[:-1], groups, how.block), lambda most: most
+
+        def rounded(a: Any) -> Any:
+            return a if how.outer else m.rounded(a, dtype)
+
+        zero: Any = 0.0
+        if not how.dynamic:
+            scale = rounded(m.wide(given))
+        elif how.zeros:
+            most, least = (m.clip(top(m.most(a)), 0, float("inf")) for a in (wide, -wide))
+            scale = rounded(m.quotient(rounded(most + least), high - low))
+            scale = m.where(scale == 0, m.epsilon(dtype), scale)
+            zero = m.round(m.clip(rounded(low + rounded(least / scale)), low, high))
+        else:
+            most = top(m.most(abs(wide)))
+            if how.powers:
+                biggest = 256.0 if how.codes == "fp8_e4m3" else 4.0
+                scale = m.clip(m.power(most, 1) / biggest, 2.0**-126, 2.0**127)
+            else:
+                scale = m.rounded(m.quotient(most, (high - low) / 2), dtype)
+            if how.outer:
+                factor = 1.0 if given is None else m.wide(given)
+                scale = m.nearest_e4m3(m.clip(scale / factor, -448, 448))
+                scale = m.where(scale == 0, _LEAST_E4M3, scale) * factor
+            else:
+                scale = m.where(scale == 0, m.epsilon(dtype), scale)
+        codes = rounded(rounded(wide / scale) + zero)
+        codes = self._nearest(m.clip(codes, low, high), how.codes)
+        values = rounded((codes - zero) * scale)
+        if how.dynamic and how.block:
+            values = values.reshape(*shape[:-1], -1)[..., : shape[-1]]
+        return m.cast(values, dtype)
+
+    def _nearest(self, a: Any, codes: str) -> Any:
+        """The values of codes that are nearest to `a`, ties to even."""
+        m = self._m
+        if codes == "fp8_e4m3":
+            return m.nearest_e4m3(a)
+        if codes != "fp4_e2m1":
+            return m.round(a)
+        size = abs(a)
+        halves, wholes, twos = m.round(2 * a) / 2, m.round(a), 2 * m.round(a / 2)
+        return m.where(size < 2, halves, m.where(size < 4, wholes, twos))
+
+    def _values(self, weight: Weight, ids: Any = None) -> Any:
+        """float32 of a weight, or of its rows by ids."""
+        m = self._m
+        data = weight.data if ids is None else m.rows(weight.data, ids)
+        values = self._codes(weight, data)
+        if "zero" in weight.beside:
+            zero = m.wide(weight.beside["zero"])
+            values = values - self._lie(weight, zero, values.shape, ids)
+        values = values * self._lie(weight, self._scale(weight), values.shape, ids)
+        if "outer" not in weight.beside:
+            return values
+        outer = weight.beside["outer"]
+        return values * (outer if ids is None else m.rows(outer, ids))[..., None]
+
+    def _codes(self, weight: Weight, data: Any) -> Any:
+        """float32 values of codes, before zeros and scales."""
+        m, scheme = self._m, weight.scheme
+        assert isinstance(scheme, BlockScheme)
+        if scheme.bits == 8:
+            if scheme.codes.startswith("fp8"):
+                return m.float8(data, f"float8_{scheme.codes[4:]}" + _FN.get(scheme.codes, ""))
+            return m.wide(data)
+        *lead, size = data.shape
+        width = weight.blocks.width
+        shares = size // packed_width(width)
+        codes = unpack(data.reshape(*lead, shares, packed_width(width)), m.stack)
+        codes = codes[..., :width].reshape(*lead, shares * width)
+        if scheme.codes == "int4":
+            return m.wide(codes) - (0 if scheme.zeros else 8)
+        if scheme.codes == "uint4":
+            return m.wide(codes)
+        values = scheme.table if scheme.codes == "table" else (*_E2M1, *(-v for v in _E2M1))
+        return m.table(values, codes)
+
+    def _scale(self, weight: Weight) -> Any:
+        """Scales in float32."""
+        assert isinstance(weight.scheme, BlockScheme)
+        scale, dtype = weight.beside["scale"], weight.scheme.scale_dtype
+        return self._m.float8(scale, dtype) if dtype.startswith("float8") else self._m.wide(scale)
+
+    def _lie(self, weight: Weight, a: Any, shape: tuple[int, ...], ids: Any = None) -> Any:
+        """What blocks have, for each element of a matrix of `shape`, or of its rows by ids."""
+        m, (rows, columns, _) = self._m, weight.blocks
+        if ids is not None:
+            a = m.rows(a, ids // rows if rows else ids * 0)
+        elif rows > 1:
+            a = m.repeat(a, rows, -2)[..., : shape[-2], :]
+        group = weight.beside.get("group")
+        if group is not None:
+            ones = (1,) * (len(a.shape) - len(group.shape))
+            return m.along(a, group.reshape(*group.shape[:-1], *ones, group.shape[-1]))
+        return m.repeat(a, columns, -1)[..., : shape[-1]] if columns > 1 else a
 
     def implementations(self, leaves: Iterable[Leaf]) -> dict[str, str]:
         """What serves the products of each scheme among a model's leaves, for people."""
-        schemes = {leaf.scheme for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme}
-        return {f"matmul, {s.name}": self.of(s).implementation for s in schemes}
+        ways: dict[str, str] = {}
+        for leaf in (own for leaf in leaves for own in leaves_of(leaf)):
+            if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
+                how = "made values within the product"
+                if _scales_rows(leaf):
+                    how = "codes multiplied, results scaled"
+                ways[f"matmul, {leaf.scheme.name}"] = f"plain {self._m.name}, {how}"
+        return ways
+
+
+_FN = {"fp8_e4m3": "fn"}
+
+
+def _scales_rows(weight: Weight) -> bool:
+    """True if the product is made with codes, and each of its rows scaled.
+
+    Sums of codes would pass the largest float16.
+    """
+    scheme = weight.scheme
+    assert isinstance(scheme, BlockScheme)
+    alike = not weight.blocks.columns and not scheme.groups and scheme.codes != "table"
+    return alike and str(weight.dtype) not in ("torch.float16", "float16")
+
+
+def _wide_dtype(maths: Maths, x: Any) -> Any:
+    """The backend's float32."""
+    return maths.wide(x[..., :0]).dtype
+
+
+def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
+    """How many weights are held in which way, and the head, for people; `named` are all leaves."""
+    counts: dict[str, list[int]] = {}
+    for leaf in (own for leaf in named.values() for own in leaves_of(leaf)):
+        kind, size = _kind(leaf), sum(array.nbytes for array in parts_of(leaf).values())
+        own = counts.setdefault(kind, [0, 0, 0])
+        for i, n in enumerate((1, prod(leaf.shape), size)):
+            own[i] += n
+    facts = {
+        kind: f"{many:,} weights, {elements:,} elements, {size / 2**20:,.1f} MiB, "
+        f"{8 * size / max(elements, 1):.2f} bits an element"
+        for kind, (many, elements, size) in counts.items()
+    }
+    head = named.get("lm_head.weight", named.get("embed.weight"))
+    return facts if head is None else {**facts, "head": _kind(head)}
+
+
+def _kind(leaf: Leaf) -> str:
+    scheme = getattr(leaf, "scheme", None)
+    return str(leaf.dtype).removeprefix("torch.") if scheme is None else scheme.name

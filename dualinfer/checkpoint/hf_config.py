@@ -42,9 +42,9 @@ def read_config(folder: Path) -> Any:
     path = folder / "config.json"
     written = read_json(path)
     model_type = check_model_type(written.get("model_type"))
-    choose = read_quantization(written)
+    quantization = read_quantization(written)
     fields = usable_fields(model_type, written)
-    if choose is not None:
+    if quantization is not None:
         fields["quantization_config"] = written["quantization_config"]
     from transformers import AutoConfig
 

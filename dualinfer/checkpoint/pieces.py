@@ -17,6 +17,7 @@ from ..errors import CheckpointError, shortened
 from ..model.weights import LoadPlan, TensorSource
 from ..parallel.sharding import Shard
 from .files import TensorFile, check_inside, read_json
+from .quantized import QuantizedSource
 
 INDEX = "dualinfer.index.json"
 _MOST = 2**62  # elements along an axis, so that sums fit 64 bits
@@ -126,12 +127,13 @@ def _damaged(where: Path, problem: str) -> CheckpointError:
 class Cut(NamedTuple):
     """A piece to write: HF's name of the tensor, and what to read by its name in the source.
 
-    `dtype` is what it is written in, by NumPy's name.
+    `dtype` is what it is written in, by NumPy's name; `shape` is the whole tensor's.
     """
 
     name: str
     stored: str
     dtype: str
+    shape: tuple[int, ...]
     part: tuple[slice, ...]
     piece: Piece
 
@@ -141,21 +143,31 @@ def cut_pieces(
 ) -> list[list[Cut]]:
     """What the file of each shard holds: what it reads, and no shard before it.
 
-    All is in `dtype`, but quantized weights, which stay as they are in `source`.
+    All is in `dtype`, but the tensors of quantized weights, which stay as they are stored: each
+    file has as many rows of them.
     """
     table, seen, cuts = plan.table, set(), []
+    taken = source.taken() if isinstance(source, QuantizedSource) else ()
     for shard in shards:
         file, own = shard_name(shard.rank, len(shards)), []
+        for name in taken:
+            shape, kind = source.plain().shape(name), source.plain().dtype(name)
+            ends = [shape[0] * i // len(shards) for i in (shard.rank, shard.rank + 1)] if shape else []
+            part = (slice(*ends), *map(slice, shape[1:])) if shape else ()
+            box = Box.of(part, shape)
+            if box.size and (shape or not shard.rank):
+                own.append(Cut(name, name, kind, shape, part, Piece(box, file, _key(name, box, shape))))
         for row, names in plan.rows:
+            if row.scheme is not None:
+                continue
             for part, stored in zip(row.sources, names, strict=True):
-                kind = dtype if row.scheme is None else source.dtype(stored)
                 shape = table.shape(row, part.axes)
                 for read in shard.reads(row, part):
                     box = Box.of(read.index, shape)
                     if box.size and (part.name, box) not in seen:
                         seen.add((part.name, box))
                         piece = Piece(box, file, _key(part.name, box, shape))
-                        own.append(Cut(part.name, stored, kind, read.index, piece))
+                        own.append(Cut(part.name, stored, dtype, shape, read.index, piece))
         cuts.append(own)
     return cuts
 
@@ -171,16 +183,14 @@ def _key(name: str, box: Box, shape: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(f'{a}:{b}' for a, b in zip(*box, strict=True))}]"
 
 
-def make_index(cuts: Iterable[Sequence[Cut]], plan: LoadPlan) -> dict[str, Any]:
+def make_index(cuts: Iterable[Sequence[Cut]]) -> dict[str, Any]:
     """The content of the index file of pieces."""
     pieces: dict[str, list[Piece]] = {}
     dtypes: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for cut in (cut for own in cuts for cut in own):
         pieces.setdefault(cut.name, []).append(cut.piece)
-        dtypes[cut.name] = cut.dtype
-    shapes = {
-        part.name: plan.table.shape(row, part.axes) for row, _ in plan.rows for part in row.sources
-    }
+        dtypes[cut.name], shapes[cut.name] = cut.dtype, cut.shape
     for name, tensor_pieces in pieces.items():
         Tensor(shapes[name], dtypes[name], tuple(tensor_pieces)).check(name, Path(INDEX))
     return {

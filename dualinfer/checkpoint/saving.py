@@ -26,6 +26,7 @@ from ..parallel.sharding import make_plan
 from ..system.new_folder import NewFolder, write_synced
 from .files import write_tensors
 from .pieces import INDEX, Cut, cut_pieces, make_index
+from .quantized import QuantizedSource
 from .tokenizer_files import tokenizer_files
 
 _LONGEST_NAME = 240  # bytes; a folder beside it has some more
@@ -97,7 +98,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
                 _check_complete(folder, cuts)
                 _write_descriptions(folder, saved)
                 if tp_plan.size > 1:
-                    _write_json(folder / INDEX, make_index(cuts, saved.plan))
+                    _write_json(folder / INDEX, make_index(cuts))
                 new.publish()
     count = sum(map(bool, cuts))
     return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
@@ -143,10 +144,11 @@ def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
     if not cuts:
         return
     tensors = {cut.piece.key: (cut.dtype, cut.piece.box.shape) for cut in cuts}
+    source = saved.source.plain() if isinstance(saved.source, QuantizedSource) else saved.source
 
     def arrays() -> Iterator[np.ndarray]:
         for cut in cuts:
-            array = to_numpy(saved.source.read(cut.stored, cut.part))
+            array = to_numpy(source.read(cut.stored, cut.part))
             with np.errstate(over="ignore"):  # infinite in the engine as well
                 array = array.astype(numpy_dtype(cut.dtype), copy=False)
             yield array

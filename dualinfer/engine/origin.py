@@ -77,4 +77,4 @@ def _stale(change: str) -> StaleWeightsError:
 
 
 def _rows(plan: LoadPlan) -> dict[str, Any]:
-    return {row.name: (row.axes, row.scheme) for row, _ in plan.rows}
+    return {row.name: (row.axes, row.scheme, len(row.sources)) for row, _ in plan.rows}

@@ -1,6 +1,6 @@
 """What an engine is made of, for people and tests: nothing falls back silently."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -8,7 +8,8 @@ from typing import Any
 class Report:
     """Facts of one engine. `mode` is `fused` where dualinfer's own decoder runs, else `module`.
 
-    `ops` names the implementation of each op; bytes are those on the device now; `compilations`
+    `ops` names the implementation of each op, `weights` says how many are held in which dtype or
+    scheme, and which of these the head has; bytes are those on the device now; `compilations`
     counts CUDA graphs captured, or XLA executables compiled, so far, `executables` those that are
     held now, `evictions` those that went to keep them few, and `executable_bytes` is the size of
     their code, 0 where that is unknown: of CUDA graphs and on CPUs. `max_tokens` is 0 where there
@@ -34,6 +35,7 @@ class Report:
     source: str
     max_tokens: int
     notes: tuple[str, ...]
+    weights: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict."""
@@ -51,6 +53,7 @@ class Report:
             f"cache {self.cache_bytes / 2**20:,.1f} MiB, {most}",
             f"  {self.compilations} captured or compiled so far, {self.executables} held{code}, "
             f"{self.evictions} evicted",
+            *(f"  weights, {kind}: {held}" for kind, held in self.weights.items()),
             *(f"  {op}: {by}" for op, by in self.ops.items()),
             *(f"  note: {note}" for note in self.notes),
         ]

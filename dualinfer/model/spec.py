@@ -136,9 +136,15 @@ class ModelSpec:
         """Elements of an axis by its name; of a joined one, such as `q+k+v`, of all its parts.
 
         Axes of heads and of the MLP are those of layer number `layer`. What stands behind a `/`
-        says how blocks are interleaved and adds nothing.
+        says how blocks are interleaved and adds nothing; behind `:` is a number of elements that
+        have one here, and behind `=` the extent itself.
         """
-        return sum(self._extent(part, layer) for part in axis.partition("/")[0].split("+"))
+        axis, _, literal = axis.partition("=")
+        if literal:
+            return int(literal)
+        axis, _, block = axis.partition(":")
+        size = sum(self._extent(part, layer) for part in axis.partition("/")[0].split("+"))
+        return -(-size // int(block or 1))
 
     def _extent(self, axis: str, layer: int | None) -> int:
         outer = {

@@ -1,19 +1,29 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 from ..arrays import same_tensor
 from ..errors import CheckpointError, UnsupportedError, counted, listing
-from ..quantization import Choose, Scheme
+from ..quantization import Blocks, BlockScheme, Matrices, QuantizedMatrix
+from ..quantization.packing import packed_width
 from .spec import ModelSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """In a scheme's place: the pieces of a weight have schemes, or none, of their own."""
+
+    name = "mixed"
 
 
 @dataclass(frozen=True)
@@ -21,44 +31,74 @@ class Weight:
     """One matrix of a model, as a backend's ops take it; biases and norms' weights are arrays.
 
     `axes` are the names of the matrix's own, outputs before inputs. Without a scheme `data` is the
-    matrix. With one, `data`, `scale` and `zero` together mean it, and `stands_for` is the dtype
-    that it has in computations. Only ops, loading and saving read what it holds; everyone else asks
-    for its shape and dtype.
+    matrix. With one it is codes, which mean the matrix with the parts `beside` them: scale, zero,
+    group, outer, input; `blocks` says how they lie, and `stands_for` is the dtype that the matrix
+    has in computations. A fused weight whose parts are quantized in different ways is `pieces`,
+    which give its rows one after another. Only ops, loading and saving read what it holds; everyone
+    else asks for its shape and dtype.
     """
 
     data: Any
     axes: tuple[str, ...]
-    scheme: Scheme | None = None
-    scale: Any = None
-    zero: Any = None
+    scheme: BlockScheme | Mixed | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
     stands_for: Any = None
+    blocks: Blocks = Blocks()
+    pieces: tuple["Weight", ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The matrix's shape: outputs before inputs."""
-        shape = self.data.shape
-        return shape if self.scheme is None else self.scheme.shape(tuple(shape))
+        if self.pieces:
+            first, *_ = shapes = [piece.shape for piece in self.pieces]
+            return (sum(shape[0] for shape in shapes), *first[1:])
+        shape = tuple(self.data.shape)
+        if not isinstance(self.scheme, BlockScheme) or self.scheme.bits == 8:
+            return shape
+        width = self.blocks.width  # of each device's share: they lie side by side
+        return (*shape[:-1], shape[-1] // packed_width(width) * width)
 
     @property
     def dtype(self) -> Any:
         """The backend's dtype of the matrix."""
+        if self.pieces:
+            return self.pieces[0].dtype
         return self.data.dtype if self.scheme is None else self.stands_for
 
 
 Leaf: TypeAlias = Any  # a Weight, or a backend's array: a bias, or the weight of a norm
-_PARTS = ("data", "scale", "zero")
 
 
 def parts_of(leaf: Leaf) -> dict[str, Any]:
-    """The arrays of a leaf by the field of `Weight`; an array that is no Weight is its data."""
+    """The arrays of a leaf by their names; an array that is no Weight is its `data`."""
     if not isinstance(leaf, Weight):
         return {"data": leaf}
-    return {part: array for part in _PARTS if (array := getattr(leaf, part)) is not None}
+    if leaf.pieces:
+        return {
+            part_name(piece.axes[0], part): array
+            for piece in leaf.pieces
+            for part, array in parts_of(piece).items()
+        }
+    return {"data": leaf.data, **leaf.beside}
 
 
 def with_parts(leaf: Leaf, parts: Mapping[str, Any]) -> Leaf:
     """The leaf with other arrays in the place of its own."""
-    return replace(leaf, **parts) if isinstance(leaf, Weight) else parts["data"]
+    if not isinstance(leaf, Weight):
+        return parts["data"]
+    if leaf.pieces:
+        own = [
+            with_parts(w, {part: parts[part_name(w.axes[0], part)] for part in parts_of(w)})
+            for w in leaf.pieces
+        ]
+        return replace(leaf, pieces=tuple(own))
+    beside = {part: parts[part] for part in leaf.beside}
+    return replace(leaf, data=parts["data"], beside=beside)
+
+
+def leaves_of(leaf: Leaf) -> tuple[Leaf, ...]:
+    """The pieces of a weight that has some, else the leaf."""
+    return leaf.pieces if isinstance(leaf, Weight) and leaf.pieces else (leaf,)
 
 
 def part_name(name: str, part: str) -> str:
@@ -90,9 +130,10 @@ class Source:
 
     An axis is a name, or several joined by `+` where the tensor holds blocks one after another
     (GPT-2's `q+k+v`); with `/heads` behind, each head's share of every block, head after head
-    (BLOOM's `q+k+v/heads`). `part` is the field of `Weight` that it belongs to, `dtypes` are those
-    that it may have. `index` is its place along the row's first axis, where tensors without that
-    axis are stacked.
+    (BLOOM's `q+k+v/heads`). With `:32` behind, 32 elements of the axis have one here, and with `=1`
+    the axis has one element whatever its length is: so scales lie. `part` is the array of the
+    weight that it belongs to, `dtypes` are those that it may have. `index` is its place along the
+    row's first axis, where tensors without that axis are stacked.
     """
 
     name: str
@@ -110,7 +151,9 @@ class Row:
     that lie side by side are joined along its fused axis, in order. A row without sources is
     `constant` everywhere: HF computes without it. `layer` is the number of the layer that it
     belongs to, None for none. Of a quantized row, by its `scheme`, sources are tensors of several
-    parts; a part has those of the row's axes that its sources have.
+    parts; a part has those of the row's axes that its sources have. `blocks` are the rows and
+    columns that have one scale. A row that is a piece of a fused weight has the axes of the
+    `whole`.
     """
 
     name: str
@@ -118,12 +161,14 @@ class Row:
     sources: tuple[Source, ...]
     constant: float = 0.0
     layer: int | None = None
-    scheme: Scheme | None = None
+    scheme: BlockScheme | None = None
+    blocks: tuple[int, int] = (0, 0)
+    whole: tuple[str, ...] = ()
 
     @property
     def is_weight(self) -> bool:
         """True for a matrix, which is a Weight; biases and the weights of norms are arrays."""
-        return len(self.axes) > 1 and self.name.endswith("weight")
+        return len(self.axes) > 1 and (bool(self.whole) or self.name.endswith("weight"))
 
     def permutation(self, source: Source) -> tuple[int, ...]:
         """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""
@@ -137,12 +182,13 @@ class Row:
         return next(places, None)
 
     def axes_of(self, source: Source) -> tuple[str, ...]:
-        """The row's axes that the source has, in the row's order."""
-        return tuple(axis for axis in self.axes if self._place(axis, source) is not None)
+        """The row's axes that the source has, in the row's order, in the source's blocks."""
+        places = [(axis, self._place(axis, source)) for axis in self.axes]
+        return tuple(f"{a}{_divisor(source.axes[i])}" for a, i in places if i is not None)
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
-        """The axes of each array that makes the weight, by the field of `Weight`."""
+        """The axes of each array that makes the weight, by its name in `parts_of`."""
         axes = {"data": self.axes}
         for source in self.sources:
             stacked = () if source.index is None else self.axes[:1]
@@ -170,32 +216,157 @@ class Row:
         )
         return replace(self, sources=sources)
 
-    def quantized(self, choose: Choose) -> "Row":
-        """The row of what a checkpoint holds by the schemes of its tensors."""
-        schemes = {choose(source.name) for source in self.sources}
-        if len(schemes) > 1:
-            names = listing([source.name for source in self.sources])
-            raise UnsupportedError(
-                f"{names} are one weight here, and are quantized in different ways, or not all of "
-                "them. Pass a checkpoint in which they are alike."
-            )
-        scheme = schemes.pop() if schemes else None
-        if scheme is None:
+    def quantized(self, find: "Find") -> tuple["Row", ...]:
+        """The row of the canonical parts that stand in its tensors' place.
+
+        Several, its pieces, where not all of its tensors are quantized, or they differ in more than
+        what can lie in one array.
+        """
+        found = [find(source.name) for source in self.sources]
+        if not any(found):
+            return (self,)
+        matrices = [one[1] for one in found if one is not None]
+        if len(matrices) < len(found) or not self._fit_together(matrices):
+            if any(source.index is not None for source in self.sources):
+                names = listing([source.name for source in self.sources])
+                raise UnsupportedError(
+                    f"{names} are one weight here, and are quantized in different ways, or not all "
+                    "of them. Pass a checkpoint in which they are alike."
+                )
+            pieces = [self._piece(source) for source in self.sources]
+            return tuple(own for piece in pieces for own in piece.quantized(find))
+        scheme, sources, seen = matrices[0].scheme, [], set()
+        for source, one in zip(self.sources, found, strict=True):
+            assert one is not None
+            name, matrix = one
+            axes = tuple(source.axes[i] for i in self.permutation(source))
+            sources += _canonical(replace(source, name=name, axes=axes), matrix, source.index in seen)
+            seen.add(source.index)
+        blocks = scheme.rows, scheme.columns
+        return (replace(self, sources=tuple(sources), scheme=scheme, blocks=blocks),)
+
+    def _piece(self, source: Source) -> "Row":
+        """The row of one of the tensors that are joined."""
+        axes = tuple(source.axes[i] for i in self.permutation(source))
+        name = f"{self.name}_{axes[0]}"
+        return replace(self, name=name, axes=axes, sources=(source,), whole=self.axes)
+
+    def _fit_together(self, matrices: Sequence[QuantizedMatrix]) -> bool:
+        """True if the matrices, which are joined or stacked, can lie in one array of each part."""
+        if len({matrix.scheme for matrix in matrices}) > 1:
+            return False
+        scheme, firsts = matrices[0].scheme, {}
+        if not scheme.groups and scheme.activation is None:
+            return True
+        for source, matrix in zip(self.sources, matrices, strict=True):
+            own = matrix.group(), matrix.input_scale()
+            first = firsts.setdefault(source.index, own)
+            if not all(np.array_equal(a, b) for a, b in zip(first, own, strict=True)):
+                return False
+        return True
+
+    def with_blocks(self, blocks: tuple[int, int]) -> "Row":
+        """The row with a scale for each of smaller blocks, which divide its own."""
+        if blocks == self.blocks:
             return self
-        sources = tuple(
-            replace(s, name=t.name, axes=t.axes, part=t.part, dtypes=t.dtypes)
+        sources = [
+            s
+            if s.part not in ("scale", "zero")
+            else replace(s, name=at_blocks(s.name, blocks), axes=_scale_axes(s.axes, blocks))
             for s in self.sources
-            for t in scheme.stored(s.name, tuple(s.axes[i] for i in self.permutation(s)))
-        )
-        return replace(self, sources=sources, scheme=scheme)
+        ]
+        return replace(self, sources=tuple(sources), blocks=blocks)
 
 
-def make_leaf(row: Row, parts: Mapping[str, Any], dtype: Any) -> Leaf:
-    """What the row's arrays make, in a model that computes in `dtype`."""
+# HF's name of a weight as the checkpoint spells it, and the matrix; None where it is plain.
+Find: TypeAlias = Callable[[str], tuple[str, QuantizedMatrix] | None]
+
+
+def _canonical(source: Source, matrix: QuantizedMatrix, later: bool) -> Iterable[Source]:
+    """The parts of a matrix, as `checkpoint.quantized` names them, in the place of `source`.
+
+    `later`: another one has given what the joined matrices have in common.
+    """
+    scheme, name, axes = matrix.scheme, source.name, source.axes
+    yield replace(source, dtypes=(scheme.stored,))
+    blocks = scheme.rows, scheme.columns
+    scales = _scale_axes(axes, blocks)
+    if scheme.groups:
+        scales = scales[0], f"{axes[1]}={scheme.groups}"
+    beside = {"scale": scales}
+    if scheme.zeros:
+        beside["zero"] = scales
+    for part, own in beside.items():
+        dtypes = (scheme.scale_dtype if part == "scale" else "uint8",)
+        if part == "scale" and scheme.scale_dtype.startswith("float8"):
+            dtypes = ("uint8",)
+        stored = at_blocks(f"{name}:{part}@", blocks)
+        yield replace(source, name=stored, axes=own, part=part, dtypes=dtypes)
+    if scheme.outer:
+        one = replace(source, name=f"{name}:outer", axes=axes[:1], part="outer")
+        yield replace(one, dtypes=("float32",))
+    if later:
+        return
+    if scheme.groups:
+        one = replace(source, name=f"{name}:group", axes=axes[1:], part="group")
+        yield replace(one, dtypes=("int32",))
+    if matrix.input_scale() is not None:
+        one = replace(source, name=f"{name}:input", axes=(), part="input")
+        yield replace(one, dtypes=("float32",))
+
+
+def at_blocks(name: str, blocks: tuple[int, int]) -> str:
+    """The name of scales for blocks of another size."""
+    return f"{name.rpartition('@')[0]}@{blocks[0]}x{blocks[1]}"
+
+
+def _scale_axes(axes: tuple[str, ...], blocks: tuple[int, int]) -> tuple[str, ...]:
+    """The axes of scales along those of codes; a literal extent stays but where it was 1."""
+    own = []
+    for axis, block in zip(axes, blocks, strict=True):
+        name, literal = axis.partition(":")[0].partition("=")[::2]
+        if literal not in ("", "1"):
+            own.append(axis)
+        else:
+            own.append(f"{name}=1" if block == 0 else name if block == 1 else f"{name}:{block}")
+    return tuple(own)
+
+
+def make_leaf(row: Row, parts: Mapping[str, Any], dtype: Any, width: int) -> Leaf:
+    """What the row's arrays make, in a model that computes in `dtype`.
+
+    `width` are the columns of a device's share.
+    """
     if not row.is_weight:
         return parts["data"]
-    stands_for = None if row.scheme is None else dtype
-    return Weight(axes=row.axes, scheme=row.scheme, stands_for=stands_for, **parts)
+    if row.scheme is None:
+        return Weight(parts["data"], row.axes)
+    beside = {part: array for part, array in parts.items() if part != "data"}
+    blocks = Blocks(*row.blocks, width)
+    return Weight(parts["data"], row.axes, row.scheme, beside, dtype, blocks)
+
+
+def put_leaf(group: dict[str, Leaf], row: Row, leaf: Leaf) -> None:
+    """Put a row's leaf among the weights of its layer; a piece into the weight that it belongs to."""
+    name = row.local_name
+    if not row.whole:
+        group[name] = leaf
+        return
+    name = name.removesuffix(f"_{row.axes[0]}")
+    old = group[name].pieces if name in group else ()
+    if any(piece.axes[0] == row.axes[0] for piece in old):
+        pieces = tuple(leaf if piece.axes[0] == row.axes[0] else piece for piece in old)
+    else:
+        pieces = (*old, leaf)
+    group[name] = Weight(None, row.whole, Mixed(), pieces=pieces)
+
+
+def get_leaf(group: Mapping[str, Leaf], row: Row) -> Leaf:
+    """The leaf that `put_leaf` has put there."""
+    if not row.whole:
+        return group[row.local_name]
+    held = group[row.local_name.removesuffix(f"_{row.axes[0]}")]
+    return next(piece for piece in held.pieces if piece.axes[0] == row.axes[0])
 
 
 def join_axis(axes: Sequence[str]) -> int:
@@ -205,7 +376,12 @@ def join_axis(axes: Sequence[str]) -> int:
 
 def _blocks(axis: str) -> list[str]:
     """The names that an axis joins."""
-    return axis.partition("/")[0].split("+")
+    return axis.removesuffix(_divisor(axis)).partition("/")[0].split("+")
+
+
+def _divisor(axis: str) -> str:
+    """What an axis of scales has behind its name."""
+    return axis[len(re.split("[:=]", axis, maxsplit=1)[0]) :]
 
 
 def row(name: str, axes: str, *sources: tuple[str, str]) -> Row:
@@ -224,7 +400,7 @@ class WeightTable:
     files use. `unused` are patterns of tensors that belong to the family and change no result here.
     `tied` are rows that HF ties to another tensor, with that tensor's name: a file may hold both,
     and where they differ HF unties them. `optional` is a part, by the start of our names, that a
-    checkpoint may lack as a whole. `choose` says which weights are quantized, None that none is.
+    checkpoint may lack as a whole. `matrices` are the quantized weights of a checkpoint.
     """
 
     spec: ModelSpec
@@ -235,32 +411,41 @@ class WeightTable:
     unused: tuple[str, ...] = ()
     tied: tuple[tuple[Row, str], ...] = ()
     optional: str | None = None
-    choose: Choose | None = None
+    matrices: Matrices | None = None
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every row: those outside of the layers, then each layer's."""
         inner = (row.of_layer(i) for i, layer in enumerate(self.layers) for row in layer)
-        return tuple(self._resolve(row) for row in (*self.outer, *inner))
+        return tuple(own for row in (*self.outer, *inner) for own in self._resolve(row))
 
     @cached_property
     def twins(self) -> tuple[tuple[Row, Row], ...]:
         """The tied rows, each with the row as it is under the name that it is tied to."""
         return tuple(
-            (self._resolve(row), self._resolve(replace(row, sources=(replace(source, name=name),))))
+            (own, other)
             for row, name in self.tied
             for source in row.sources
+            for own in self._resolve(row)
+            for other in self._resolve(replace(row, sources=(replace(source, name=name),)))
         )
 
-    def _resolve(self, row: Row) -> Row:
-        """The row of the tensors that a checkpoint of this model holds."""
+    def _resolve(self, row: Row) -> tuple[Row, ...]:
+        """The rows of the tensors that a checkpoint of this model holds."""
         if any("{x}" in source.name for source in row.sources):
             row = row.stacked(self.spec.extent(row.axes[0], row.layer))
-        return row if self.choose is None or not row.is_weight else row.quantized(self.choose)
+        if self.matrices is None or not row.is_weight:
+            return (row,)
+        return row.quantized(self._find)
+
+    def _find(self, name: str) -> tuple[str, QuantizedMatrix] | None:
+        assert self.matrices is not None
+        found = ((own, self.matrices(own)) for own in self.candidates(name))
+        return next(((own, matrix) for own, matrix in found if matrix is not None), None)
 
     def shape(self, row: Row, axes: Iterable[str] | None = None) -> tuple[int, ...]:
         """Extents of a row's weight, or of an array of its layer that has `axes`."""
-        return tuple(self.spec.extent(axis, row.layer) for axis in axes or row.axes)
+        return tuple(self.spec.extent(a, row.layer) for a in (row.axes if axes is None else axes))
 
     def candidates(self, name: str) -> list[str]:
         """The names under which a checkpoint may hold the HF tensor `name`."""

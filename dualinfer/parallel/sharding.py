@@ -8,11 +8,12 @@ layer. Axes are those of the weight table, so that one plan serves every family 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.spec import Layer, ModelSpec
-from ..model.weights import Row, Source, WeightTable, join_axis
+from ..model.weights import LoadPlan, Row, Source, WeightTable, at_blocks, join_axis
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Share:
     def times(self, width: int) -> "Share":
         """The same part counted in elements, each of the share's own `width` wide."""
         return Share(self.start * width, self.stop * width, self.extent * width)
+
+    def by(self, block: int) -> "Share":
+        """The same part counted in blocks; the last one may be cut short."""
+        start = self.start // block
+        stop = -(-self.stop // block) if self.real else start
+        return Share(start, stop, -(-self.extent // block))
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,10 @@ class Shard:
 
     def share(self, axis: str, layer: int | None = None) -> Share:
         """This device's part of an axis that joins no others: all of one that is not split."""
-        share = self._split(axis, layer)
+        name, block = _divided(axis)
+        share = self._split(name, layer)
         if share is not None:
-            return share
+            return share.by(block)
         extent = self.table.spec.extent(axis, layer)
         return Share(0, extent, extent)
 
@@ -68,7 +76,7 @@ class Shard:
 
     def shape(self, row: Row, axes: Sequence[str] | None = None) -> tuple[int, ...]:
         """Extents here of a row's weight, or of an array of its layer that has `axes`."""
-        return tuple(self.extent(axis, row.layer) for axis in axes or row.axes)
+        return tuple(self.extent(a, row.layer) for a in (row.axes if axes is None else axes))
 
     def split_axis(self, row: Row, part: str = "data") -> int | None:
         """Index of the axis of a part of the row's weight that this device holds a share of.
@@ -76,7 +84,7 @@ class Shard:
         None where it holds all of it.
         """
         for i, axis in enumerate(row.parts[part]):
-            if any(self._split(part, row.layer) for part in _parts(axis)):
+            if any(self._split(_divided(part)[0], row.layer) for part in _parts(axis)):
                 return i
         return None
 
@@ -120,12 +128,12 @@ class Shard:
             if not stacked.start <= part.index < stacked.stop:
                 return []
         order = row.permutation(part)
-        joined = next((i for i, axis in enumerate(part.axes) if "+" in axis), None)
+        joined = next((i for i, axis in enumerate(part.axes) if len(_parts(axis)) > 1), None)
         whole = [self._slice(axis, row.layer) for axis in part.axes]
         if joined is None or "/" in part.axes[joined]:
             return [Read(part, tuple(whole), order, tuple(part.axes[i] for i in order))]
         names = _parts(part.axes[joined])
-        if not any(self._split(name, row.layer) for name in names):
+        if not any(self._split(_divided(name)[0], row.layer) for name in names):
             return [Read(part, tuple(whole), order, tuple(part.axes[i] for i in order))]
         sizes = [self.table.spec.extent(name, row.layer) for name in names]
         reads = []
@@ -140,11 +148,11 @@ class Shard:
     def _slice(self, axis: str, layer: int | None) -> slice:
         """The part of a stored axis that is read; all of one whose joined parts are not split."""
         spec = self.table.spec
-        joined, _, heads = axis.partition("/")
+        joined, heads, block = _interleaved(axis)
         if heads:  # each head's blocks lie together
             width = spec.extent(joined, layer) // spec.extent(heads, layer)
-            share = self.share(heads, layer).times(width)
-        elif "+" in axis:
+            share = self.share(heads, layer).times(width).by(block)
+        elif len(_parts(axis)) > 1:
             return slice(0, spec.extent(axis, layer))
         else:
             share = self.share(axis, layer)
@@ -157,12 +165,13 @@ class Shard:
         """
         spec = self.table.spec
         for at, axis in enumerate(read.axes):
-            joined, _, heads = axis.partition("/")
+            joined, heads, block = _interleaved(axis)
             if heads:
                 before, after = array.shape[:at], array.shape[at + 1 :]
                 count = self.share(heads, row.layer).real
                 whole = spec.extent(heads, row.layer)
-                widths = [spec.extent(name, row.layer) // whole for name in _parts(joined)]
+                sizes = [spec.extent(name, row.layer) for name in _parts(joined)]
+                widths = [size // whole // block for size in sizes]
                 grouped = array.reshape(*before, count, sum(widths), *after)
                 everything = (slice(None),) * (at + 1)
                 return [
@@ -176,11 +185,10 @@ class Shard:
     def block_shapes(self, row: Row, read: "Read") -> list[tuple[int, ...]]:
         """The shape here, padding included, of each block that `blocks` gives."""
         for at, axis in enumerate(read.axes):
-            joined, _, heads = axis.partition("/")
-            if heads:
+            if _interleaved(axis)[1]:
                 return [
                     self.shape(row, (*read.axes[:at], name, *read.axes[at + 1 :]))
-                    for name in _parts(joined)
+                    for name in _parts(axis)
                 ]
         return [self.shape(row, read.axes)]
 
@@ -216,8 +224,25 @@ class Shard:
 
 
 def _parts(axis: str) -> list[str]:
-    """The axes that one joins."""
-    return axis.partition("/")[0].split("+")
+    """The axes that one joins; each is divided as the whole is, a literal extent joins nothing."""
+    if "=" in axis:
+        return [axis]
+    joined, _, block = axis.partition(":")
+    names = joined.partition("/")[0].split("+")
+    return [f"{name}:{block}" for name in names] if block else names
+
+
+def _divided(axis: str) -> tuple[str, int]:
+    """The name of an axis, and how many of its elements have one here."""
+    name, _, block = axis.partition(":")
+    return name, int(block or 1)
+
+
+def _interleaved(axis: str) -> tuple[str, str, int]:
+    """The axes that one joins and by what they are interleaved, "" for nothing; and its block."""
+    name, block = _divided(axis)
+    joined, _, heads = name.partition("/")
+    return joined, heads, block
 
 
 class Held(NamedTuple):
@@ -232,6 +257,72 @@ class Held(NamedTuple):
 def whole(table: WeightTable) -> Shard:
     """The shard of a single device."""
     return Shard(0, 1, table.spec, table, {})
+
+
+def fit_blocks(plan: LoadPlan, shards: Sequence[Shard]) -> LoadPlan:
+    """The plan with scales for blocks that no share and no joint of `shards` cuts.
+
+    Where one does, a scale is repeated for smaller blocks; so nothing changes of what they mean.
+    """
+
+    def fit(row: Row, names: tuple[str, ...]) -> tuple[Row, tuple[str, ...]]:
+        fitted = fit_row(row, shards)
+        parts = [(source.part, name) for source, name in zip(row.sources, names, strict=True)]
+        return fitted, tuple(
+            at_blocks(n, fitted.blocks) if p in ("scale", "zero") else n for p, n in parts
+        )
+
+    return replace(plan, rows=tuple(fit(row, names) for row, names in plan.rows))
+
+
+def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
+    """See `fit_blocks`."""
+    scheme = row.scheme
+    if scheme is None:
+        return row
+    rows, columns = row.blocks
+    per_row = not columns  # then a scale for each row costs nothing
+    rows = _uncut(row, row.axes[-2], rows, shards, per_row, not scheme.zero_code)
+    if not scheme.groups:
+        columns = _uncut(row, row.axes[-1], columns, shards, False, not scheme.zero_code)
+    activation = scheme.activation
+    if activation is not None and activation.block:
+        width = activation.block
+        shares = [shard.share(row.axes[-1], row.layer) for shard in shards]
+        if any(share.real and share.start % width for share in shares):
+            raise ConfigError(
+                f"tensor_parallel.tp_size={shards[0].size}: inputs of {row.name} are quantized in "
+                f"groups of {width}, and a device's share would end within one. Use a smaller "
+                f"degree, or a tp_grain_size that {width} divides."
+            )
+    return row.with_blocks((rows, columns))
+
+
+def _uncut(
+    row: Row, axis: str, block: int, shards: Sequence[Shard], per_row: bool, exact: bool
+) -> int:
+    """The largest block along an axis that divides `block` and that no share or joint cuts.
+
+    `exact`: nor where padding begins, as codes of zero bits are not zero there.
+    """
+    names = _parts(axis)
+    if block == 1 or (block == 0 and len(names) == 1):
+        return block
+    if block == 0 and per_row:
+        return 1
+    spec, edges = shards[0].table.spec, [block]
+    heads = {h for source in row.sources for a in source.axes if (h := _interleaved(a)[1])}
+    for shard in shards:
+        for name in names:
+            share = shard.share(name, row.layer)
+            if share.real:
+                edges.append(share.start)
+            if len(names) > 1 or (shard._split(name, row.layer) and len(shards) > 1):
+                edges.append(share.extent)
+            if exact and share.real < share.extent:
+                edges.append(share.real)
+            edges += [spec.extent(name, row.layer) // spec.extent(h, row.layer) for h in heads]
+    return gcd(*edges)
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,14 @@
-"""What a scheme is: the tensors that stand in a weight's place, and the matrix that they mean."""
+"""What a scheme is: the codes and scales that stand in a weight's place, and what they mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 
-class Stored(NamedTuple):
-    """One tensor that a checkpoint holds in a weight's place.
-
-    `part` is the field of `Weight` that it becomes: data, scale or zero. `axes` are in the order of
-    the file, and names of the weight's own; `dtypes` are NumPy's names of those that it may have.
-    """
-
-    part: str
-    name: str
-    axes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-
-
-class Scheme(Protocol):
-    """One way to hold a matrix in fewer bits: frozen data, equal where all of its numbers are.
-
-    Parts have axes of their own, so that each is cut, joined and stacked by those that it has: a
-    scale for each row is cut with the rows, and copied where the columns are cut. All of zero bits
-    in `data` and `scale` means zeros, with which a device's share may be padded.
-    """
-
-    @property
-    def name(self) -> str:
-        """What people read, and the key of its arithmetic in a backend's table."""
-        ...
-
-    def stored(self, name: str, axes: tuple[str, ...]) -> tuple[Stored, ...]:
-        """What a checkpoint holds in the place of HF's weight `name`; its data first.
-
-        `axes` are the weight's, outputs before inputs, whatever HF's own layout is.
-        """
-        ...
-
-    def shape(self, data: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the matrix whose `data` has this shape."""
-        ...
-
-    def dequantize(self, data: np.ndarray, scale: Any, zero: Any) -> np.ndarray:
-        """The matrix in float32: what the scheme means, of a weight's arrays or None."""
-        ...
-
-
-# The scheme of HF's weight of a name; None where it is stored as it is.
-Choose = Callable[[str], Scheme | None]
-
-
 Codes = Literal["int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "table"]
+_NAMES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8 (e5m2)", "fp4_e2m1": "fp4", "table": "4-bit table"}
 ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu"]
 
 
@@ -63,7 +18,8 @@ class Activation:
 
     `dynamic` scales come from the input, one for `block` columns of a token (0: for all of them);
     others are the checkpoint's, one for the whole input. With `outer` a block's scale is rounded
-    to float8_e4m3fn beside the checkpoint's own factor of the whole input (NVFP4).
+    to float8_e4m3fn beside the checkpoint's own factor of the whole input (NVFP4). With `powers` it
+    is a power of two (MXFP4, MXFP8).
     """
 
     codes: Codes
@@ -71,6 +27,16 @@ class Activation:
     block: int = 0
     zeros: bool = False
     outer: bool = False
+    powers: bool = False
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        kind = _NAMES.get(self.codes, self.codes)
+        how = "by the checkpoint's scale" if not self.dynamic else "for each token"
+        if self.dynamic and self.block:
+            how = f"in groups of {self.block}"
+        return f"{kind} inputs {how}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +57,56 @@ class BlockScheme:
     groups: int = 0
     table: tuple[float, ...] = ()
     activation: Activation | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.codes.startswith(("int8", "uint8", "fp8")) else 4
+
+    @property
+    def stored(self) -> str:
+        """NumPy's name of the dtype of a code on its own."""
+        return "int8" if self.codes == "int8" else "uint8"
+
+    @property
+    def zero_code(self) -> bool:
+        """True if a code of zero bits is zero by itself, whatever its scale is.
+
+        int4 is read as two's complement and held as code + 8.
+        """
+        return not self.zeros and self.codes not in ("uint4", "uint8", "table")
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        parts = [_NAMES.get(self.codes, self.codes)]
+        if self.groups:
+            parts.append(f"{self.groups} groups by activation order")
+        elif self.rows == 1:
+            parts.append(f"groups of {self.columns}" if self.columns else "rows")
+        elif self.rows or self.columns:
+            sides = [str(n or "all") for n in (self.rows, self.columns)]
+            parts.append(f"blocks of {' x '.join(sides)}")
+        else:
+            parts.append("one scale")
+        if self.zeros:
+            parts.append("zero points")
+        if self.outer:
+            parts.append("a second scale")
+        if self.activation is not None:
+            parts.append(self.activation.name)
+        return ", ".join(parts)
+
+
+class Blocks(NamedTuple):
+    """How a device holds a matrix: what a scale serves, and the columns of a device's share.
+
+    0 rows or columns are all of them.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    width: int = 0
 
 
 class QuantizedMatrix(Protocol):
@@ -126,3 +142,7 @@ class QuantizedMatrix(Protocol):
     def input_scale(self) -> np.ndarray | None:
         """The scale of the product's input where that is the checkpoint's, float32 ()."""
         ...
+
+
+# By HF's name of a weight: what a checkpoint holds in its place; None where it is stored as it is.
+Matrices = Callable[[str], QuantizedMatrix | None]

@@ -23,7 +23,6 @@ from .mesh import ManyDevices, Place, find_place, without_mesh
 from .module.parts import Target
 from .module.runner import JaxModuleRunner
 from .ops.plain import PlainOps
-from .ops.primitives import SCHEMES
 from .parallel import Split
 from .params import load_params
 from .processes import join as join_processes
@@ -71,7 +70,6 @@ def create_runner(
 ) -> JaxRunner:
     """A runner on the config's devices with the plan's weights in its dtype."""
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
-    SCHEMES.check(plan)
     register_outputs()
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size

@@ -36,6 +36,10 @@ class Split(NamedTuple):
         with jax.named_scope("reduce"):
             return lax.psum(x, self.axis)
 
+    def most(self, x: jax.Array) -> jax.Array:
+        """The largest of every device's `x`, element by element."""
+        return lax.pmax(x, self.axis)
+
     def gather_logits(self, x: jax.Array) -> jax.Array:
         """Logits [..., V] from each device's share of the vocabulary, without its padding."""
         with jax.named_scope("gather"):

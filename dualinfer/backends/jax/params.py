@@ -21,16 +21,20 @@ from ...model.weights import (
     named_arrays,
     part_name,
     parts_of,
+    put_leaf,
     with_parts,
 )
-from ...parallel.sharding import Found, Shard, ShardingPlan
+from ...parallel.sharding import Found, Shard, ShardingPlan, fit_blocks
+from ...quantization.packing import hold
 from .mesh import Place
 from .ops.primitives import dequantize
 
 Weights = dict[str, Leaf]
 
 jax.tree_util.register_dataclass(
-    Weight, data_fields=["data", "scale", "zero"], meta_fields=["axes", "scheme", "stands_for"]
+    Weight,
+    data_fields=["data", "beside", "pieces"],
+    meta_fields=["axes", "scheme", "stands_for", "blocks"],
 )
 
 
@@ -56,7 +60,7 @@ class Params(NamedTuple):
 def make_tree(params: Params) -> dict[str, Any]:
     """The arrays themselves, by the parts of their names: tree["layers"][0]["qkv"]["weight"].
 
-    A quantized weight's scales and zeros lie beside it: "weight_scale", "weight_zero".
+    What a quantized weight's codes need lies beside them: "weight_scale", "weight_zero".
     """
 
     def nest(weights: Weights) -> dict[str, Any]:
@@ -135,7 +139,8 @@ def _flatten(tree: Any) -> dict[str, Any]:
 class Part(nnx.Module):
     """A named group of parameters, such as one projection: `weight`, perhaps `bias`.
 
-    A quantized weight's scales and zeros are parameters beside it: `weight_scale`, `weight_zero`.
+    What a quantized weight's codes need are parameters beside them: `weight_scale`, `weight_zero`.
+    Pieces that are quantized in different ways are `weight_q` and so on.
     """
 
     def put(self, path: list[str], param: nnx.Param) -> None:
@@ -148,15 +153,13 @@ class Part(nnx.Module):
         getattr(self, path[0]).put(path[1:], param)
 
 
-def _weight_of(part: Any) -> Weight:
+def _weight_of(part: Any, name: str) -> Weight:
     """What `Model.show` has hung into a part, as a Weight."""
-    param = part.weight
-    beside = {
-        n: getattr(part, f"weight_{n}")[...]
-        for n in ("scale", "zero")
-        if hasattr(part, f"weight_{n}")
-    }
-    return Weight(param[...], param.axes, param.scheme, stands_for=param.stands_for, **beside)
+    param = getattr(part, name)
+    arrays = {kind: getattr(part, part_name(name, kind))[...] for kind in param.kinds}
+    beside = {kind: array for kind, array in arrays.items() if kind != "data"}
+    own = param.axes, param.scheme, beside, param.stands_for, param.blocks
+    return Weight(arrays["data"], *own)
 
 
 class Layer(Part):
@@ -172,8 +175,10 @@ class Layer(Part):
         self.sizes, self.devices = sizes, devices
 
     def _rows(self, index: int) -> jax.Array:
+        if not hasattr(self.qkv, "weight"):  # its pieces are quantized in different ways
+            return dequantize(_weight_of(self.qkv, f"weight_{'qkv'[index]}"))
         start = sum(self.sizes[:index])
-        weight = dequantize(_weight_of(self.qkv))
+        weight = dequantize(_weight_of(self.qkv, "weight"))
         blocks = weight.reshape(self.devices, -1, weight.shape[-1])
         return blocks[:, start : start + self.sizes[index]].reshape(-1, weight.shape[-1])
 
@@ -206,7 +211,8 @@ class Model(Part):
         for kind, array in parts_of(leaf).items():
             held = {}
             if isinstance(leaf, Weight) and kind == "data":
-                held = {"scheme": leaf.scheme, "stands_for": leaf.stands_for}
+                held = {name: getattr(leaf, name) for name in ("scheme", "stands_for", "blocks")}
+                held["kinds"] = tuple(parts_of(leaf))
             param = nnx.Param(array, axes=row.parts[kind], **held)
             part.put(part_name(row.local_name, kind).split("."), param)
 
@@ -265,6 +271,7 @@ def read_into(
     One old array goes for each new one, if nothing else holds it. `shown`: with a progress bar.
     """
     own, first = [tp_plan.shards[rank] for rank in place.ranks], tp_plan.shards[0]
+    plan = fit_blocks(plan, tp_plan.shards)
     with RowReader(own, plan, source, shown=shown and jax.process_index() == 0) as reader:
         for row, shares in reader:
             by_rank = dict(zip(place.ranks, shares, strict=True))
@@ -284,8 +291,8 @@ def read_into(
                 array = place.join(make, first.split_axis(row, part))
                 # Only then may the host's parts go, and torch write to what it has lent.
                 parts[part] = array.block_until_ready()
-            leaf = make_leaf(row, parts, dtype)
-            params.group(row)[row.local_name] = leaf
+            leaf = make_leaf(row, parts, dtype, first.extent(row.axes[-1], row.layer))
+            put_leaf(params.group(row), row, leaf)
             model.show(row, leaf)
     return reader.notes()
 
@@ -301,7 +308,8 @@ def _assemble(
         return turned.astype(dtype) if row.scheme is None else turned
 
     own = [one for one in found if one.read.source.part == part]
-    return shard.assemble(row, own, put, _padded, jnp.concatenate)
+    array = shard.assemble(row, own, put, _padded, jnp.concatenate)
+    return hold(row.scheme, {part: array}, _padded)[part]
 
 
 def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:

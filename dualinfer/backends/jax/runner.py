@@ -19,6 +19,7 @@ from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, served
+from ..schemes import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -407,13 +408,16 @@ class JaxRunner:
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`; counts and bytes are those of one device."""
-        leaves = self._place.parts(self.params.leaves())
+        params = self._place.parts(self.params)
+        leaves = params.leaves()
+        inner = {f"{i}.{n}": w for i, g in enumerate(params.layers) for n, w in g.items()}
         ways = self.steps.ops.implementations, PlainOps.implementations
         known, kinds = self.steps.ops.cache_kinds, [spec.kind for spec in self._cache_specs]
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
             "ops": {**served(*ways, known, kinds), **SCHEMES.implementations(leaves)},
+            "weights": describe_weights({**params.outer, **inner}),
             **count_leaves(leaves),
             **self._executables.facts,
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),

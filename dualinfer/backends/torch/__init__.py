@@ -14,7 +14,6 @@ from .adapter import engine_type as engine_type
 from .device import default_device, device_name, has_triton, rank_device, runs_kernels
 from .device import default_dtype as default_dtype
 from .ops.plain import PlainOps
-from .ops.primitives import SCHEMES
 from .parallel import Ranks, Split
 from .params import load_params
 from .process_groups import degree_of, forget_graphs_at_exit
@@ -83,7 +82,6 @@ def create_runner(
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
-    SCHEMES.check(plan)
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     params = load_params(shard, plan, source, dtype, device)
     if config.triton_autotune:

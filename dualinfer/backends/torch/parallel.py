@@ -139,6 +139,13 @@ class Ranks(Peers):
         self._talk(lambda: dist.all_reduce(wide, group=self.group))
         return wide.to(x.dtype)
 
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of every rank's `x`, element by element, which may be overwritten."""
+        if self.size > 1:
+            x = x.contiguous()
+            self._talk(lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group))
+        return x
+
     def join_last(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Every rank's `x` [..., width] side by side along the last axis, [..., sum of widths]."""
         if self.size == 1:
@@ -185,6 +192,10 @@ class Split(NamedTuple):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
         return self.ranks.sum(x)
+
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of every rank's `x`, element by element, which may be overwritten."""
+        return self.ranks.most(x)
 
     def gather_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] from each rank's share of the vocabulary."""

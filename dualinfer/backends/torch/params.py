@@ -13,11 +13,14 @@ from ...model.weights import (
     LoadPlan,
     Row,
     TensorSource,
+    get_leaf,
     make_leaf,
     parts_of,
+    put_leaf,
     with_parts,
 )
-from ...parallel.sharding import Found, Shard
+from ...parallel.sharding import Found, Shard, fit_blocks
+from ...quantization.packing import hold
 
 Weights = dict[str, Leaf]
 
@@ -62,14 +65,15 @@ def load_params(
     frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
-    lent = set()
+    lent, plan = set(), fit_blocks(plan, [shard])
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             memory = _memory(found)
             parts = _assemble(shard, row, found, dtype, device)
             if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
-            params.group(row)[row.local_name] = make_leaf(row, parts, dtype)
+            width = shard.extent(row.axes[-1], row.layer)
+            put_leaf(params.group(row), row, make_leaf(row, parts, dtype, width))
     return params._replace(notes=reader.notes(), lent=frozenset(lent))
 
 
@@ -79,11 +83,11 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
     What was lent and is still the source's memory stays; what was lent and is it no more is copied
     into memory of its own: the old tensors may be in use elsewhere. Then `lent` has fewer rows.
     """
-    lent = set(params.lent)
+    lent, plan = set(params.lent), fit_blocks(plan, [shard])
     with RowReader([shard], plan, source, shown=False) as reader:
         for row, (found,) in reader:
-            group, name = params.group(row), row.local_name
-            leaf = group[name]
+            group = params.group(row)
+            leaf = get_leaf(group, row)
             old = parts_of(leaf)
             new = _assemble(shard, row, found, leaf.dtype, old["data"].device)
             if row.name not in lent:
@@ -93,7 +97,7 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
                 with torch.inference_mode(False):  # else no later call outside of it may write it
                     own = {part: torch.empty_like(tensor) for part, tensor in old.items()}
                 copies = {part: tensor.copy_(new[part]) for part, tensor in own.items()}
-                group[name] = with_parts(leaf, copies)
+                put_leaf(group, row, with_parts(leaf, copies))
                 lent.discard(row.name)
     return params._replace(lent=frozenset(lent))
 
@@ -125,10 +129,11 @@ def _assemble(
     while found:
         one = found.pop(0)
         by_part.setdefault(one.read.source.part, []).append(one)
-    return {
+    parts = {
         part: shard.assemble(row, own, place, _padded, torch.cat).contiguous()
         for part, own in by_part.items()
     }
+    return hold(row.scheme, parts, _padded)
 
 
 def _padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, served
+from ..schemes import describe_weights
 from ..profiling import Stopwatch
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from . import sampler
@@ -327,12 +328,14 @@ class TorchRunner:
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
         leaves = self.params.leaves()
+        inner = {f"{i}.{n}": w for i, g in enumerate(self.params.layers) for n, w in g.items()}
         ways = self.ops.implementations, PlainOps.implementations
         ops = served(*ways, self.ops.cache_kinds, self._cache.kinds)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
             "ops": {**ops, **SCHEMES.implementations(leaves)},
+            "weights": describe_weights({**self.params.outer, **inner}),
             **count_leaves(leaves),
             "cache_bytes": self._cache.bytes,
             **graph_facts(self._graphs, self._prompts.graphs, self._calls),

@@ -1,7 +1,6 @@
 """Families: from a HF config to a ModelSpec and a weight table; a file per kind of architecture."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -45,14 +44,14 @@ def describe_model(
     does not know, ModelError for a bad value, and UnsupportedError for a quantized model of a kind
     that is not served.
     """
-    choose = read_quantization(config)
+    read_quantization(config)
     model_type = check_model_type(config.get("model_type"))
     architecture = find_architecture(model_type, class_names)
     fields = ConfigFields(model_type, config)
     spec, table = _FAMILIES[model_type].describe(fields, architecture)
-    fields.ignore("quantization_config")  # read above
+    fields.ignore("quantization_config")  # of what holds the weights
     fields.finish()
-    return spec, replace(table, choose=choose)
+    return spec, table
 
 
 def knows_family(config: Mapping[str, Any]) -> bool:

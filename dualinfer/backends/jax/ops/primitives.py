@@ -1,8 +1,8 @@
 """The ops of the JAX decoder, in plain XLA; a kernel takes the place of one by its signature.
 
 Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. Profilers and
-the HLO see each by its name, below the layer's. What is done with a quantized weight is looked up
-in `SCHEMES` alone.
+the HLO see each by its name, below the layer's. What is done with quantized weights is
+`SCHEMES` alone.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax import lax
 from ....model.spec import Activation
 from ....model.weights import Weight
 from ...caches import CacheView
-from ...schemes import Schemes
+from ...schemes import BlockArithmetic
 
 _MANY = 64  # rows of a product
 _WHOLE = 1024  # queries whose scores are held at once
@@ -39,20 +39,70 @@ def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
     return jnp.einsum(equation, *operands, precision=exact, **kwargs)
 
 
-SCHEMES = Schemes("jax")
+class JaxMaths:
+    """See `schemes.Maths`."""
+
+    name = "XLA"
+    stack = staticmethod(jnp.stack)
+    join = staticmethod(jnp.concatenate)
+    where = staticmethod(jnp.where)
+    clip = staticmethod(jnp.clip)
+    round = staticmethod(jnp.round)
+
+    def wide(self, a: jax.Array) -> jax.Array:
+        return a.astype(jnp.float32)
+
+    def cast(self, a: jax.Array, dtype: Any) -> jax.Array:
+        return a.astype(dtype)
+
+    def rounded(self, a: jax.Array, dtype: Any) -> jax.Array:
+        if dtype == jnp.float32:
+            return a
+        info = jnp.finfo(dtype)  # XLA may drop a cast and its way back
+        return lax.reduce_precision(a, info.nexp, info.nmant)
+
+    def float8(self, a: jax.Array, dtype: str) -> jax.Array:
+        return lax.bitcast_convert_type(a, jnp.dtype(dtype)).astype(jnp.float32)
+
+    def nearest_e4m3(self, a: jax.Array) -> jax.Array:
+        return jnp.where(
+            abs(a) < 2.0**-6, jnp.round(a * 512) / 512, lax.reduce_precision(a, 8, 3)
+        )
+
+    def power(self, a: jax.Array, mantissa: int) -> jax.Array:
+        bits = lax.bitcast_convert_type(a, jnp.int32) + (1 << (22 - mantissa))
+        return lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+
+    def epsilon(self, dtype: Any) -> float:
+        return float(jnp.finfo(dtype).eps)
+
+    def quotient(self, a: jax.Array, number: float) -> jax.Array:
+        return a / lax.optimization_barrier(jnp.float32(number))  # else XLA takes the reciprocal
+
+    def table(self, values: tuple[float, ...], codes: jax.Array) -> jax.Array:
+        return jnp.take(jnp.array(values, jnp.float32), codes.astype(jnp.int32), mode="clip")
+
+    def repeat(self, a: jax.Array, count: int, axis: int) -> jax.Array:
+        return jnp.repeat(a, count, axis=axis)
+
+    def rows(self, a: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.take(a, ids, axis=0, mode="clip")
+
+    def along(self, a: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(a, index, axis=-1, mode="clip")
+
+    def most(self, a: jax.Array) -> jax.Array:
+        return jnp.max(a, axis=-1, keepdims=True)
+
+    def pad(self, a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
+
+    def product(self, x: jax.Array, matrix: jax.Array, dtype: Any) -> jax.Array:
+        return einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
 
 
-def dequantize(weight: Weight) -> jax.Array:
-    """The matrix that a weight stands for, in its dtype."""
-    return weight.data if weight.scheme is None else SCHEMES.of(weight.scheme).dequantize(weight)
-
-
-def _product(x: jax.Array, weight: Weight, dtype: Any) -> jax.Array:
-    """x [..., in] times weight [out, in], summed in float32, in `dtype`."""
-    product = None if weight.scheme is None else SCHEMES.of(weight.scheme).product
-    if product is None:
-        return einsum("...i,oi->...o", x, dequantize(weight), preferred_element_type=dtype)
-    return product(x, weight, dtype)
+SCHEMES = BlockArithmetic(JaxMaths())
+dequantize, _product = SCHEMES.dequantize, SCHEMES.product
 
 
 @jax.named_scope("matmul")
@@ -80,10 +130,7 @@ def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
 @jax.named_scope("embed")
 def embed(ids: jax.Array, weight: Weight) -> jax.Array:
     """Rows of weight [V, E] for ids [...]: [..., E]. Padding may lie outside; it is clipped."""
-    rows = None if weight.scheme is None else SCHEMES.of(weight.scheme).embed
-    if rows is not None:
-        return rows(ids, weight)
-    return jnp.take(dequantize(weight), ids, axis=0, mode="clip")
+    return SCHEMES.embed(ids, weight)
 
 
 @jax.named_scope("rms_norm")

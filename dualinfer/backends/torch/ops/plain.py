@@ -105,6 +105,7 @@ class PlainOps:
         """See `contract.BlockOps.row_product`."""
         if self.split is None:
             return self.linear(x, weight, by)
+        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         y = self.split.sum(self.linear(x, weight))
         if by.bias is not None:
             y = y + by.bias

@@ -1,7 +1,7 @@
 """The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
 
 Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. What is done
-with a quantized weight is looked up in `SCHEMES` alone.
+with quantized weights is `SCHEMES` alone.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ....model.spec import Activation
 from ....model.weights import Weight
 from ...caches import CacheView
-from ...schemes import Schemes
+from ...schemes import BlockArithmetic
 from ..profiling import named
 
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -27,29 +27,82 @@ IMPLEMENTATIONS = {
 }
 
 
-SCHEMES = Schemes("torch")
+class TorchMaths:
+    """See `schemes.Maths`."""
+
+    name = "torch"
+    stack = staticmethod(torch.stack)
+    join = staticmethod(torch.cat)
+    where = staticmethod(torch.where)
+    clip = staticmethod(torch.clamp)
+    round = staticmethod(torch.round)
+
+    def wide(self, a: torch.Tensor) -> torch.Tensor:
+        return a.float()
+
+    def cast(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return a.to(dtype)
+
+    def rounded(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return a.to(dtype).float()
+
+    def float8(self, a: torch.Tensor, dtype: str) -> torch.Tensor:
+        return a.view(getattr(torch, dtype)).float()
+
+    def nearest_e4m3(self, a: torch.Tensor) -> torch.Tensor:
+        return a.to(torch.float8_e4m3fn).float()
+
+    def power(self, a: torch.Tensor, mantissa: int) -> torch.Tensor:
+        bits = a.view(torch.int32) + (1 << (22 - mantissa))
+        return (bits & 0x7F800000).view(torch.float32)
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps
+
+    def quotient(self, a: torch.Tensor, number: float) -> torch.Tensor:
+        return a / number
+
+    def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
+
+    def repeat(self, a: torch.Tensor, count: int, axis: int) -> torch.Tensor:
+        return a.repeat_interleave(count, dim=axis)
+
+    def rows(self, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return a[ids]
+
+    def along(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.take_along_dim(a, index.long(), dim=-1)
+
+    def most(self, a: torch.Tensor) -> torch.Tensor:
+        return a.amax(-1, keepdim=True)
+
+    def pad(self, a: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return F.pad(a, (0, shape[-1] - a.shape[-1]))
+
+    def product(self, x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.linear(x, matrix)
 
 
-def dequantize(weight: Weight) -> torch.Tensor:
-    """The matrix that a weight stands for, in its dtype."""
-    return weight.data if weight.scheme is None else SCHEMES.of(weight.scheme).dequantize(weight)
+SCHEMES = BlockArithmetic(TorchMaths())
+dequantize = SCHEMES.dequantize
 
 
 @named("matmul")
 def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out]."""
-    product = None if weight.scheme is None else SCHEMES.of(weight.scheme).product
-    if product is None:
-        return F.linear(x, dequantize(weight), bias)
-    y = product(x, weight)
+    if weight.scheme is None:
+        return F.linear(x, weight.data, bias)
+    y = SCHEMES.product(x, weight, x.dtype)
     return y if bias is None else y + bias
 
 
 @named("embed")
 def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of weight [V, E] for ids [...]: [..., E]."""
-    rows = None if weight.scheme is None else SCHEMES.of(weight.scheme).embed
-    return F.embedding(ids, dequantize(weight)) if rows is None else rows(ids, weight)
+    if weight.scheme is None:
+        return F.embedding(ids, weight.data)
+    return SCHEMES.embed(ids, weight)
 
 
 @named("rms_norm")

@@ -12,6 +12,7 @@ from ...contract import ALONE, Neighbours, Weights
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
+from . import primitives
 from .kernels import KernelOps, reads_tables
 
 
@@ -81,6 +82,7 @@ class SplitKernelOps(KernelOps):
     @named("matmul")
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
+        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         values = x.numel() // x.shape[-1] * weight.shape[0]
         wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))

@@ -1,0 +1,166 @@
+"""Quantized weights of a checkpoint as canonical codes and scales, under names of their own."""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, counted
+from ..model.weights import TensorSource, WeightTable
+from ..quantization import Matrices, QuantizedMatrix
+
+
+class QuantizedSource:
+    """A source over another one that shows the canonical parts of its quantized matrices.
+
+    The codes [out, in] have HF's name of the weight, and what is beside them the part's name behind
+    a colon: `w:scale@32x128` has a scale for each block of 32 rows and 128 columns, which divide
+    those of the matrix; 0 are all. The stored tensors that matrices take are hidden, and all others
+    shown as they are. Scales of eight bits are shown as their bytes.
+    """
+
+    def __init__(self, source: TensorSource, matrices: Matrices, names: Iterable[str]):
+        self.description, self.notes = source.description, source.notes
+        found = {name: matrices(name) for name in dict.fromkeys(names)}
+        self._matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
+        self._source, self._lock = source, threading.Lock()
+        self._last: tuple[str, np.ndarray] | None = None
+        stored = set(source.names())
+        self._taken = {part for m in self._matrices.values() for part in m.stored}
+        missing = sorted(self._taken - stored)
+        if missing:
+            raise CheckpointError(
+                f"The quantized weights of {self.description} do not fit its config: missing "
+                f"{counted(missing)}. Was the checkpoint fetched or saved in full?"
+            )
+        self._plain = [name for name in source.names() if name not in self._taken]
+
+    def matrix(self, name: str) -> QuantizedMatrix | None:
+        """The matrix of HF's name; None where it is stored as it is."""
+        return self._matrices.get(name)
+
+    def plain(self) -> TensorSource:
+        """The source as it is stored."""
+        return self._source
+
+    def taken(self) -> list[str]:
+        """The stored tensors that quantized weights are made of."""
+        return sorted(self._taken)
+
+    def names(self) -> Iterable[str]:
+        """Names of what is plain, and of codes."""
+        parts = [name for n, m in self._matrices.items() for name in _names(n, m)]
+        return [*self._plain, *parts]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor or part."""
+        matrix, part, blocks = self._find(name)
+        if matrix is None:
+            return self._source.shape(name)
+        rows, columns = matrix.shape
+        if part in ("scale", "zero"):
+            return _count(rows, blocks[0]), matrix.scheme.groups or _count(columns, blocks[1])
+        return {"outer": (rows,), "group": (columns,), "input": ()}.get(part, matrix.shape)
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the dtype."""
+        matrix, part, _ = self._find(name)
+        if matrix is None:
+            return self._source.dtype(name)
+        scheme = matrix.scheme
+        if part == "scale":
+            return "uint8" if scheme.scale_dtype.startswith("float8") else scheme.scale_dtype
+        names = {"": scheme.stored, "zero": "uint8", "group": "int32"}
+        return names.get(part, "float32")
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor or part, or what of it is at `index`; signed codes of 4 bits as nibbles."""
+        matrix, part, blocks = self._find(name)
+        if matrix is None:
+            return self._source.read(name, index)
+        shape = self.shape(name)
+        index = tuple(slice(*i.indices(n)) for i, n in zip(index or (slice(None),) * len(shape), shape))
+        if not part:
+            return _nibbles(matrix.codes(*index), matrix)
+        if part not in ("scale", "zero"):
+            whole = getattr(matrix, "input_scale" if part == "input" else part)()
+            dtype = "int32" if part == "group" else "float32"
+            return np.asarray(np.asarray(whole, dtype).reshape(shape)[index])
+        whole = self._whole(name.partition("@")[0], matrix, part)
+        own = matrix.scheme.rows, 1 if matrix.scheme.groups else matrix.scheme.columns
+        steps = blocks[0], 1 if matrix.scheme.groups else blocks[1]
+        places = [
+            np.arange(i.start, i.stop) * step // block if block else np.zeros(i.stop - i.start, int)
+            for i, step, block in zip(index, steps, own, strict=True)
+        ]
+        array = whole[np.ix_(*places)]
+        if part == "zero":
+            return _nibbles(array, matrix)
+        return array.view(np.uint8) if matrix.scheme.scale_dtype.startswith("float8") else array
+
+    def _whole(self, key: str, matrix: QuantizedMatrix, part: str) -> np.ndarray:
+        """All scales or zeros of a matrix; those read last are held for the next device's share."""
+        with self._lock:
+            if self._last is not None and self._last[0] == key:
+                return self._last[1]
+        whole = matrix.scale() if part == "scale" else matrix.zero()
+        assert whole is not None
+        rows, columns = matrix.shape
+        own = matrix.scheme
+        shape = _count(rows, own.rows), own.groups or _count(columns, own.columns)
+        if whole.shape != shape:
+            raise CheckpointError(
+                f"{key.partition(':')[0]} of {self.description}: its {part}s are {whole.shape}, "
+                f"expected {shape}."
+            )
+        with self._lock:
+            self._last = key, whole
+        return whole
+
+    def _find(self, name: str) -> tuple[QuantizedMatrix | None, str, tuple[int, int]]:
+        """The matrix of a name, which part of it, and the blocks of its scales."""
+        own, _, part = name.partition(":")
+        matrix = self._matrices.get(own)
+        part, _, blocks = part.partition("@")
+        rows, _, columns = blocks.partition("x")
+        return matrix, part, (int(rows or 0), int(columns or 0))
+
+
+def open_quantized(
+    source: TensorSource, table: WeightTable, matrices: Matrices
+) -> tuple[QuantizedSource, WeightTable]:
+    """The source that shows canonical parts, and the table of the rows that they make."""
+    rows = [row for row in table.rows if row.is_weight] + [row for row, _ in table.tied]
+    tied = [name for _, name in table.tied]
+    names = [source.name for row in rows for source in row.sources] + tied
+    quantized = QuantizedSource(source, matrices, [c for n in names for c in table.candidates(n)])
+    return quantized, replace(table, matrices=quantized.matrix)
+
+
+def _names(name: str, matrix: QuantizedMatrix) -> Iterable[str]:
+    """The names of a matrix' parts, in its own blocks."""
+    scheme = matrix.scheme
+    at = f"@{scheme.rows}x{scheme.columns}"
+    yield name
+    yield f"{name}:scale{at}"
+    if scheme.zeros:
+        yield f"{name}:zero{at}"
+    if scheme.outer:
+        yield f"{name}:outer"
+    if scheme.groups:
+        yield f"{name}:group"
+    if matrix.input_scale() is not None:
+        yield f"{name}:input"
+
+
+def _count(size: int, block: int) -> int:
+    return -(-size // block) if block else 1
+
+
+def _nibbles(codes: np.ndarray, matrix: QuantizedMatrix) -> np.ndarray:
+    """Codes or zeros as the bytes that are read: signed ones of 4 bits as two's complement."""
+    if matrix.scheme.codes == "int4":
+        return codes.view(np.uint8) & 15
+    return codes
