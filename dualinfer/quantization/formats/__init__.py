@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UnsupportedError, shortened
-from . import awq, bitsandbytes, gptq, torchao
+from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4, torchao
 from .stored import Opener, Tensors
 
 __all__ = ["METHODS", "Opener", "Tensors", "find_method"]
@@ -13,7 +13,11 @@ __all__ = ["METHODS", "Opener", "Tensors", "find_method"]
 METHODS: dict[str, Callable[[Mapping[str, Any], Tensors], Opener]] = {
     "awq": awq.opener,
     "bitsandbytes": bitsandbytes.opener,
+    "compressed-tensors": compressed_tensors.opener,
+    "fp8": fp8.opener,
     "gptq": gptq.opener,
+    "modelopt": modelopt.opener,
+    "mxfp4": mxfp4.opener,
     "torchao": torchao.opener,
 }
 

@@ -41,11 +41,13 @@ class Tensors(Protocol):
 class Opener:
     """From HF's name of a weight to its matrix; None where it is stored as it is.
 
-    `notes` say, for people, where what runs is not all that the checkpoint's own library does.
+    `notes` say, for people, where what runs is not all that the checkpoint's own library does;
+    `unused` are the stored tensors that no weight takes.
     """
 
     open: Callable[[str], QuantizedMatrix | None]
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> QuantizedMatrix | None:
         """See the class."""
