@@ -30,6 +30,9 @@ def values(matrix, rows=ALL, columns=ALL):
         import ml_dtypes
 
         decoded = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if scheme.codes == "fp4_e2m1":
+        positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        decoded = np.concatenate((positive, -positive))[codes]
     i = np.arange(n)[rows] // (scheme.rows or n)
     j = np.arange(k)[columns] // (scheme.columns or k)
     if scheme.groups:
@@ -40,7 +43,10 @@ def values(matrix, rows=ALL, columns=ALL):
         decoded = decoded - matrix.zero().astype(np.float32)[i][:, j]
     else:
         assert matrix.zero() is None
-    return decoded * scale.astype(np.float32)[i][:, j]
+    wide = scale.astype(np.float32)[i][:, j]
+    if scheme.outer:
+        wide = wide * matrix.outer()[rows, None]
+    return decoded * wide
 
 
 def check_slices(matrix):

@@ -196,12 +196,13 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         dense = isinstance(value, Mapping) and value.get("format") in ("dense", None)
         if value and not (field == "sparsity_config" and dense and not value.get("targets")):
             raise refuse(METHOD, field, value, AGAIN)
+    form = _known_form(METHOD, config.get("format") or "pack-quantized")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise refuse(METHOD, "config_groups", groups, "Expected groups by name.")
     targets: dict[str, Group] = {}
     for name, fields in groups.items():
-        targets |= _read_group(str(name), fields, config.get("format"))
+        targets |= _read_group(str(name), fields, form)
     ignore = name_list(config, METHOD, "ignore")
     _check_patterns([*targets, *ignore])
     checkpoint = Checkpoint(source, METHOD)
@@ -251,7 +252,14 @@ def _matrix(checkpoint: Checkpoint, module: str, group: Group) -> RowMajor:
     return make(checkpoint, module, group, input_scale=wanted, unused=tuple(unused))
 
 
-def _read_group(name: str, fields: Any, form: Any) -> dict[str, Group]:
+def _known_form(label: str, form: Any) -> str:
+    """The format, if it is one of those that are read."""
+    if form not in FORMATS:
+        raise refuse(label, "format", form, f"These are: {', '.join(FORMATS)}. {AGAIN}")
+    return form
+
+
+def _read_group(name: str, fields: Any, form: str) -> dict[str, Group]:
     """The group of each target of a config group, checked."""
     label = f"{METHOD}, {shortened(name)}"
     if not isinstance(fields, Mapping):
@@ -268,10 +276,7 @@ def _read_group(name: str, fields: Any, form: Any) -> dict[str, Group]:
             raise refuse(label, "input_activations", fields["input_activations"], instead)
         return {}
     args = _Args(label, "weights", weights)
-    stored = fields.get("format") or form or "pack-quantized"
-    if stored not in FORMATS:
-        instead = f"These are: {', '.join(FORMATS)}. {AGAIN}"
-        raise refuse(label, "format", stored, instead)
+    stored = _known_form(label, fields.get("format") or form)
     if stored == "mixed-precision":
         stored = args.usual_form(bool(fields.get("input_activations")))
     return dict.fromkeys(targets, args.group(stored, _activation(label, fields)))
