@@ -19,8 +19,8 @@ from .checkpoint.hf_config import (
     read_other_config,
 )
 from .checkpoint.hub import find_checkpoint, find_weights
-from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.quantized import open_quantized
+from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, make_config, serving_dtype
@@ -44,8 +44,8 @@ from .model.hf_module import check_parts, check_values, check_wrapper, class_nam
 from .model.live import Watch
 from .model.spec import ModelSpec
 from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
-from .quantization import read_quantization
 from .parallel.agreement import Peers, in_turn
+from .quantization import read_quantization
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -278,7 +278,9 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     notes.extend(source.notes)
     quantization = read_quantization(found.config.to_dict())
     if quantization is not None:
-        source, table = open_quantized(source, table, quantization(source))
+        matrices = quantization(source)
+        notes.extend(getattr(matrices, "notes", ()))
+        source, table = open_quantized(source, table, matrices)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+import dualinfer
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization.formats import METHODS, find_method
 
+from .models import random_ids, relative_rms
+
 ALL = slice(None)
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 def open_folder(folder: Path, **changes):
@@ -56,6 +60,40 @@ def check_slices(matrix):
     for rows in (ALL, slice(0, 3), slice(5, 14), slice(7, None)):
         for columns in (ALL, slice(1, 2), slice(3, 21), slice(13, None), slice(4, 4)):
             np.testing.assert_array_equal(values(matrix, rows, columns), whole[rows, columns])
+
+
+def dense_model(folder: Path):
+    """The HF model of a quantized folder, with what its matrices mean in float32."""
+    import torch
+    import transformers as hf
+
+    config = hf.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    opener, source = open_folder(folder), open_checkpoint(folder)
+    state = {}
+    for name in model.state_dict():
+        matrix = opener(name) if name.endswith(".weight") else None
+        array = source.read(name) if matrix is None else values(matrix)
+        state[name] = torch.from_numpy(np.asarray(array, np.float32))
+    model.load_state_dict(state)
+    return model
+
+
+def check_logits(folder: Path, backend: str, **settings):
+    """Logits, and what is decoded with the cache, are those of the dequantized weights on HF."""
+    import torch
+
+    model, ids = dense_model(folder), random_ids(2, 9)
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32", **settings) as engine,
+    ):
+        expected = model(torch.as_tensor(ids)).logits.numpy()
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+        tokens = model.generate(torch.as_tensor(ids), **GREEDY, pad_token_id=0)
+        np.testing.assert_array_equal(np.asarray(engine.generate(ids, **GREEDY)), tokens.numpy())
+        return engine.report()
 
 
 def edit(folder: Path, change, described=()) -> Path:

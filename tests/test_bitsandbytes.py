@@ -8,8 +8,8 @@ from bitsandbytes import functional
 
 from dualinfer import CheckpointError, UnsupportedError
 
-from .formats import check_slices, edit, open_folder, values
-from .models import VOCAB
+from .formats import check_logits, check_slices, edit, open_folder, values
+from .models import BACKENDS, VOCAB
 
 MODULES = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 # hidden 96: blocks of 64 end within rows. inner 100: a divisor of 4 alone. head of 32.
@@ -83,6 +83,13 @@ def test_matrices_are_what_bitsandbytes_dequantizes(form, folders):
     assert opener("model.embed_tokens.weight") is None
     assert opener("lm_head.weight") is None
     assert bool(opener.notes) == (form == "int8")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
+    notes = check_logits(folders(form), backend).notes
+    assert any("only the weights are in 8 bits" in note for note in notes) == (form == "int8")
 
 
 def test_blocks_are_those_that_rows_and_blocks_share(folders):

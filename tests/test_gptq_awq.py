@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as hf
+from safetensors.torch import save_file
 
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.files import TensorFile
 from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 
-from .formats import check_slices, values
+from .formats import check_logits, check_slices, values
+from .models import BACKENDS, VOCAB
 
 GOLDEN = {path.stem: path for path in (Path(__file__).parent / "data" / "gptq").glob("*.safeten*")}
 CODES = {
@@ -76,6 +79,91 @@ def test_matrices_are_what_gptqmodel_dequantizes(name):
     assert matrix.shape == expected.shape
     np.testing.assert_array_equal(values(matrix).astype(np.float16), expected)
     check_slices(matrix)
+
+
+def pack(codes, bits):
+    """Codes [rows, columns] in words along the columns, the first in the lowest bits."""
+    held = 32 // bits
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % held))).astype(np.uint32)
+    shifts = np.arange(held, dtype=np.uint32) * np.uint32(bits)
+    words = (codes.reshape(len(codes), -1, held) << shifts).sum(-1, dtype=np.uint32)
+    return words.view(np.int32)
+
+
+FORMS = {
+    "gptq": {"bits": 4, "group_size": 32, "checkpoint_format": "gptq", "lm_head": True},
+    "act-order": {"bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2", "desc_act": True},
+    "8-bits": {"bits": 8, "group_size": -1, "checkpoint_format": "gptq", "lm_head": False},
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A function from a form to the folder of a tiny Llama with random codes."""
+    top = tmp_path_factory.mktemp("gptq")
+
+    def make(form):
+        if not (top / form).exists():
+            write(top / form, form, np.random.default_rng(0))
+        return top / form
+
+    return make
+
+
+def write(folder, form, random):
+    fields = FORMS[form]
+    bits, awq, act_order = fields["bits"], form == "awq", fields.get("desc_act")
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=104,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    tensors = hf.LlamaForCausalLM(config).state_dict()
+    for name in [n for n in tensors if n.endswith(("_proj.weight", "lm_head.weight"))]:
+        if "lm_head" in name and not fields.get("lm_head"):
+            continue
+        if name.endswith("0.self_attn.v_proj.weight"):
+            continue  # plain, in a fused row of others
+        (n, k), module = tensors.pop(name).shape, name.removesuffix(".weight")
+        size = fields["group_size"] if fields["group_size"] > 0 else k
+        groups = -(-k // size)
+        codes = random.integers(0, 1 << bits, (k, n))
+        zeros = random.integers(1, 1 << bits, (groups, n))
+        if "k_proj" in name:
+            zeros[:] = 1 << (bits - 1)
+        group = np.arange(k, dtype=np.int32) // size
+        parts = {"scales": random.uniform(0.5, 1.5, (groups, n)) * 0.3 / (1 << bits)}
+        parts["scales"] = parts["scales"].astype(np.float16)
+        if awq:
+            order = np.arange(n).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
+            parts |= {"qweight": pack(codes[:, order], 4), "qzeros": pack(zeros[:, order], 4)}
+        else:
+            stored = zeros - (fields["checkpoint_format"] == "gptq")
+            parts |= {"qweight": pack(codes.T, bits).T.copy(), "qzeros": pack(stored, bits)}
+            parts["g_idx"] = random.permutation(group) if act_order else group
+        tensors |= {
+            f"{module}.{part}": torch.from_numpy(a).contiguous() for part, a in parts.items()
+        }
+    config.quantization_config = {"quant_method": "awq" if awq else "gptq", **fields}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
+    check_logits(folders(form), backend)
+
+
+@pytest.mark.parametrize("form", ["act-order", "awq"])
+def test_two_devices_give_what_one_gives(form, folders):
+    check_logits(folders(form), "jax", tensor_parallel={"tp_size": 2})
 
 
 def test_awq_is_what_compressed_tensors_converts_it_to():

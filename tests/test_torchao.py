@@ -18,11 +18,12 @@ from torchao.quantization.quantize_.workflows import (
     QuantizeTensorToInt8Kwargs,
 )
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
-from .formats import check_slices, edit, open_folder, values
-from .models import VOCAB
+from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -104,6 +105,27 @@ def test_matrices_are_what_torchao_dequantizes(form, folders):
         check_slices(matrix)
     assert opener(f"{UP}.weight") is None
     assert opener("model.embed_tokens.weight") is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["int8-groups", "fp8", "int4-unpacked-asymmetric"])
+def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
+    check_logits(folders(form), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_in_int8_are_as_torchao_rounds_them(backend, folders):
+    folder, ids = folders("int8-dynamic"), random_ids(2, 9)
+    oracle = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine,
+    ):
+        expected = oracle(torch.as_tensor(ids)).logits.numpy()
+        weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
+        found = relative_rms(engine(ids).logits, expected)
+    # The largest input of a token may lie at -127.5 steps, which one rounding more moves by one.
+    assert found < relative_rms(weights_only, expected) / 1.5
 
 
 def write(folder, tensor, **config):
