@@ -15,6 +15,8 @@ from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..checkpoint.files import read_json
 from ..checkpoint.hf_config import read_config, read_other_config
+from ..checkpoint.quantized import open_quantized
+from ..checkpoint.sources import open_checkpoint
 from ..checkpoint.hub import find_checkpoint
 from ..config import TensorParallelConfig, make_config, serving_dtype
 from ..errors import ConfigError, ModelError, UnservedError, printable
@@ -80,10 +82,13 @@ def plan(
     written = read_json(folder / "config.json")
     name, why = _dtype(dtype, written)
     try:
-        read_quantization(written)
+        quantization = read_quantization(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
         _, table = describe_model(config.to_dict(), config.architectures)
+        if quantization is not None:  # which weights have which scheme, their tensors say
+            source = open_checkpoint(folder)
+            _, table = open_quantized(source, table, quantization(source))
     except UnservedError as error:
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
