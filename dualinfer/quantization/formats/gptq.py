@@ -83,11 +83,11 @@ class PackedWords(StoredMatrix):
         middle = 1 << (bits - 1)
         if with_zeros or zeros in checkpoint.names:
             checkpoint.check(zeros, ("int32", "uint32"), (groups, blocks(n, self._held)))
-            self._zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
-            self._middle = middle if bool((self._zero == middle).all()) else 0
+            zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
+            self._zero = None if (zero == middle).all() else np.ascontiguousarray(zero.T)
         else:
-            self.stored = (words, scales)
-            self._middle = middle
+            self.stored, self._zero = (words, scales), None
+        self._middle = middle if self._zero is None else 0
         codes: dict[tuple[int, bool], Literal["int4", "uint4", "int8", "uint8"]]
         codes = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
         self.scheme = BlockScheme(
@@ -144,7 +144,7 @@ class PackedWords(StoredMatrix):
 
     def zero(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
-        return None if self._middle else np.ascontiguousarray(self._zero.T)
+        return self._zero
 
     def group(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
