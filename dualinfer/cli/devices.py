@@ -13,8 +13,7 @@ from rich.text import Text
 
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
-from ..checkpoint.files import read_json
-from ..checkpoint.hf_config import read_config, read_other_config
+from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..config import TensorParallelConfig, make_config, serving_dtype
 from ..errors import ConfigError, ModelError, UnservedError, printable
@@ -77,7 +76,7 @@ def plan(
     folder = find_checkpoint(model, revision, weights=False)
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)  # so that neither framework is imported
-    written = read_json(folder / "config.json")
+    written = read_written(folder)
     name, why = _dtype(dtype, written)
     try:
         read_quantization(written)
