@@ -1,20 +1,24 @@
 """compressed-tensors checkpoints mean what compressed-tensors, which wrote them, takes them for."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import load_file
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
 from .compressed import write
-from .formats import check_slices, edit, open_folder, values
+from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .models import BACKENDS, random_ids, relative_rms
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -262,3 +266,60 @@ def test_scales_of_a_cache_are_left_unused_and_said(folders):
     folder = edit(folders("W4A16"), lambda tensors: tensors.update({name: torch.ones(1)}))
     opener = open_folder(folder, kv_cache_scheme={"num_bits": 8, "type": "float"})
     assert opener.unused == (name,) and "cache keeps its dtype" in opener.notes[0]
+
+
+def logits_of_hf(folder, ids, *, dequantize):
+    config = hf.utils.quantization_config.CompressedTensorsConfig(dequantize=dequantize)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the folder's own config is there, too
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, quantization_config=config
+        )
+        return model(torch.as_tensor(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "form", ["W4A16-asymmetric", "W8A16", "FP8-odd-blocks", "NVFP4A16", "MXFP4A16"]
+)
+def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
+    """And of the model that transformers dequantizes, which it rounds to bfloat16 of fp4."""
+    check_logits(folders(form), backend)
+    if backend == BACKENDS[0]:
+        ids = random_ids(2, 9)
+        expected = logits_of_hf(folders(form), ids, dequantize=True)
+        with torch.no_grad():
+            dense = dense_model(folders(form))(torch.as_tensor(ids)).logits.numpy()
+        assert relative_rms(dense, expected) < (1e-2 if "FP4" in form else 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "form", ["W8A8", "FP8", "FP8-dynamic", "FP8-blocks", "NVFP4", "MXFP4", "MXFP8", "W4AFP8"]
+)
+def test_inputs_are_rounded_as_compressed_tensors_does(form, backend, folders):
+    folder, ids = folders(form), random_ids(2, 9)
+    expected = logits_of_hf(folder, ids, dequantize=False)
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine,
+    ):
+        weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
+        found = relative_rms(engine(ids).logits, expected)
+    apart = relative_rms(weights_only, expected)
+    print(form, backend, found, apart)
+    assert found < 2e-3 and found < apart / 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_schemes_in_a_fused_row(backend, folders):
+    folder = folders("mixed")
+    with dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine:
+        ids = random_ids(2, 9)
+        found = relative_rms(engine(ids).logits, logits_of_hf(folder, ids, dequantize=False))
+    assert found < 2e-3
+
+
+@pytest.mark.parametrize("form", ["W4A16-asymmetric", "FP8-odd-blocks"])
+def test_two_devices_give_what_one_gives(form, folders):
+    check_logits(folders(form), "jax", tensor_parallel={"tp_size": 2})
