@@ -154,8 +154,10 @@ def open_matrices(config, source):
         said["table"] = tuple(said.get("table", ()))
         schemes[name] = BlockScheme(**said, activation=activation), parts
     config["weights"].update(
-        {name: ({**asdict(s), "activation": s.activation and asdict(s.activation)}, parts)
-         for name, (s, parts) in schemes.items()}
+        {
+            name: ({**asdict(s), "activation": s.activation and asdict(s.activation)}, parts)
+            for name, (s, parts) in schemes.items()
+        }
     )
     return lambda name: StoredMatrix(source, name, *schemes[name]) if name in schemes else None
 

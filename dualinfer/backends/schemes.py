@@ -52,8 +52,8 @@ class Maths(Protocol):
         """The distance from 1 to the next number."""
         ...
 
-    def quotient(self, a: Any, number: float) -> Any:
-        """`a` / number, rounded once."""
+    def quotient(self, a: Any, b: Any) -> Any:
+        """a / b, rounded once."""
         ...
 
     def table(self, values: tuple[float, ...], codes: Any) -> Any:
@@ -135,7 +135,9 @@ class BlockArithmetic:
         scale = self._lie(weight, scale, (*codes.shape[:-1], 1))[..., 0]
         if "outer" in weight.beside:
             scale = scale * weight.beside["outer"]
-        return m.cast(m.wide(m.product(x, m.cast(codes, x.dtype), _wide_dtype(m, x))) * scale, dtype)
+        return m.cast(
+            m.wide(m.product(x, m.cast(codes, x.dtype), _wide_dtype(m, x))) * scale, dtype
+        )
 
     def embed(self, ids: Any, weight: Weight) -> Any:
         """Rows of a weight [V, E] for ids [...]: [..., E]."""
@@ -179,7 +181,7 @@ class BlockArithmetic:
             most, least = (m.clip(top(m.most(a)), 0, float("inf")) for a in (wide, -wide))
             scale = rounded(m.quotient(rounded(most + least), high - low))
             scale = m.where(scale == 0, m.epsilon(dtype), scale)
-            zero = m.round(m.clip(rounded(low + rounded(least / scale)), low, high))
+            zero = m.round(m.clip(rounded(low + rounded(m.quotient(least, scale))), low, high))
         else:
             most = top(m.most(abs(wide)))
             if how.powers:
@@ -189,11 +191,11 @@ class BlockArithmetic:
                 scale = m.rounded(m.quotient(most, (high - low) / 2), dtype)
             if how.outer:
                 factor = 1.0 if given is None else m.wide(given)
-                scale = m.nearest_e4m3(m.clip(scale / factor, -448, 448))
+                scale = m.nearest_e4m3(m.clip(m.quotient(scale, factor), -448, 448))
                 scale = m.where(scale == 0, _LEAST_E4M3, scale) * factor
             else:
                 scale = m.where(scale == 0, m.epsilon(dtype), scale)
-        codes = rounded(rounded(wide / scale) + zero)
+        codes = rounded(rounded(m.quotient(wide, scale)) + zero)
         codes = self._nearest(m.clip(codes, low, high), how.codes)
         values = rounded((codes - zero) * scale)
         if how.dynamic and how.block:

@@ -152,11 +152,15 @@ def cut_pieces(
         file, own = shard_name(shard.rank, len(shards)), []
         for name in taken:
             shape, kind = source.plain().shape(name), source.plain().dtype(name)
-            ends = [shape[0] * i // len(shards) for i in (shard.rank, shard.rank + 1)] if shape else []
+            ends = (
+                [shape[0] * i // len(shards) for i in (shard.rank, shard.rank + 1)] if shape else []
+            )
             part = (slice(*ends), *map(slice, shape[1:])) if shape else ()
             box = Box.of(part, shape)
             if box.size and (shape or not shard.rank):
-                own.append(Cut(name, name, kind, shape, part, Piece(box, file, _key(name, box, shape))))
+                own.append(
+                    Cut(name, name, kind, shape, part, Piece(box, file, _key(name, box, shape)))
+                )
         for row, names in plan.rows:
             if row.scheme is not None:
                 continue

@@ -83,7 +83,9 @@ class QuantizedSource:
         if matrix is None:
             return self._source.read(name, index)
         shape = self.shape(name)
-        index = tuple(slice(*i.indices(n)) for i, n in zip(index or (slice(None),) * len(shape), shape))
+        index = tuple(
+            slice(*i.indices(n)) for i, n in zip(index or (slice(None),) * len(shape), shape)
+        )
         if not part:
             return _nibbles(matrix.codes(*index), matrix)
         if part not in ("scale", "zero"):

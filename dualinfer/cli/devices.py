@@ -15,6 +15,8 @@ from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.quantized import open_quantized
+from ..checkpoint.sources import open_checkpoint
 from ..config import TensorParallelConfig, make_config, serving_dtype
 from ..errors import ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
@@ -79,10 +81,13 @@ def plan(
     written = read_written(folder)
     name, why = _dtype(dtype, written)
     try:
-        read_quantization(written)
+        quantization = read_quantization(written)
         check_model_type(written.get("model_type"))
         config = read_config(folder)
         _, table = describe_model(config.to_dict(), config.architectures)
+        if quantization is not None:  # which weights have which scheme, their tensors say
+            source = open_checkpoint(folder)
+            _, table = open_quantized(source, table, quantization(source))
     except UnservedError as error:
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return

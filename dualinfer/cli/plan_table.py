@@ -9,7 +9,8 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..backends.caches import cache_specs, token_bytes
 from ..model.weights import Row, WeightTable
-from ..parallel.sharding import Held, Shard, ShardingPlan, make_plan, whole
+from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
+from ..quantization.packing import packed_width
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,13 @@ def make_plan_table(
     """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
     spec, plan = table.spec, make_plan(table, size, grain, equal)
     itemsize = numpy_dtype(dtype).itemsize
+    own = [fit_row(row, plan.shards) for row in table.rows] if equal else table.rows
     # Rows of the same axes have the same shapes in layers that are one object.
     kinds = [
         (row.axes, row.scheme, None if row.layer is None else id(spec.layers[row.layer]))
-        for row in table.rows
+        for row in own
     ]
-    firsts = dict(zip(reversed(kinds), reversed(table.rows), strict=True))
+    firsts = dict(zip(reversed(kinds), reversed(own), strict=True))
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
     rows = [
         replace(planned[kind], name=row.name) for kind, row in zip(kinds, table.rows, strict=True)
@@ -106,11 +108,16 @@ def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
 
 def _bytes(shard: Shard, row: Row, itemsize: int) -> int:
     """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
+    if row.scheme is None:
+        return prod(shard.shape(row)) * itemsize
+    row, size = fit_row(row, [shard]), 0
     sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
-    return sum(
-        prod(shard.shape(row, axes)) * (itemsize if row.scheme is None else sizes[part])
-        for part, axes in row.parts.items()
-    )
+    for part, axes in row.parts.items():
+        *rest, last = shard.shape(row, axes) or (1,)
+        if part == "data" and row.scheme.bits == 4:
+            last = packed_width(last)
+        size += prod(rest) * last * sizes[part]
+    return size
 
 
 def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[PlanRow]:

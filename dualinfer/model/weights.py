@@ -240,7 +240,9 @@ class Row:
             assert one is not None
             name, matrix = one
             axes = tuple(source.axes[i] for i in self.permutation(source))
-            sources += _canonical(replace(source, name=name, axes=axes), matrix, source.index in seen)
+            sources += _canonical(
+                replace(source, name=name, axes=axes), matrix, source.index in seen
+            )
             seen.add(source.index)
         blocks = scheme.rows, scheme.columns
         return (replace(self, sources=tuple(sources), scheme=scheme, blocks=blocks),)

@@ -321,7 +321,9 @@ def _uncut(
                 edges.append(share.extent)
             if exact and share.real < share.extent:
                 edges.append(share.real)
-            edges += [spec.extent(name, row.layer) // spec.extent(h, row.layer) for h in heads]
+            whole = spec.extent(name, row.layer)
+            edges += [whole // spec.extent(h, row.layer) for h in heads]
+            edges += [whole] if len(names) > 1 else []
     return gcd(*edges)
 
 

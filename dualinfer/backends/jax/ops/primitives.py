@@ -65,9 +65,7 @@ class JaxMaths:
         return lax.bitcast_convert_type(a, jnp.dtype(dtype)).astype(jnp.float32)
 
     def nearest_e4m3(self, a: jax.Array) -> jax.Array:
-        return jnp.where(
-            abs(a) < 2.0**-6, jnp.round(a * 512) / 512, lax.reduce_precision(a, 8, 3)
-        )
+        return jnp.where(abs(a) < 2.0**-6, jnp.round(a * 512) / 512, lax.reduce_precision(a, 8, 3))
 
     def power(self, a: jax.Array, mantissa: int) -> jax.Array:
         bits = lax.bitcast_convert_type(a, jnp.int32) + (1 << (22 - mantissa))
@@ -76,8 +74,9 @@ class JaxMaths:
     def epsilon(self, dtype: Any) -> float:
         return float(jnp.finfo(dtype).eps)
 
-    def quotient(self, a: jax.Array, number: float) -> jax.Array:
-        return a / lax.optimization_barrier(jnp.float32(number))  # else XLA takes the reciprocal
+    def quotient(self, a: jax.Array, b: jax.Array | float) -> jax.Array:
+        # XLA would multiply by the reciprocal; it does not see that nothing changes here.
+        return a / jnp.where(jnp.isnan(a), 1, b)
 
     def table(self, values: tuple[float, ...], codes: jax.Array) -> jax.Array:
         return jnp.take(jnp.array(values, jnp.float32), codes.astype(jnp.int32), mode="clip")

@@ -59,8 +59,8 @@ class TorchMaths:
     def epsilon(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps
 
-    def quotient(self, a: torch.Tensor, number: float) -> torch.Tensor:
-        return a / number
+    def quotient(self, a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+        return a / b
 
     def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
