@@ -8,7 +8,11 @@ import pytest
 import torch
 import transformers as hf
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import load_file
 
@@ -293,31 +297,44 @@ def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
         assert relative_rms(dense, expected) < (1e-2 if "FP4" in form else 1e-5)
 
 
+def emulated(folder):
+    """The HF model of a folder's dequantized weights, whose inputs compressed-tensors quantizes.
+
+    transformers' own loading cannot do it of all: fp4 comes in bfloat16, zero points not at all.
+    """
+    model, tensors = dense_model(folder), load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig(**config | {"quantization_status": "compressed"})
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        for part in ("input_scale", "input_global_scale"):
+            if f"{name}.{part}" in tensors:
+                getattr(module, part).data = tensors[f"{name}.{part}"]
+    return model
+
+
+# Of the largest value of a token, if negative, int8's code is -127.5: a tie that noise decides.
+TIES = {"W8A8": 2e-2, "mixed": 2e-2}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "form", ["W8A8", "FP8", "FP8-dynamic", "FP8-blocks", "NVFP4", "MXFP4", "MXFP8", "W4AFP8"]
+    "form", ["W8A8", "FP8", "FP8-blocks", "NVFP4", "MXFP4", "MXFP8", "W4AFP8", "mixed"]
 )
 def test_inputs_are_rounded_as_compressed_tensors_does(form, backend, folders):
     folder, ids = folders(form), random_ids(2, 9)
-    expected = logits_of_hf(folder, ids, dequantize=False)
     with (
         torch.no_grad(),
         dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine,
     ):
+        expected = emulated(folder)(torch.as_tensor(ids)).logits.numpy()
         weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
         found = relative_rms(engine(ids).logits, expected)
-    apart = relative_rms(weights_only, expected)
-    print(form, backend, found, apart)
-    assert found < 2e-3 and found < apart / 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_schemes_in_a_fused_row(backend, folders):
-    folder = folders("mixed")
-    with dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine:
-        ids = random_ids(2, 9)
-        found = relative_rms(engine(ids).logits, logits_of_hf(folder, ids, dequantize=False))
-    assert found < 2e-3
+    assert found < TIES.get(form, 2e-3)
+    assert found < relative_rms(weights_only, expected) / 2
+    if form in ("W8A8", "FP8", "FP8-blocks", "W4AFP8") and backend == BACKENDS[0]:
+        own = logits_of_hf(folder, ids, dequantize=False)
+        assert relative_rms(expected, own) < TIES.get(form, 1e-5)
 
 
 @pytest.mark.parametrize("form", ["W4A16-asymmetric", "FP8-odd-blocks"])

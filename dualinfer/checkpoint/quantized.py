@@ -83,23 +83,22 @@ class QuantizedSource:
         if matrix is None:
             return self._source.read(name, index)
         shape = self.shape(name)
-        index = tuple(
-            slice(*i.indices(n)) for i, n in zip(index or (slice(None),) * len(shape), shape)
-        )
+        whole = (slice(None),) * len(shape)
+        index = tuple(slice(*i.indices(n)) for i, n in zip(index or whole, shape, strict=True))
         if not part:
             return _nibbles(matrix.codes(*index), matrix)
         if part not in ("scale", "zero"):
-            whole = getattr(matrix, "input_scale" if part == "input" else part)()
+            values = getattr(matrix, "input_scale" if part == "input" else part)()
             dtype = "int32" if part == "group" else "float32"
-            return np.asarray(np.asarray(whole, dtype).reshape(shape)[index])
-        whole = self._whole(name.partition("@")[0], matrix, part)
+            return np.asarray(np.asarray(values, dtype).reshape(shape)[index])
+        held = self._whole(name.partition("@")[0], matrix, part)
         own = matrix.scheme.rows, 1 if matrix.scheme.groups else matrix.scheme.columns
         steps = blocks[0], 1 if matrix.scheme.groups else blocks[1]
         places = [
             np.arange(i.start, i.stop) * step // block if block else np.zeros(i.stop - i.start, int)
             for i, step, block in zip(index, steps, own, strict=True)
         ]
-        array = whole[np.ix_(*places)]
+        array = held[np.ix_(*places)]
         if part == "zero":
             return _nibbles(array, matrix)
         return array.view(np.uint8) if matrix.scheme.scale_dtype.startswith("float8") else array
