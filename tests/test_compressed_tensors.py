@@ -1,20 +1,28 @@
 """compressed-tensors checkpoints mean what compressed-tensors, which wrote them, takes them for."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import load_file
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
 from .compressed import write
-from .formats import check_slices, edit, open_folder, values
+from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .models import BACKENDS, random_ids, relative_rms
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -262,3 +270,73 @@ def test_scales_of_a_cache_are_left_unused_and_said(folders):
     folder = edit(folders("W4A16"), lambda tensors: tensors.update({name: torch.ones(1)}))
     opener = open_folder(folder, kv_cache_scheme={"num_bits": 8, "type": "float"})
     assert opener.unused == (name,) and "cache keeps its dtype" in opener.notes[0]
+
+
+def logits_of_hf(folder, ids, *, dequantize):
+    config = hf.utils.quantization_config.CompressedTensorsConfig(dequantize=dequantize)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the folder's own config is there, too
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, quantization_config=config
+        )
+        return model(torch.as_tensor(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "form", ["W4A16-asymmetric", "W8A16", "FP8-odd-blocks", "NVFP4A16", "MXFP4A16"]
+)
+def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
+    """And of the model that transformers dequantizes, which it rounds to bfloat16 of fp4."""
+    check_logits(folders(form), backend)
+    if backend == BACKENDS[0]:
+        ids = random_ids(2, 9)
+        expected = logits_of_hf(folders(form), ids, dequantize=True)
+        with torch.no_grad():
+            dense = dense_model(folders(form))(torch.as_tensor(ids)).logits.numpy()
+        assert relative_rms(dense, expected) < (1e-2 if "FP4" in form else 1e-5)
+
+
+def emulated(folder):
+    """The HF model of a folder's dequantized weights, whose inputs compressed-tensors quantizes.
+
+    transformers' own loading cannot do it of all: fp4 comes in bfloat16, zero points not at all.
+    """
+    model, tensors = dense_model(folder), load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig(**config | {"quantization_status": "compressed"})
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        for part in ("input_scale", "input_global_scale"):
+            if f"{name}.{part}" in tensors:
+                getattr(module, part).data = tensors[f"{name}.{part}"]
+    return model
+
+
+# Of the largest value of a token, if negative, int8's code is -127.5: a tie that noise decides.
+TIES = {"W8A8": 2e-2, "mixed": 2e-2}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "form", ["W8A8", "FP8", "FP8-blocks", "NVFP4", "MXFP4", "MXFP8", "W4AFP8", "mixed"]
+)
+def test_inputs_are_rounded_as_compressed_tensors_does(form, backend, folders):
+    folder, ids = folders(form), random_ids(2, 9)
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine,
+    ):
+        expected = emulated(folder)(torch.as_tensor(ids)).logits.numpy()
+        weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
+        found = relative_rms(engine(ids).logits, expected)
+    assert found < TIES.get(form, 2e-3)
+    assert found < relative_rms(weights_only, expected) / 2
+    if form in ("W8A8", "FP8", "FP8-blocks", "W4AFP8") and backend == BACKENDS[0]:
+        own = logits_of_hf(folder, ids, dequantize=False)
+        assert relative_rms(expected, own) < TIES.get(form, 1e-5)
+
+
+@pytest.mark.parametrize("form", ["W4A16-asymmetric", "FP8-odd-blocks"])
+def test_two_devices_give_what_one_gives(form, folders):
+    check_logits(folders(form), "jax", tensor_parallel={"tp_size": 2})

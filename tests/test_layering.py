@@ -25,7 +25,8 @@ FLOORS: dict[str, str] = {
     "checkpoint": "system config quantization model parallel",
     "backends": "config quantization model parallel",
     "decoder": "model backends",
-    "backends.torch": "system kernels.triton config quantization model parallel checkpoint backends decoder",
+    "backends.torch": "system kernels.triton config quantization model "
+    "parallel checkpoint backends decoder",
     "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",

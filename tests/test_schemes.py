@@ -19,6 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer import CheckpointError, UnsupportedError, quantization  # noqa: E402
+from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.backends import jax as jax_backend  # noqa: E402
 from dualinfer.backends import torch as torch_backend  # noqa: E402
 from dualinfer.backends.jax.ops import primitives as jax_ops  # noqa: E402
@@ -136,7 +137,7 @@ def hashes(params):
     """Of every array of quantized weights, by its name."""
     groups = {"": params.outer, **{f"{i}.": g for i, g in enumerate(params.layers)}}
     return {
-        f"{prefix}{name}": hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
+        f"{prefix}{name}": hashlib.sha256(to_numpy(array).tobytes()).hexdigest()
         for prefix, group in groups.items()
         for name, array in named_arrays(
             {n: w for n, w in group.items() if getattr(w, "scheme", None) is not None}
@@ -291,7 +292,7 @@ def test_checkpoints_that_do_not_fit_their_scheme_are_refused(folder, tmp_path):
 
     refused(f"missing 1: {key}.scale", **{f"{key}.scale": None})
     refused(r"its scales are \(99, 1\), expected", **{f"{key}.scale": np.ones((99, 1), np.float32)})
-    refused("misshaped 1: ", **{f"{key}.codes": np.ones((3, 5), np.int8)})
+    refused("misshaped 2: ", **{f"{key}.codes": np.ones((3, 5), np.int8)})
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "other"
     (tmp_path / "config.json").write_text(json.dumps(config))

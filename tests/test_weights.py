@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from dualinfer import CheckpointError
+from dualinfer.checkpoint.quantized import open_quantized
 from dualinfer.model.families import describe_model
 from dualinfer.model.weights import WeightTable, join_axis, make_load_plan, marks_of, row
 from dualinfer.parallel.sharding import Found, Shard, Share, make_plan
-from dualinfer.quantization import Stored
+from dualinfer.quantization import BlockScheme
 
 from .models import ALL, BACKENDS, CASES
 
@@ -284,16 +285,29 @@ def test_a_share_of_stacked_tensors_is_of_the_stack_or_of_each():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stacked_tensors_with_scales_load_as_one_weight(backend):
     """Each part is stacked by itself, and cut where it has the axis."""
+    table, stored = experts()
+    random = np.random.default_rng(1)
+    codes = {n: random.integers(-99, 99, a.shape, np.int8) for n, a in stored.tensors.items()}
+    scales = {f"{n}.s": random.random((len(a), 1), np.float32) for n, a in codes.items()}
 
-    class Scaled:
-        name = "scaled"
+    class Matrix:
+        scheme = BlockScheme("int8")
 
-        def stored(self, name, axes):
-            scales = Stored("scale", f"{name}_scale", axes[:1], ("float32",))
-            return Stored("data", name, axes, ("float32",)), scales
+        def __init__(self, name):
+            self.name, self.stored, self.shape = name, (name, f"{name}.s"), codes[name].shape
 
-    scheme = Scaled()
-    table, source = experts(choose=lambda name: scheme)
+        def codes(self, rows, columns):
+            return codes[self.name][rows, columns]
+
+        def scale(self):
+            return scales[f"{self.name}.s"]
+
+        def zero(self):
+            return None
+
+        group = outer = input_scale = zero
+
+    source, table = open_quantized(Tensors(**codes, **scales), table, Matrix)
     plan = make_load_plan(table, source)
     if backend == "torch":
         import torch
@@ -312,9 +326,9 @@ def test_stacked_tensors_with_scales_load_as_one_weight(backend):
         place, tp_plan = OneDevice(jax.devices("cpu")[0]), make_plan(table, 1)
         params, model, _ = load_params(place, tp_plan, plan, source, jax.numpy.dtype("bfloat16"))
         leaf = params.outer["up.weight"]
-        assert model.up.weight_scale.shape == (3, 8)
+        assert model.up.weight_scale.shape == (3, 8, 1)
     assert str(leaf.dtype).endswith("bfloat16") and leaf.axes == ("experts", "gate+up", "in")
-    for array, end in ((leaf.data, ""), (leaf.scale, "_scale")):
-        each = [[source.tensors[f"{x}.{n}{end}"] for n in ("gate", "up")] for x in range(3)]
+    for array, held, end in ((leaf.data, codes, ""), (leaf.beside["scale"], scales, ".s")):
+        each = [[held[f"{x}.{n}{end}"] for n in ("gate", "up")] for x in range(3)]
         whole = np.stack([np.concatenate(pair) for pair in each])
         np.testing.assert_array_equal(np.asarray(array), whole)

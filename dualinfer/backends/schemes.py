@@ -20,7 +20,7 @@ Top = Callable[[Any], Any]  # the largest of what all devices have
 
 
 class Maths(Protocol):
-    """What the arithmetic asks of a framework; `a` is an array, and axes are counted from behind."""
+    """What the arithmetic asks of a framework; `a` is an array, axes are counted from behind."""
 
     name: str
 
@@ -60,11 +60,11 @@ class Maths(Protocol):
         """float32 values by integer codes."""
         ...
 
-    def stack(self, arrays: list[Any], axis: int) -> Any:
+    def stack(self, arrays: list[Any], axis: int, /) -> Any:
         """Arrays side by side along a new axis."""
         ...
 
-    def join(self, arrays: list[Any], axis: int) -> Any:
+    def join(self, arrays: list[Any], axis: int, /) -> Any:
         """Arrays side by side along an axis."""
         ...
 
@@ -80,15 +80,15 @@ class Maths(Protocol):
         """Elements along the last axis by an index of as many axes."""
         ...
 
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
+    def where(self, condition: Any, a: Any, b: Any, /) -> Any:
         """`a` or `b`."""
         ...
 
-    def clip(self, a: Any, low: float, high: float) -> Any:
+    def clip(self, a: Any, low: float, high: float, /) -> Any:
         """`a` between two numbers."""
         ...
 
-    def round(self, a: Any) -> Any:
+    def round(self, a: Any, /) -> Any:
         """The nearest integers, ties to even."""
         ...
 
@@ -156,7 +156,7 @@ class BlockArithmetic:
         plain = replace(weight, scheme=replace(scheme, activation=None))
         return self.quantize_input(x, weight, top), plain
 
-    def quantize_input(self, x: Any, weight: Weight, top: Top = lambda most: most) -> Any:
+    def quantize_input(self, x: Any, weight: Weight, top: Top = lambda a: a) -> Any:
         """x as its codes mean it, by the activation of the weight's scheme."""
         assert isinstance(weight.scheme, BlockScheme)
         how = weight.scheme.activation
@@ -169,7 +169,7 @@ class BlockArithmetic:
         if how.dynamic and how.block:
             groups = -(-shape[-1] // how.block)
             wide = m.pad(wide, (*shape[:-1], groups * how.block))
-            wide, top = wide.reshape(*shape[:-1], groups, how.block), lambda most: most
+            wide, top = wide.reshape(*shape[:-1], groups, how.block), lambda a: a
 
         def rounded(a: Any) -> Any:
             return a if how.outer else m.rounded(a, dtype)
@@ -269,7 +269,7 @@ class BlockArithmetic:
     def implementations(self, leaves: Iterable[Leaf]) -> dict[str, str]:
         """What serves the products of each scheme among a model's leaves, for people."""
         ways: dict[str, str] = {}
-        for leaf in (own for leaf in leaves for own in leaves_of(leaf)):
+        for leaf in (own for whole in leaves for own in leaves_of(whole)):
             if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
                 how = "made values within the product"
                 if _scales_rows(leaf):
@@ -300,7 +300,7 @@ def _wide_dtype(maths: Maths, x: Any) -> Any:
 def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
     """How many weights are held in which way, and the head, for people; `named` are all leaves."""
     counts: dict[str, list[int]] = {}
-    for leaf in (own for leaf in named.values() for own in leaves_of(leaf)):
+    for leaf in (own for whole in named.values() for own in leaves_of(whole)):
         kind, size = _kind(leaf), sum(array.nbytes for array in parts_of(leaf).values())
         own = counts.setdefault(kind, [0, 0, 0])
         for i, n in enumerate((1, prod(leaf.shape), size)):

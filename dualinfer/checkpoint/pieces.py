@@ -147,11 +147,12 @@ def cut_pieces(
     file has as many rows of them.
     """
     table, seen, cuts = plan.table, set(), []
-    taken = source.taken() if isinstance(source, QuantizedSource) else ()
+    taken = source.taken() if isinstance(source, QuantizedSource) else []
+    plain = source.plain() if isinstance(source, QuantizedSource) else source
     for shard in shards:
         file, own = shard_name(shard.rank, len(shards)), []
         for name in taken:
-            shape, kind = source.plain().shape(name), source.plain().dtype(name)
+            shape, kind = plain.shape(name), plain.dtype(name)
             ends = (
                 [shape[0] * i // len(shards) for i in (shard.rank, shard.rank + 1)] if shape else []
             )

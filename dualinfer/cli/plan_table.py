@@ -108,13 +108,14 @@ def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
 
 def _bytes(shard: Shard, row: Row, itemsize: int) -> int:
     """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
-    if row.scheme is None:
+    scheme, size = row.scheme, 0
+    if scheme is None:
         return prod(shard.shape(row)) * itemsize
-    row, size = fit_row(row, [shard]), 0
+    row = fit_row(row, [shard])
     sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
     for part, axes in row.parts.items():
         *rest, last = shard.shape(row, axes) or (1,)
-        if part == "data" and row.scheme.bits == 4:
+        if part == "data" and scheme.bits == 4:
             last = packed_width(last)
         size += prod(rest) * last * sizes[part]
     return size

@@ -43,7 +43,7 @@ class Weight:
     scheme: BlockScheme | Mixed | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     stands_for: Any = None
-    blocks: Blocks = Blocks()
+    blocks: Blocks = field(default_factory=Blocks)
     pieces: tuple["Weight", ...] = ()
 
     @property
@@ -263,7 +263,7 @@ class Row:
         for source, matrix in zip(self.sources, matrices, strict=True):
             own = matrix.group(), matrix.input_scale()
             first = firsts.setdefault(source.index, own)
-            if not all(np.array_equal(a, b) for a, b in zip(first, own, strict=True)):
+            if not all(_is_equal(a, b) for a, b in zip(first, own, strict=True)):
                 return False
         return True
 
@@ -278,6 +278,12 @@ class Row:
             for s in self.sources
         ]
         return replace(self, sources=tuple(sources), blocks=blocks)
+
+
+def _is_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 # HF's name of a weight as the checkpoint spells it, and the matrix; None where it is plain.
@@ -349,7 +355,7 @@ def make_leaf(row: Row, parts: Mapping[str, Any], dtype: Any, width: int) -> Lea
 
 
 def put_leaf(group: dict[str, Leaf], row: Row, leaf: Leaf) -> None:
-    """Put a row's leaf among the weights of its layer; a piece into the weight that it belongs to."""
+    """Put a row's leaf among the weights of its layer; a piece into the weight that it is of."""
     name = row.local_name
     if not row.whole:
         group[name] = leaf
@@ -607,7 +613,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             used.update(filter(None, own))
         else:
             match(pair[0])
-    left_over = sorted(stored - used)
+    # What joined matrices have in common is read of the first one.
+    left_over = sorted(n for n in stored - used if n.partition(":")[0] not in used)
     unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
     extra = sorted(set(left_over) - set(unused))
     problems = [

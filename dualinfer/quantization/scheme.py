@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-
 Codes = Literal["int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "table"]
 _NAMES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8 (e5m2)", "fp4_e2m1": "fp4", "table": "4-bit table"}
 ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu"]

@@ -38,49 +38,64 @@ class TorchMaths:
     round = staticmethod(torch.round)
 
     def wide(self, a: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.float()
 
     def cast(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.to(dtype)
 
     def rounded(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.to(dtype).float()
 
     def float8(self, a: torch.Tensor, dtype: str) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.view(getattr(torch, dtype)).float()
 
     def nearest_e4m3(self, a: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.to(torch.float8_e4m3fn).float()
 
     def power(self, a: torch.Tensor, mantissa: int) -> torch.Tensor:
+        """See `schemes.Maths`."""
         bits = a.view(torch.int32) + (1 << (22 - mantissa))
         return (bits & 0x7F800000).view(torch.float32)
 
     def epsilon(self, dtype: torch.dtype) -> float:
+        """See `schemes.Maths`."""
         return torch.finfo(dtype).eps
 
     def quotient(self, a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a / b
 
     def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
 
     def repeat(self, a: torch.Tensor, count: int, axis: int) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.repeat_interleave(count, dim=axis)
 
     def rows(self, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a[ids]
 
     def along(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return torch.take_along_dim(a, index.long(), dim=-1)
 
     def most(self, a: torch.Tensor) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return a.amax(-1, keepdim=True)
 
     def pad(self, a: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return F.pad(a, (0, shape[-1] - a.shape[-1]))
 
     def product(self, x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `schemes.Maths`."""
         return F.linear(x, matrix)
 
 
