@@ -278,7 +278,9 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     notes.extend(source.notes)
     quantization = read_quantization(found.config.to_dict())
     if quantization is not None:
-        source, table = open_quantized(source, table, quantization(source))
+        matrices = quantization(source)
+        notes.extend(matrices.notes)
+        source, table = open_quantized(source, table, matrices)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")

@@ -24,6 +24,7 @@ _DTYPES = {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64",
     "I32": "int32",
     "I16": "int16",
@@ -127,6 +128,7 @@ class StoredFile:
     def __init__(self, path: Path):
         self.path = path
         self._entries: dict[str, Entry] = {}
+        self.metadata: dict[str, str] = {}  # what the header says beside the tensors
         if not os.path.isfile(path):
             raise CheckpointNotFoundError(
                 f"{shortened(path)} is named by the checkpoint, but is not there."
@@ -275,7 +277,8 @@ class TensorFile(StoredFile):
         header = json.loads(self.bytes_at(8, length).decode(), object_pairs_hook=_once)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None) or {}
+        self.metadata = {k: v for k, v in metadata.items() if isinstance(v, str)}
         spans, entries = [], {}
         for name, fields in header.items():
             shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..model.families.gpt_neo import check_types
 from ..model.generation import GENERATION
 from ..model.generation import check_types as check_generation_types
 from ..quantization import read_quantization
+from ..quantization.formats import modelopt
 from .files import read_json
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
@@ -32,6 +34,15 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
 
 
+def read_written(folder: Path) -> dict[str, Any]:
+    """config.json as it is, with what hf_quant_config.json beside it says where it says nothing."""
+    written = read_json(folder / "config.json")
+    beside = folder / modelopt.FILE
+    if not written.get("quantization_config") and os.path.isfile(beside):
+        written["quantization_config"] = modelopt.from_file(read_json(beside))
+    return written
+
+
 def read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved.
 
@@ -40,7 +51,7 @@ def read_config(folder: Path) -> Any:
     kind that is not served.
     """
     path = folder / "config.json"
-    written = read_json(path)
+    written = read_written(folder)
     model_type = check_model_type(written.get("model_type"))
     quantization = read_quantization(written)
     fields = usable_fields(model_type, written)
@@ -61,7 +72,7 @@ def read_other_config(folder: Path) -> Any:
     and UnsupportedError for a quantized model.
     """
     path = folder / "config.json"
-    written = _without_code(read_json(path))
+    written = _without_code(read_written(folder))
     if read_quantization(written) is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config, which is served in fused mode only, and its family "

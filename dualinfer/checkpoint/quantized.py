@@ -9,7 +9,8 @@ import numpy as np
 
 from ..errors import CheckpointError, counted
 from ..model.weights import TensorSource, WeightTable
-from ..quantization import Matrices, QuantizedMatrix
+from ..quantization import QuantizedMatrix
+from ..quantization.formats import Opener
 
 
 class QuantizedSource:
@@ -21,7 +22,7 @@ class QuantizedSource:
     shown as they are. Scales of eight bits are shown as their bytes.
     """
 
-    def __init__(self, source: TensorSource, matrices: Matrices, names: Iterable[str]):
+    def __init__(self, source: TensorSource, matrices: Opener, names: Iterable[str]):
         self.description, self.notes = source.description, source.notes
         found = {name: matrices(name) for name in dict.fromkeys(names)}
         self._matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
@@ -35,7 +36,8 @@ class QuantizedSource:
                 f"The quantized weights of {self.description} do not fit its config: missing "
                 f"{counted(missing)}. Was the checkpoint fetched or saved in full?"
             )
-        self._plain = [name for name in source.names() if name not in self._taken]
+        hidden = self._taken.union(matrices.unused)
+        self._plain = [name for name in source.names() if name not in hidden]
 
     def matrix(self, name: str) -> QuantizedMatrix | None:
         """The matrix of HF's name; None where it is stored as it is."""
@@ -130,7 +132,7 @@ class QuantizedSource:
 
 
 def open_quantized(
-    source: TensorSource, table: WeightTable, matrices: Matrices
+    source: TensorSource, table: WeightTable, matrices: Opener
 ) -> tuple[QuantizedSource, WeightTable]:
     """The source that shows canonical parts, and the table of the rows that they make."""
     rows = [row for row in table.rows if row.is_weight] + [row for row, _ in table.tied]

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
-from ..checkpoint.files import read_json
-from ..checkpoint.hf_config import read_config, read_other_config
+from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_quantized
 from ..checkpoint.sources import open_checkpoint
@@ -79,7 +78,7 @@ def plan(
     folder = find_checkpoint(model, revision, weights=False)
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)  # so that neither framework is imported
-    written = read_json(folder / "config.json")
+    written = read_written(folder)
     name, why = _dtype(dtype, written)
     try:
         quantization = read_quantization(written)

@@ -613,7 +613,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             used.update(filter(None, own))
         else:
             match(pair[0])
-    left_over = sorted(stored - used)
+    # What joined matrices have in common is read of the first one.
+    left_over = sorted(n for n in stored - used if n.partition(":")[0] not in used)
     unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
     extra = sorted(set(left_over) - set(unused))
     problems = [

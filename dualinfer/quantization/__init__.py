@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..errors import UnsupportedError
+from .formats import METHODS, Opener, find_method
 from .scheme import Activation, Blocks, BlockScheme, Matrices, QuantizedMatrix
 
 __all__ = [
@@ -21,12 +21,8 @@ __all__ = [
     "read_quantization",
 ]
 
-# By `quant_method`: what reads a quantization_config, or refuses it, and gives the matrices of a
-# TensorSource.
-METHODS: dict[str, Callable[[Mapping[str, Any], Any], Matrices]] = {}
 
-
-def read_quantization(config: Mapping[str, Any]) -> Callable[[Any], Matrices] | None:
+def read_quantization(config: Mapping[str, Any]) -> Callable[[Any], Opener] | None:
     """What opens the quantized weights of a HF config's TensorSource; None where there are none.
 
     Raises UnsupportedError for a quantization that is not known.
@@ -34,11 +30,6 @@ def read_quantization(config: Mapping[str, Any]) -> Callable[[Any], Matrices] | 
     quantization = config.get("quantization_config")
     if not quantization:
         return None
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if isinstance(method, str) and method in METHODS:
-        return partial(METHODS[method], quantization)
-    named = f" ({method[:80]})" if isinstance(method, str) and method else ""
-    raise UnsupportedError(
-        f"config.json has a quantization_config{named}, and quantized weights of that kind are not "
-        "in this version, in no mode. Pass the model that they were made from."
-    )
+    if not isinstance(quantization, Mapping):
+        quantization = {"quant_method": None}
+    return partial(METHODS[find_method(quantization)], quantization)

@@ -1,0 +1,178 @@
+"""What the formats of quantized checkpoints share: reading their tensors, and their configs."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...errors import CheckpointError, UnsupportedError, counted, shown
+from ..scheme import BlockScheme, QuantizedMatrix
+
+FLOATS = ("float32", "float16", "bfloat16")
+ALL = slice(None)
+
+
+class Tensors(Protocol):
+    """Where tensors are read from; a checkpoint's source."""
+
+    description: str
+
+    def names(self) -> Iterable[str]:
+        """Names as stored."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the stored dtype."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor, or the part of it at `index`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Opener:
+    """From HF's name of a weight to its matrix; None where it is stored as it is.
+
+    `notes` say, for people, where what runs is not all that the checkpoint's own library does;
+    `unused` are the stored tensors that no weight takes.
+    """
+
+    open: Callable[[str], QuantizedMatrix | None]
+    notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def __call__(self, name: str) -> QuantizedMatrix | None:
+        """See the class."""
+        return self.open(name)
+
+
+class Checkpoint:
+    """The tensors of a quantized checkpoint; what is missing or does not fit is a CheckpointError.
+
+    `method` is how messages call the format.
+    """
+
+    def __init__(self, source: Tensors, method: str):
+        self.source, self.method = source, method
+        self.names = frozenset(source.names())
+
+    def error(self, problem: str) -> CheckpointError:
+        """An error of this checkpoint."""
+        return CheckpointError(
+            f"{self.source.description} ({self.method}): {problem} Fetch or quantize it again."
+        )
+
+    def check(
+        self, name: str, dtypes: Collection[str], shape: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """The shape of a tensor that must be there, of one of `dtypes`, and of `shape` if given."""
+        if name not in self.names:
+            raise self.error(f"{name} is missing.")
+        found = self.source.shape(name)
+        dtype = self.source.dtype(name)
+        if dtype not in dtypes:
+            raise self.error(f"{name} is {dtype}, expected {' or '.join(dtypes)}.")
+        if shape is not None and found != tuple(shape):
+            raise self.error(f"{name} has the shape {found}, expected {tuple(shape)}.")
+        return found
+
+    def read(self, name: str, *index: slice) -> np.ndarray:
+        """A part of a tensor, or all of it."""
+        return np.asarray(self.source.read(name, index or None))
+
+    def scale(
+        self, name: str, dtypes: Collection[str] = FLOATS, shape: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """A tensor of scales; each must be a number."""
+        self.check(name, dtypes, shape)
+        return self.finite(name, self.read(name))
+
+    def finite(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The values, of `name`; each must be a number."""
+        wrong = np.argwhere(~np.isfinite(values.astype(np.float32)))
+        if len(wrong):
+            where = tuple(int(i) for i in wrong[0])
+            raise self.error(f"{name} holds {values[where]} at {where}, which is no scale.")
+        return values
+
+
+class StoredMatrix:
+    """A QuantizedMatrix of a checkpoint, without the parts that few formats have."""
+
+    scheme: BlockScheme
+    shape: tuple[int, int]
+    stored: tuple[str, ...]
+
+    def zero(self) -> np.ndarray | None:
+        """See QuantizedMatrix."""
+        return None
+
+    def group(self) -> np.ndarray | None:
+        """See QuantizedMatrix."""
+        return None
+
+    def outer(self) -> np.ndarray | None:
+        """See QuantizedMatrix."""
+        return None
+
+    def input_scale(self) -> np.ndarray | None:
+        """See QuantizedMatrix."""
+        return None
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks an axis has; a block of 0 is all of it."""
+    return ceil(size / block) if block else 1
+
+
+def check_fields(config: Mapping[str, Any], method: str, known: Iterable[str]) -> None:
+    """Raise UnsupportedError for fields of a quantization_config that are not known."""
+    unknown = sorted(config.keys() - {"quant_method", *known})
+    if unknown:
+        raise UnsupportedError(
+            f"config.json has a quantization_config ({method}) with fields that are not known "
+            f"({counted(unknown)}); ignoring them could give wrong results. Remove those that do "
+            "not change what the weights mean, or pass the model that they were made from."
+        )
+
+
+def refuse(method: str, field: str, value: Any, instead: str) -> UnsupportedError:
+    """The error of a field's value that is not served, with the way on."""
+    return UnsupportedError(
+        f"config.json has a quantization_config ({method}) with {field}={shown(value)}, which is "
+        f"not read here. {instead}"
+    )
+
+
+def left_out(module: str, patterns: Iterable[str]) -> bool:
+    """True for a module that HF does not convert: one of `patterns` names it or one around it.
+
+    As transformers' should_convert_module, a pattern is a start of the name up to a dot, or a
+    regular expression for one, or its end.
+    """
+    for pattern in patterns:
+        try:
+            found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
+        except re.error:
+            found = None  # it can still be the end of a name
+        if found or module.endswith(pattern):
+            return True
+    return False
+
+
+def name_list(config: Mapping[str, Any], method: str, field: str) -> tuple[str, ...]:
+    """A field that is a list of names or patterns, or absent."""
+    value = config.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise refuse(method, field, value, "Expected a list of names.")
+    return tuple(value)

@@ -1,0 +1,116 @@
+"""What tests of quantized checkpoints share: the values of a matrix, and tiny checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+import dualinfer
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.quantization.formats import METHODS, find_method
+
+from .models import random_ids, relative_rms
+
+ALL = slice(None)
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+def open_folder(folder: Path, **changes):
+    """The opener of a quantized checkpoint's folder, with `changes` to its config."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
+    return METHODS[find_method(config)](config, open_checkpoint(folder))
+
+
+def values(matrix, rows=ALL, columns=ALL):
+    """What a part of a QuantizedMatrix means, in float32."""
+    n, k = matrix.shape
+    scheme = matrix.scheme
+    codes = matrix.codes(rows, columns)
+    decoded = codes.astype(np.float32)
+    if scheme.codes == "table":
+        decoded = np.asarray(scheme.table, np.float32)[codes]
+    if scheme.codes == "fp8_e4m3":
+        import ml_dtypes
+
+        decoded = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if scheme.codes == "fp4_e2m1":
+        positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        decoded = np.concatenate((positive, -positive))[codes]
+    i = np.arange(n)[rows] // (scheme.rows or n)
+    j = np.arange(k)[columns] // (scheme.columns or k)
+    if scheme.groups:
+        j = matrix.group()[columns]
+    scale = matrix.scale()
+    assert scale.dtype.name == scheme.scale_dtype
+    if scheme.zeros:
+        decoded = decoded - matrix.zero().astype(np.float32)[i][:, j]
+    else:
+        assert matrix.zero() is None
+    wide = scale.astype(np.float32)[i][:, j]
+    if scheme.outer:
+        wide = wide * matrix.outer()[rows, None]
+    return decoded * wide
+
+
+def check_slices(matrix):
+    """A part of a matrix is that part of the whole, wherever it begins and ends."""
+    whole = values(matrix)
+    assert whole.shape == matrix.shape
+    for rows in (ALL, slice(0, 3), slice(5, 14), slice(7, None)):
+        for columns in (ALL, slice(1, 2), slice(3, 21), slice(13, None), slice(4, 4)):
+            np.testing.assert_array_equal(values(matrix, rows, columns), whole[rows, columns])
+
+
+def dense_model(folder: Path):
+    """The HF model of a quantized folder, with what its matrices mean in float32."""
+    import torch
+    import transformers as hf
+
+    config = hf.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    opener, source = open_folder(folder), open_checkpoint(folder)
+    state = {}
+    for name in model.state_dict():
+        matrix = opener(name) if name.endswith(".weight") else None
+        array = source.read(name) if matrix is None else values(matrix)
+        state[name] = torch.from_numpy(np.asarray(array, np.float32))
+    model.load_state_dict(state)
+    return model
+
+
+def check_logits(folder: Path, backend: str, **settings):
+    """Logits, and what is decoded with the cache, are those of the dequantized weights on HF."""
+    import torch
+
+    model, ids = dense_model(folder), random_ids(2, 9)
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32", **settings) as engine,
+    ):
+        expected = model(torch.as_tensor(ids)).logits.numpy()
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+        tokens = model.generate(torch.as_tensor(ids), **GREEDY, pad_token_id=0)
+        np.testing.assert_array_equal(np.asarray(engine.generate(ids, **GREEDY)), tokens.numpy())
+        return engine.report()
+
+
+def edit(folder: Path, change, described=()) -> Path:
+    """A copy of a checkpoint whose dict of tensors `change` has changed in place.
+
+    `described` is written over what the header says beside them.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    copy = folder.parent / f"{folder.name}-edited"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    path = copy / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = {**file.metadata(), **dict(described)}
+    change(tensors)
+    save_file(tensors, path, metadata)
+    return copy
