@@ -45,9 +45,15 @@ class JaxMaths:
     name = "XLA"
     stack = staticmethod(jnp.stack)
     join = staticmethod(jnp.concatenate)
-    where = staticmethod(jnp.where)
-    clip = staticmethod(jnp.clip)
     round = staticmethod(jnp.round)
+
+    def where(self, condition: jax.Array, a: Any, b: Any, /) -> jax.Array:
+        """See `schemes.Maths`."""
+        return jnp.where(condition, a, b)
+
+    def clip(self, a: jax.Array, low: float, high: float, /) -> jax.Array:
+        """See `schemes.Maths`."""
+        return jnp.clip(a, low, high)
 
     def wide(self, a: jax.Array) -> jax.Array:
         """See `schemes.Maths`."""

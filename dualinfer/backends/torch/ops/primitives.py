@@ -4,6 +4,8 @@ Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.p
 with quantized weights is `SCHEMES` alone.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -33,9 +35,15 @@ class TorchMaths:
     name = "torch"
     stack = staticmethod(torch.stack)
     join = staticmethod(torch.cat)
-    where = staticmethod(torch.where)
-    clip = staticmethod(torch.clamp)
     round = staticmethod(torch.round)
+
+    def where(self, condition: torch.Tensor, a: Any, b: Any, /) -> torch.Tensor:
+        """See `schemes.Maths`."""
+        return torch.where(condition, a, b)
+
+    def clip(self, a: torch.Tensor, low: float, high: float, /) -> torch.Tensor:
+        """See `schemes.Maths`."""
+        return torch.clamp(a, low, high)
 
     def wide(self, a: torch.Tensor) -> torch.Tensor:
         """See `schemes.Maths`."""
