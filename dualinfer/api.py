@@ -279,7 +279,7 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     quantization = read_quantization(found.config.to_dict())
     if quantization is not None:
         matrices = quantization(source)
-        notes.extend(getattr(matrices, "notes", ()))
+        notes.extend(matrices.notes)
         source, table = open_quantized(source, table, matrices)
     plan = make_load_plan(table, source)
     if not found.class_names:

@@ -17,6 +17,7 @@ from dualinfer.errors import CheckpointError
 from dualinfer.model.families import describe_model
 from dualinfer.model.weights import make_load_plan
 from dualinfer.quantization import Activation, BlockScheme
+from dualinfer.quantization.formats import Opener
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NF = tuple(float(x) for x in np.linspace(-1, 1, 16))
@@ -159,7 +160,9 @@ def open_matrices(config, source):
             for name, (s, parts) in schemes.items()
         }
     )
-    return lambda name: StoredMatrix(source, name, *schemes[name]) if name in schemes else None
+    return Opener(
+        lambda name: StoredMatrix(source, name, *schemes[name]) if name in schemes else None
+    )
 
 
 def write(folder: Path, model, choose):

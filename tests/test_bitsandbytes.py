@@ -6,10 +6,11 @@ import torch
 import transformers as hf
 from bitsandbytes import functional
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 
 from .formats import check_logits, check_slices, edit, open_folder, values
-from .models import BACKENDS, VOCAB
+from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
 MODULES = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 # hidden 96: blocks of 64 end within rows. inner 100: a divisor of 4 alone. head of 32.
@@ -90,6 +91,21 @@ def test_matrices_are_what_bitsandbytes_dequantizes(form, folders):
 def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
     notes = check_logits(folders(form), backend).notes
     assert any("only the weights are in 8 bits" in note for note in notes) == (form == "int8")
+
+
+def test_gpt2_whose_weights_are_transposed(tmp_path):
+    """bitsandbytes holds Conv1D's as those of Linear are."""
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=60, n_layer=1, n_head=5, bos_token_id=1, eos_token_id=2
+    )
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "plain")
+    quantized = hf.BitsAndBytesConfig(**FORMS["nf4"])
+    model, ids = load(tmp_path / "plain", "nf4", quantization_config=quantized), random_ids(2, 9)
+    model.save_pretrained(tmp_path / "nf4")
+    with torch.no_grad(), dualinfer.init_inference(str(tmp_path / "nf4"), dtype="fp32") as engine:
+        expected = model(torch.as_tensor(ids)).logits.numpy()
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+        assert any("4-bit table" in kind for kind in engine.report().ops)
 
 
 def test_blocks_are_those_that_rows_and_blocks_share(folders):

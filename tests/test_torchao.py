@@ -20,6 +20,7 @@ from torchao.quantization.quantize_.workflows import (
 
 import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
+from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization.scheme import Activation
 
 from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
@@ -226,6 +227,13 @@ def test_what_is_not_served_is_refused_by_name(folders, tmp_path):
     save_file({"layer._weight_qdata": two.qdata}, folder / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"pickled.*Save it as safetensors"):
         open_folder(folder)
+
+
+def test_a_pickled_checkpoint_is_refused(tmp_path):
+    weight = Int8Tensor.from_hp(torch.randn(8, 16), ao.PerRow())
+    torch.save({"layer.weight": weight}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"torchao's are not\. .* as safetensors"):
+        open_checkpoint(tmp_path)
 
 
 DAMAGE = {

@@ -141,6 +141,8 @@ def in_other_case(path: Path) -> Path | None:
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder; it must exist and hold config.json."""
     folder = Path(os.path.expanduser(path))
+    if folder.suffix.lower() == ".gguf" and os.path.isfile(folder):
+        raise _gguf_error(str(folder))
     if not os.path.isdir(folder):
         near = in_other_case(folder)
         there = "" if near is None else f" ({str(near)!r} does)"
@@ -233,8 +235,18 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     )
 
 
+def _gguf_error(path: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{shortened(repr(path))} is a GGUF file, which is llama.cpp's and not read here. Pass the "
+        "folder or the hub's name of the HF checkpoint that it was made from."
+    )
+
+
 def _no_weights(folder: Path) -> CheckpointNotFoundError:
-    kinds = (".safetensors", *TORCH_SUFFIXES, ".gguf")
+    packed = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".gguf")
+    if packed:
+        return _gguf_error(str(folder / packed[0]))
+    kinds = (".safetensors", *TORCH_SUFFIXES)
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
     held = f" It holds {listing(names)}: rename what is the model." if names else ""
     return CheckpointNotFoundError(f"{folder} holds none of {', '.join(FORMS)}.{held}")

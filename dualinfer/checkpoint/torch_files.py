@@ -174,8 +174,8 @@ def no_state_dict(path: Path, size: int, error: Exception) -> CheckpointError:
 
 def _no_values(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {name} was saved on the meta device and has no values. Save the model again once "
-        "its weights are loaded."
+        f"{path}: {name} was saved on the meta device and has no values, or is no plain tensor, as "
+        "torchao's are not. Save the model again once its weights are loaded, as safetensors."
     )
 
 

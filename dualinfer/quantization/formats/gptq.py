@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import shortened
 from ..scheme import BlockScheme
-from .stored import Checkpoint, Opener, StoredMatrix, Tensors, blocks, check_fields, refuse
+from .stored import FLOATS, Checkpoint, Opener, StoredMatrix, Tensors, blocks, check_fields, refuse
 
 METHOD = "gptq"
 AGAIN = "Quantize the plain model again with 4 or 8 bits, or pass it as it is."
@@ -46,7 +46,7 @@ class PackedWords(StoredMatrix):
         raised: bool = False,
         with_zeros: bool = True,
     ):
-        self._from, self._module, self._bits = checkpoint, module, bits
+        self._from, self._bits = checkpoint, bits
         self._along_inputs, self._raised = along_inputs, raised
         self._held = 32 // bits  # codes in a word
         words, scales, zeros = (f"{module}.{n}" for n in ("qweight", "scales", "qzeros"))
@@ -72,28 +72,26 @@ class PackedWords(StoredMatrix):
             group = checkpoint.read(indices).astype(np.int32)
             ordered = np.arange(k, dtype=np.int32) // (group_size or k)
             if not np.array_equal(group, ordered):
-                groups = max(
-                    checkpoint.check(scales, ("float16", "bfloat16", "float32"))[:1] or [0]
-                )
-                if group.size and not (group.min() >= 0 and group.max() < groups):
+                found = checkpoint.check(scales, FLOATS)
+                groups = found[0] if found else 0
+                if group.min() < 0 or group.max() >= groups:
                     raise checkpoint.error(f"{indices} names groups that {scales} does not have.")
                 self._group = group
-        dtype = self._from.source.dtype(scales) if scales in checkpoint.names else ""
-        checkpoint.check(scales, ("float16", "bfloat16", "float32"), (groups, n))
+        checkpoint.check(scales, FLOATS, (groups, n))
         middle = 1 << (bits - 1)
         if with_zeros or zeros in checkpoint.names:
             checkpoint.check(zeros, ("int32", "uint32"), (groups, blocks(n, self._held)))
-            self._zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
-            self._middle = middle if bool((self._zero == middle).all()) else 0
+            zero = self._unpack_rows(self._zero_words(zeros))[:, :n]
+            self._zero = None if (zero == middle).all() else np.ascontiguousarray(zero.T)
         else:
-            self.stored = (words, scales)
-            self._middle = middle
+            self.stored, self._zero = (words, scales), None
+        self._middle = middle if self._zero is None else 0
         codes: dict[tuple[int, bool], Literal["int4", "uint4", "int8", "uint8"]]
         codes = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
         self.scheme = BlockScheme(
             codes[bits, bool(self._middle)],
             columns=group_size,
-            scale_dtype=dtype,  # type: ignore[arg-type]
+            scale_dtype=checkpoint.source.dtype(scales),  # type: ignore[arg-type]
             zeros=not self._middle,
             groups=0 if self._group is None else groups,
         )
@@ -144,7 +142,7 @@ class PackedWords(StoredMatrix):
 
     def zero(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
-        return None if self._middle else np.ascontiguousarray(self._zero.T)
+        return self._zero
 
     def group(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
