@@ -8,7 +8,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from ..arrays import to_numpy
 from ..errors import CheckpointError
 from .codes import RANGES, decode, encode, scale_dtype
 from .scheme import BlockScheme
-
-if TYPE_CHECKING:
-    from ..model.weights import TensorSource
 
 # By the short names; scales have the dtype of the weights, but for those of nvfp4.
 SCHEMES = {
@@ -157,7 +154,7 @@ def _epsilon(dtype: np.dtype) -> np.float32:
 
 
 class Quantizing:
-    """A QuantizedMatrix of a plain tensor of `source`, quantized when it is asked for.
+    """A QuantizedMatrix of a plain tensor of a TensorSource, quantized when it is asked for.
 
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
     have the tensor's dtype, unless they are of 8 bits. What was asked for last is held until the
@@ -165,7 +162,7 @@ class Quantizing:
     """
 
     def __init__(
-        self, source: "TensorSource", name: str, scheme: BlockScheme, transposed: bool = False
+        self, source: Any, name: str, scheme: BlockScheme, transposed: bool = False
     ) -> None:
         self._source, self._name, self._transposed = source, name, transposed
         stored, own = tuple(source.shape(name)), source.dtype(name)
