@@ -19,7 +19,7 @@ from .checkpoint.hf_config import (
     read_other_config,
 )
 from .checkpoint.hub import find_checkpoint, find_weights
-from .checkpoint.quantized import open_quantized
+from .checkpoint.quantized import open_quantized, quantize_by
 from .checkpoint.saving import Saved, check_saving, save_checkpoint
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
@@ -46,6 +46,7 @@ from .model.spec import ModelSpec
 from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
 from .parallel.agreement import Peers, in_turn
 from .quantization import read_quantization
+from .quantization.recipe import make_recipe
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -73,7 +74,7 @@ def init_inference(
     BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
-    settings = make_config(config, overrides)
+    settings = make_config(config, overrides).with_int8_as_quant()
     backends.check_backend(settings.backend)
     kind = _kind_of_model(model, settings.backend)
     if params is not None:
@@ -277,6 +278,14 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     source = found.open_source()
     notes.extend(source.notes)
     quantization = read_quantization(found.config.to_dict())
+    recipe = make_recipe(settings.quant)
+    if recipe is not None:
+        if quantization is not None:
+            raise ConfigError(
+                f"quant={settings.quant!r}: the weights of {source.description} are quantized "
+                "already. Leave it unset, or pass the model that they were made from."
+            )
+        source, table = open_quantized(source, table, quantize_by(recipe, table, source))
     if quantization is not None:
         matrices = quantization(source)
         notes.extend(matrices.notes)

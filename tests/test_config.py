@@ -179,10 +179,27 @@ def test_dtype_that_is_not_served_is_refused(value):
         make_config(None, {"dtype": value})
 
 
-@pytest.mark.parametrize("value", ["int8", "torch.int8", "INT4", torch.int8, np.int8, np.uint8])
+@pytest.mark.parametrize("value", ["int16", "torch.int4", "INT4", torch.int16, np.uint8])
 def test_integer_dtype_points_to_quant(value):
     with pytest.raises(ConfigError, match=r"dtype=.*int8 or int4 are asked for by `quant`"):
         make_config({"dtype": value}, {})
+
+
+@pytest.mark.parametrize("value", ["int8", "torch.int8", torch.int8, np.int8, np.dtype("int8")])
+def test_int8_as_a_dtype_is_quant(value):
+    config = make_config({"dtype": value}, {})
+    assert config.dtype == "int8"
+    config = config.with_int8_as_quant()
+    assert (config.dtype, config.quant) == (None, QuantizationConfig(scheme="int8"))
+    with pytest.raises(ConfigError, match="dtype=int8 asks for weights of 8 bits, and quant"):
+        make_config({"dtype": value, "quant": "int4"}, {})
+
+
+def test_quant_in_short_is_its_scheme():
+    assert make_config({"quant": "INT4"}, {}).quant == QuantizationConfig(scheme="int4")
+    assert make_config({"quant": True}, {}).quant == QuantizationConfig()
+    with pytest.raises(ConfigError, match=r"quant.scheme='int3'.*'int8', 'int4', 'fp8' or 'nvfp4'"):
+        make_config({"quant": "int3"}, {})
 
 
 def test_degree_is_one_unless_tensor_parallelism_is_enabled():
@@ -271,7 +288,7 @@ def test_equality_is_of_values_not_of_what_was_given():
         ({"quant": {"weight": {"num_bits": 3}}}, "quant.weight.num_bits=3.*4 or 8"),
         ({"quant": {"weight": {"q_groups": 0}}}, "quant.weight.q_groups=0"),
         ({"quant": {"activation": {"q_type": "x"}}}, "quant.activation.q_type='x'"),
-        ({"quant": True}, "quant=True.*dict or a QuantizationConfig"),
+        ({"quant": 4}, "quant=4.*a bool, a str, a dict or a QuantizationConfig"),
         ({"checkpoint": ["a"]}, r"checkpoint=\['a'\].*path or a dict"),
         ({"base_dir": None}, "base_dir=None"),
         ({"config": "x.json"}, "config='x.json'"),
@@ -293,13 +310,13 @@ def test_bad_value_is_refused_by_name(values, message):
 def test_every_problem_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
         make_config(
-            {"dtype": "int8", "zzz": 1, "tm": False, "tp": {"tp_size": -1, "yyy": 1}},
+            {"dtype": "int4", "zzz": 1, "tm": False, "tp": {"tp_size": -1, "yyy": 1}},
             {"max_tokens": 0, "moe": 3, "return_tuple": "perhaps"},
         )
     lines = str(caught.value).splitlines()
     assert lines[0] == "The config has 8 problems:" and len(lines) == 9
     for part in (
-        *("dtype='int8'", "'zzz'", "triangular_masking=False", "tensor_parallel.tp_size=-1"),
+        *("dtype='int4'", "'zzz'", "triangular_masking=False", "tensor_parallel.tp_size=-1"),
         *("'tp.yyy'", "max_out_tokens=0", "moe=3", "return_tuple='perhaps'"),
     ):
         assert sum(part in line for line in lines) == 1, part

@@ -310,7 +310,7 @@ def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
         f"{8 * size / max(elements, 1):.2f} bits an element"
         for kind, (many, elements, size) in counts.items()
     }
-    head = named.get("lm_head.weight", named.get("embed.weight"))
+    head = named.get("head.weight", named.get("embed.weight"))
     return facts if head is None else {**facts, "head": _kind(head)}
 
 

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..errors import CheckpointError, counted
 from ..model.weights import TensorSource, WeightTable
-from ..quantization import QuantizedMatrix
+from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.formats import Opener
+from ..quantization.quantize import Quantizing
+from ..quantization.recipe import HEAD, Recipe
 
 
 class QuantizedSource:
@@ -140,6 +142,38 @@ def open_quantized(
     names = [source.name for row in rows for source in row.sources] + tied
     quantized = QuantizedSource(source, matrices, [c for n in names for c in table.candidates(n)])
     return quantized, replace(table, matrices=quantized.matrix)
+
+
+def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:
+    """The matrices of a plain source, quantized when they are read.
+
+    Those are the layers' and the head: it, and an embedding that is the head, are HEAD, and all
+    else that lies outside of the layers stays plain.
+    """
+    stored = set(source.names())
+    schemes: dict[str, tuple[BlockScheme | None, bool]] = {}
+    tied = {name for row, name in table.tied if row.name == "head.weight"}
+    for row in (*table.rows, *(row for row, _ in table.tied)):
+        for part in row.sources if row.is_weight else ():
+            if row.layer is not None:
+                is_qkv = {*row.axes[0].split("+")} <= {"q", "k", "v"}
+                scheme = recipe.scheme if recipe.qkv or not is_qkv else None
+            else:
+                scheme = HEAD if row.name == "head.weight" or part.name in tied else None
+            turned = row.permutation(part) != tuple(sorted(row.permutation(part)))
+            schemes.update((name, (scheme, turned)) for name in table.candidates(part.name))
+
+    def matrix(name: str) -> QuantizedMatrix | None:
+        scheme, turned = schemes.get(name, (None, False))
+        if scheme is None or name not in stored:
+            return None
+        size = source.shape(name)
+        shape = (size[1], size[0]) if turned else (size[0], size[1])
+        if scheme is recipe.scheme:
+            scheme = recipe.scheme_of(name, shape)
+        return Quantizing(source, name, scheme, turned)
+
+    return Opener(matrix)
 
 
 def _names(name: str, matrix: QuantizedMatrix) -> Iterable[str]:

@@ -29,6 +29,19 @@ def serving_dtype(own: str, default: str) -> tuple[str, str]:
     return default, f"the checkpoint is {own}"
 
 
+INT8 = "int8"  # as a dtype: weights of 8 bits
+
+
+def asked_dtype(value: Any) -> str:
+    """As `dtype_name`, and int8 in any spelling."""
+    name = value.__name__ if isinstance(value, type) else str(value)
+    return INT8 if _bare(name) == INT8 else dtype_name(value)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"^(torch|numpy|np|jax\.numpy|jnp)\.", "", name.strip().lower())
+
+
 def dtype_name(value: Any) -> str:
     """`float32`, `float16` or `bfloat16` for any spelling or framework's dtype object.
 
@@ -37,12 +50,12 @@ def dtype_name(value: Any) -> str:
     name = value if isinstance(value, str) else str(value)
     if isinstance(value, type):  # numpy.float16, jax.numpy.bfloat16; Python's float has 64 bits
         name = "" if value.__module__ == "builtins" else value.__name__
-    key = re.sub(r"^(torch|numpy|np|jax\.numpy|jnp)\.", "", name.strip().lower())
+    key = _bare(name)
     if key in DTYPES:
         return DTYPES[key]
     if re.fullmatch(r"u?int\d+", key):
         raise ValueError(
             "a model computes in float32, float16 or bfloat16; weights in int8 or int4 are asked "
-            "for by `quant`, which is not in this version"
+            'for by `quant`, as quant="int4"'
         )
     raise ValueError("this dtype is not supported; use float32, float16 or bfloat16")

@@ -6,13 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .dtypes import dtype_name
+from .dtypes import INT8, asked_dtype
 from .installed import default_backend
 from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
 from .stale import StaleFields
 from .values import Count, PathText, empty_is_none, path_or_dict
 
+_INT8 = QuantizationConfig(scheme=INT8)
 _OF_DEVICES = ("device", "devices", "device_map", "device_id", "local_rank")
 _DEVICE = (
     "no field chooses the device. Set CUDA_VISIBLE_DEVICES before the process starts (empty: the "
@@ -65,9 +66,9 @@ class InferenceConfig(StaleFields):
     refused, where DeepSpeed replaces nothing and says nothing.
     """
 
-    dtype: Annotated[str, BeforeValidator(dtype_name)] | None = None
+    dtype: Annotated[str, BeforeValidator(asked_dtype)] | None = None
     """What the model computes in: float32, float16 or bfloat16, in any spelling or as a torch,
-    NumPy or JAX dtype.
+    NumPy or JAX dtype. "int8" is `quant="int8"` with the dtype left unset.
 
     Unset or "auto": for a folder or hub id the checkpoint's own, but on a GPU float16 for a float32
     one, and on a CPU float32. For a live module float16 on a GPU, as in the contract, and float32
@@ -110,7 +111,8 @@ class InferenceConfig(StaleFields):
     straight on the device."""
 
     quant: QuantizationConfig | None = None
-    """Quantized weights, refused in this version. {} asks for nothing. DeepSpeed never reads it."""
+    """Weights quantized while the model is loaded, in fused mode: "int8", "int4", "fp8", "nvfp4",
+    or a block of what is asked for. {} asks for nothing. DeepSpeed never reads it."""
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
     """What fills the module, one on the meta device too: a HF folder, a hub id or a state-dict file
@@ -165,6 +167,21 @@ class InferenceConfig(StaleFields):
     Fused mode: without that room, making the engine fails with the bytes needed and free. In
     module mode the cache is the module's own, and more than 1 is refused.
     """
+
+    @model_validator(mode="after")
+    def _int8_is_of_weights(self) -> Self:
+        if self.dtype == INT8 and self.quant is not None and self.quant != _INT8:
+            raise ValueError(
+                "dtype=int8 asks for weights of 8 bits, and quant for others; give quant, and as "
+                "dtype what the model computes in"
+            )
+        return self
+
+    def with_int8_as_quant(self) -> "InferenceConfig":
+        """The config with dtype=int8 said by `quant`."""
+        if self.dtype != INT8:
+            return self
+        return self.model_copy(update={"dtype": None, "quant": _INT8})
 
     @model_validator(mode="after")
     def _room_for_min_out_tokens(self) -> Self:

@@ -244,9 +244,10 @@ class Gathering:
         values = nested.unfold(given.value)
         if values is None:
             bools = "a bool, " if nested.unfold(True) else ""
-            text = f"{given}: expected {bools}a dict or a {nested.__name__}"
+            words = "a str, " if nested.unfold("") else ""
+            text = f"{given}: expected {bools}{words}a dict or a {nested.__name__}"
             self._refuse(place, given.value, text)
-        elif isinstance(given.value, bool):  # moe=True, and not moe.enabled=True, is what was given
+        elif isinstance(given.value, bool | str):  # moe=True, not moe.enabled=True, was given
             self._book((*place, *values), given)
         else:
             self._read(nested, source, values, place, f"{given.key}.")

@@ -97,7 +97,7 @@ class BaseQuantConfig(Model):
     """`symmetric`: a scale; `asymmetric`: a scale and a zero point."""
 
     q_groups: Count = 1
-    """Number of groups with a scale of their own, 1 or more."""
+    """Number of groups along each row that have a scale of their own, 1 or more."""
 
 
 class ActivationQuantConfig(BaseQuantConfig):
@@ -108,10 +108,10 @@ class WeightQuantConfig(BaseQuantConfig):
     """How weights are quantized."""
 
     quantized_initialization: dict[str, Any] = Field(default_factory=dict)
-    """Quantization of weights while the model is loaded."""
+    """DeepSpeed's quantization by patterns of names, of its training; refused."""
 
     post_init_quant: dict[str, Any] = Field(default_factory=dict)
-    """Quantization, by patterns of names, of weights of a loaded model."""
+    """The same for a loaded model; refused."""
 
 
 class QKVQuantConfig(Model):
@@ -122,19 +122,30 @@ class QKVQuantConfig(Model):
 
 
 class QuantizationConfig(Model):
-    """Quantized weights and activations. Refused in this version unless `enabled` is False."""
+    """Weights, and inputs of their products, quantized while the model is loaded."""
 
     enabled: bool = True
     """False: nothing is quantized, whatever the rest says."""
 
+    scheme: Annotated[Literal["int8", "int4", "fp8", "nvfp4"] | None, AnyCase] = None
+    """How weights are quantized, in a word, in the place of `weight`: int8 and fp8 with a scale for
+    each row, int4 in groups of 64, nvfp4 in groups of 16. `quant="int4"` is short for it."""
+
     activation: ActivationQuantConfig = ActivationQuantConfig()
-    """Activations."""
+    """Inputs of products, quantized only where this is given: 8 bits, a scale for each token."""
 
     weight: WeightQuantConfig = Field(default_factory=WeightQuantConfig)
-    """Weights."""
+    """Weights: int8 with a scale for each row, unless it says otherwise."""
 
     qkv: QKVQuantConfig = QKVQuantConfig()
     """The query, key and value projections."""
+
+    @classmethod
+    def unfold(cls, value: Any) -> Mapping[Any, Any] | None:
+        """As in Model; a bool is `enabled`, and a str `scheme`."""
+        if isinstance(value, bool):
+            return {"enabled": value}
+        return {"scheme": value} if isinstance(value, str) else super().unfold(value)
 
 
 class CheckpointConfig(Model):

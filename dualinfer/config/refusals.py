@@ -6,7 +6,6 @@ from typing import Any, Literal
 from ..errors import ConfigError, shown
 from . import InferenceConfig
 
-_NO_QUANT = 'quantized weights are not in this version. Leave it unset, or set {"enabled": False}.'
 Mode = Literal["fused", "module"]
 
 
@@ -65,8 +64,6 @@ def _check_parallelism(config: InferenceConfig) -> None:
 
 def _check_later(config: InferenceConfig) -> None:
     """What the contract has and this version does not serve yet."""
-    if config.quant is not None and config.quant.enabled:
-        _refuse("quant", config.quant, _NO_QUANT)
     if str(config.checkpoint).endswith(".index.json"):
         reason = "this is the index of a HF checkpoint. Pass its folder."
         _refuse("checkpoint", config.checkpoint, reason)
@@ -103,6 +100,12 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
+    if config.quant is not None and config.quant.enabled:
+        reason = (
+            "in module mode a module keeps its own weights. Set replace_with_kernel_inject=True if "
+            "dualinfer knows the model's family, or leave quant unset."
+        )
+        _refuse("quant", config.quant, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

@@ -505,8 +505,11 @@ _MARKED = 4  # elements of a tensor's first and last row
 
 
 def marks_of(source: TensorSource, plan: LoadPlan) -> list[Any]:
-    """A few values of each tensor that the plan reads, which tell one model from another."""
-    names = [name for _, stored in plan.rows for name in stored]
+    """A few values of each tensor that the plan reads, which tell one model from another.
+
+    Of quantized weights only those that are plain are read: the others may be made while reading.
+    """
+    names = [name for row, stored in plan.rows if row.scheme is None for name in stored]
     return [source.read(name, corner) for name in names for corner in _corners(source.shape(name))]
 
 

@@ -153,12 +153,39 @@ def _epsilon(dtype: np.dtype) -> np.float32:
     return np.float32(ml_dtypes.finfo(dtype).eps)
 
 
+class _Held:
+    """What was quantized last, of a few matrices: readers ask for several at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._made: dict[Any, Any] = {}  # the last one is last
+
+    def get(self, matrix: Any) -> Any:
+        """What was put for a matrix, or None."""
+        with self._lock:
+            made = self._made.pop(matrix, None)
+            if made is not None:
+                self._made[matrix] = made
+            return made
+
+    def put(self, matrix: Any, made: Any) -> None:
+        """Hold it; the one unused for longest goes."""
+        with self._lock:
+            self._made[matrix] = made
+            while len(self._made) > self._most:
+                del self._made[next(iter(self._made))]
+
+
+_READ = 1 << 24  # elements that are read at a time
+_HELD = _Held(6)
+
+
 class Quantizing:
     """A QuantizedMatrix of a plain tensor of a TensorSource, quantized when it is asked for.
 
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
-    have the tensor's dtype, unless they are of 8 bits. What was asked for last is held until the
-    next matrix is: codes and scales come from one pass, over as many rows as `_READ` elements hold.
+    have the tensor's dtype, unless they are of 8 bits. Codes and scales come from one pass, over as
+    many rows at a time as `_READ` elements hold, and are held until others are asked for.
     """
 
     def __init__(
@@ -171,6 +198,7 @@ class Quantizing:
             kinds = {"bfloat16": "bfloat16", "float16": "float16"}
             scheme = replace(scheme, scale_dtype=kinds.get(own, "float32"))  # type: ignore[arg-type]
         self.scheme, self.stored = scheme, (name,)
+        self._lock = threading.Lock()
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""
@@ -197,12 +225,11 @@ class Quantizing:
         """None: inputs have no scale of their own here."""
 
     def _whole(self) -> tuple[Quantized, np.float32 | None]:
-        with _held_lock:
-            if _held and _held[0][0] is self:
-                return _held[0][1]
-        made = self._make()
-        with _held_lock:
-            _held[:] = [(self, made)]
+        with self._lock:
+            made = _HELD.get(self)
+            if made is None:
+                made = self._make()
+                _HELD.put(self, made)
         return made
 
     def _make(self) -> tuple[Quantized, np.float32 | None]:
@@ -230,8 +257,3 @@ class Quantizing:
                 "without `quant`."
             )
         return np.ascontiguousarray(array.T) if self._transposed else array
-
-
-_READ = 1 << 24  # elements that are read at a time
-_held: list[tuple[Quantizing, Any]] = []  # what was quantized last, in the process
-_held_lock = threading.Lock()

@@ -1,0 +1,203 @@
+"""`quant` and dtype="int8" quantize any model while it is loaded, on both backends alike."""
+
+import copy
+import hashlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+import dualinfer  # noqa: E402
+from dualinfer import ConfigError  # noqa: E402
+from dualinfer.checkpoint.sources import open_module  # noqa: E402
+from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
+from dualinfer.quantization import BlockScheme  # noqa: E402
+from dualinfer.quantization import quantize as quantizers  # noqa: E402
+from dualinfer.quantization.codes import dequantize  # noqa: E402
+from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
+
+from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+
+ASYMMETRIC = {"weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 4}}
+ASKED = ["int8", "int4", "fp8", "nvfp4", ASYMMETRIC]
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def engine(model, backend="torch", tp=1, **fields):
+    fields = {"dtype": "fp32"} | fields
+    return dualinfer.init_inference(
+        model,
+        backend=backend,
+        replace_with_kernel_inject=True,
+        tensor_parallel={"tp_size": tp, "timeout": 150},
+        **fields,
+    )
+
+
+def scheme_for(asked, width):
+    if isinstance(asked, str):
+        return SCHEMES[asked]
+    return BlockScheme("uint4", columns=width // 4, zeros=True)
+
+
+def dequantized(model, asked, plain=()):
+    """A copy of a HF model whose matrices are what their codes mean."""
+    source, made = open_module(model), copy.deepcopy(model)
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            is_head = "lm_head" in name or (tied and "embed" in name) or (tied and "wte" in name)
+            inside = ".layers." in name or ".h." in name
+            if value.dim() != 2 or not (is_head or inside) or any(p in name for p in plain):
+                continue
+            turned = type(made.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+            scheme = SCHEMES["int8"] if is_head else scheme_for(asked, value.shape[not turned])
+            matrix = dequantize(Quantizing(source, name, scheme, turned))
+            value.copy_(torch.tensor(matrix.T if turned else matrix))
+    return made
+
+
+def hashes(engine):
+    """Of every array that weights are held in, by our names; sharded ones are joined."""
+    found = {}
+    for i, layer in enumerate(engine.runner.params.layers):
+        for name, leaf in layer.items():
+            for part, array in parts_of(leaf).items():
+                data = np.asarray(array)
+                if data.dtype.kind in "iu":
+                    found[i, name, part] = hashlib.sha256(data.tobytes()).hexdigest()
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_a_model_quantized_on_load_is_what_its_codes_mean(name, asked, hf_model):
+    """On both backends, which hold the same bytes; decoded through the cache."""
+    model, ids = hf_model(name), random_ids(2, 9)
+    with engine(dequantized(model, asked)) as dense:
+        expected = np.asarray(dense(ids).logits), np.asarray(dense.generate(ids, **GREEDY))
+    held = []
+    for backend in BACKENDS:
+        with engine(model, backend, quant=asked) as made:
+            assert relative_rms(made(ids).logits, expected[0]) < 1e-5
+            assert np.array_equal(made.generate(ids, **GREEDY), expected[1])
+            report, held = made.report(), [*held, hashes(made)]
+            assert report.weights["head"] == "int8, rows"
+            assert report.parameter_bytes < (0.5 if asked in ("int8", "fp8") else 0.45) * 4 * (
+                sum(p.numel() for p in model.parameters())
+            )
+    assert held[0] == held[1]
+
+
+def share_of(model, asked):
+    with engine(model, quant=asked, tp=2) as made:
+        return np.asarray(made(random_ids(2, 9)).logits)
+
+
+@pytest.mark.parametrize("asked", ["int4", "nvfp4"])
+def test_two_devices_give_what_one_does(asked, hf_model, crew):
+    model, ids = hf_model("llama-gqa"), random_ids(2, 9)
+    with engine(model, quant=asked) as made:
+        expected = np.asarray(made(ids).logits)
+    with engine(model, "jax", quant=asked, tp=2) as made:
+        assert relative_rms(made(ids).logits, expected) < 1e-5
+    for logits in crew.run(share_of, model, asked, world=2):
+        assert relative_rms(logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_int8_as_a_dtype_is_int8_weights(backend, hf_model):
+    model, ids = hf_model("llama-gqa"), random_ids(1, 5)
+    with (
+        engine(model, backend, dtype=torch.int8) as one,
+        engine(model, backend, quant="int8") as two,
+    ):
+        assert np.array_equal(np.asarray(one(ids).logits), np.asarray(two(ids).logits))
+        assert one.inference_config.quant.scheme == "int8"
+        assert one.report().dtype == "float32"
+
+
+def test_projections_of_attention_may_stay_plain(hf_model):
+    model, ids = hf_model("llama-gqa"), random_ids(2, 9)
+    plain = ("q_proj", "k_proj", "v_proj")
+    with engine(dequantized(model, "int8", plain)) as dense:
+        expected = np.asarray(dense(ids).logits)
+    quant = {"scheme": "int8", "qkv": {"enabled": False}}
+    with engine(model, quant=quant) as made:
+        assert relative_rms(made(ids).logits, expected) < 1e-5
+        leaves = made.runner.params.layers[0]
+        assert leaves["qkv.weight"].scheme is None and leaves["out.weight"].scheme is not None
+
+
+def test_inputs_are_quantized_where_that_is_asked_for(hf_model):
+    model, ids = hf_model("llama-gqa"), random_ids(2, 9)
+    with engine(model, quant="int8") as made, engine(model) as exact:
+        alone = relative_rms(made(ids).logits, exact(ids).logits)
+        with engine(model, quant={"activation": {"enabled": True}}) as both:
+            assert both.runner.params.layers[0]["up.weight"].scheme.activation.codes == "int8"
+            assert relative_rms(both(ids).logits, exact(ids).logits) > 1.1 * alone
+
+
+def test_one_matrix_at_a_time_becomes_float32(hf_model, monkeypatch):
+    model, made, reads = hf_model("llama-gqa"), [], []
+    whole, read = Quantizing._make, Quantizing._read
+    monkeypatch.setattr(quantizers, "_READ", 1000)
+    monkeypatch.setattr(Quantizing, "_make", lambda self: made.append(self._name) or whole(self))
+
+    def spy(self, start, stop):
+        rows = read(self, start, stop)
+        reads.append(rows.size)
+        return rows
+
+    monkeypatch.setattr(Quantizing, "_read", spy)
+    with engine(model, quant="int4"):
+        assert len(made) == len(set(made)) > 10  # each matrix once
+        assert max(reads) <= max(1000, 300)
+
+
+def test_weights_read_again_are_quantized_again():
+    model = make_model("llama-gqa")
+    ids = random_ids(1, 5)
+    with engine(model, quant="int8") as made:
+        before = np.asarray(made(ids).logits)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        made.refresh()
+        after = np.asarray(made(ids).logits)
+        assert relative_rms(after, before) > 1e-3
+    with engine(model, quant="int8") as new:
+        assert np.array_equal(np.asarray(new(ids).logits), after)
+
+
+REFUSED = [
+    ({"weight": {"q_groups": 7}}, r"q_groups=7: rows of .* have 96 elements"),
+    ({"weight": {"quantized_initialization": {"num_bits": 4}}}, "quantized_initialization"),
+    ({"weight": {"post_init_quant": {"a": {}}}}, "post_init_quant"),
+    ({"weight": {"enabled": False}}, r"quant.weight.enabled=False"),
+    ({"scheme": "int4", "weight": {"num_bits": 8}}, r"quant.scheme='int4'.*Give one"),
+    ({"scheme": "fp8", "activation": {"num_bits": 8}}, "inputs become integers"),
+    ({"activation": {"num_bits": 4}}, "activation.num_bits=4"),
+    ({"activation": {"q_groups": 2}}, "activation.q_groups=2"),
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
+def test_what_cannot_be_honoured_is_refused_by_name(asked, said, hf_model):
+    with pytest.raises(ConfigError, match=said):
+        engine(hf_model("llama-gqa"), quant=asked)
+
+
+def test_a_module_that_runs_itself_is_not_quantized(hf_model):
+    with pytest.raises(ConfigError, match=r"quant=.*in module mode"):
+        dualinfer.init_inference(hf_model("llama-gqa"), backend="torch", quant="int8")
+
+
+def test_the_head_is_int8_whatever_the_layers_are(hf_model):
+    with engine(hf_model("llama-gqa"), quant="int4") as made:
+        leaves = [own for leaf in made.runner.params.leaves() for own in leaves_of(leaf)]
+        schemes = [leaf.scheme.codes for leaf in leaves if isinstance(leaf, Weight) and leaf.scheme]
+        assert schemes.count("int8") == 1 and schemes.count("int4") > 5
