@@ -20,10 +20,10 @@ from .checkpoint.hf_config import (
 )
 from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.quantized import open_quantized, quantize_by
-from .checkpoint.saving import Saved, check_saving, save_checkpoint
+from .checkpoint.saving import Saved, Written, check_saving, save_checkpoint, save_folder
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
-from .config import InferenceConfig, make_config, serving_dtype
+from .config import InferenceConfig, dtype_name, make_config, serving_dtype
 from .config.refusals import check_config
 from .engine.base import About
 from .engine.fused import FusedEngine
@@ -336,6 +336,28 @@ def _make_fused_engine(
     return engine
 
 
+def quantize_checkpoint(
+    folder: Path,
+    out: str,
+    quant: Any,
+    max_shard_size: int | None = None,
+    seen: Callable[[Written], None] | None = None,
+) -> list[Written]:
+    """Write the checkpoint of `folder` to `out`, quantized as a config's `quant` says.
+
+    No device is used, and one matrix at a time is in memory; other weights keep the checkpoint's
+    dtype. See `save_folder`. Raises as `init_inference` does.
+    """
+    source = open_checkpoint(folder)
+    config = read_config(folder)
+    dtype = _own_dtype(config, _elements(source, source.names()))
+    settings = make_config({"quant": quant, "dtype": dtype}, {})
+    _, hf_model, spec, plan, weights = _describe_fused(folder, settings, [])
+    own = hf_model.config, hf_model.generation_config, folder
+    saved = Saved(spec, plan, weights, dtype_name(dtype), *own)
+    return save_folder(out, saved, max_shard_size, seen)
+
+
 def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
     """Where the weights are read again from; a live module is held no longer than by its owner."""
     settings, hf_model, spec, plan, _ = described
@@ -353,7 +375,12 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
             )
         return _describe_fused(now, settings, [])[2:]
 
-    return Origin(spec, plan, read, watch)
+    def save(path: str, max_shard_size: int | None) -> None:
+        weights = folder if folder is not None else settings.checkpoint
+        own = hf_model.config, hf_model.generation_config, weights
+        save_folder(path, Saved(*read(), settings.dtype or "", *own), max_shard_size)
+
+    return Origin(spec, plan, read, save, watch)
 
 
 def _make_module_engine(

@@ -8,22 +8,27 @@ import copy
 import errno
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
 from ..config.nested import TensorParallelConfig
-from ..errors import CheckpointError, ConfigError, DualinferError
+from ..errors import CheckpointError, ConfigError, DualinferError, UnsupportedError
 from ..model.spec import ModelSpec
 from ..model.weights import LoadPlan, TensorSource
 from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
+from ..quantization import QuantizedMatrix
+from ..quantization.codes import dequantize
 from ..system.new_folder import NewFolder, write_synced
+from ..system.progress import track_bytes
+from .compressed import Spec, Stored, arrays_of, describe, store
 from .files import write_tensors
 from .pieces import INDEX, Cut, cut_pieces, make_index
 from .quantized import QuantizedSource
@@ -49,22 +54,25 @@ class Saved:
     folder: Any
 
 
-def check_saving(path: str, folder: Any) -> None:
+_OPTION = "save_mp_checkpoint_path"  # how messages call the path
+
+
+def check_saving(path: str, folder: Any, option: str = _OPTION) -> None:
     """Raise what saving to `path` would: it is not free, or tokenizer files cannot be copied.
 
     `folder` is where they are taken from, if it is one. Raises ConfigError or CheckpointError.
     """
-    target = _resolved(path)
+    target = _resolved(path, option)
     if target.is_dir():
         names = sorted(entry.name for entry in target.iterdir())
         if names:
             raise ConfigError(
-                f"save_mp_checkpoint_path={path!r} holds {', '.join(names[:4])}"
+                f"{option}={path!r} holds {', '.join(names[:4])}"
                 f"{' and more' if len(names) > 4 else ''}; nothing is written over. Pass a folder "
                 "that is empty or not there, or empty this one."
             )
     elif target.exists():
-        raise ConfigError(f"save_mp_checkpoint_path={path!r} is no folder. Pass another path.")
+        raise ConfigError(f"{option}={path!r} is no folder. Pass another path.")
     for _ in tokenizer_files(folder):
         pass
 
@@ -104,6 +112,138 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
     return f"saved in {count} file{'s' if count > 1 else ''} of weights to {target}"
 
 
+class Written(NamedTuple):
+    """A weight in a folder that was written: its matrix where it is quantized, and its bytes."""
+
+    name: str
+    matrix: QuantizedMatrix | None
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def save_folder(
+    path: str,
+    saved: Saved,
+    max_shard_size: int | None = None,
+    seen: Callable[[Written], None] | None = None,
+) -> list[Written]:
+    """Write a folder that transformers and any engine load, and say what is in it.
+
+    Plain weights are in the engine's dtype; quantized ones are in compressed-tensors' format,
+    matrix by matrix. An embedding that is quantized because it is the head as well becomes two: a
+    plain one with the same values, and the quantized head. Files hold at most `max_shard_size`
+    bytes, unless one weight is larger. `seen` is called with each weight once it is written. Raises
+    ConfigError, CheckpointError, or UnsupportedError for what the format cannot say, and then
+    leaves nothing at `path`.
+    """
+    check_saving(path, saved.folder, "folder")
+    entries, described, untied = _entries(saved)
+    written = [entry.written for entry in entries]
+    files: list[list[_Entry]] = [[]]
+    for entry in entries:
+        size = sum(own.written.nbytes for own in files[-1])
+        if max_shard_size and files[-1] and size + entry.written.nbytes > max_shard_size:
+            files.append([])
+        files[-1].append(entry)
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    total = sum(own.nbytes for own in written)
+    with _told(path, "folder"), closing(NewFolder(_resolved(path, "folder"))) as new:
+        with track_bytes("Saving", total) as advance:
+            for name, own in zip(names, files, strict=True):
+                specs = {k: v for entry in own for k, v in entry.spec.items()}
+                write_tensors(new.content / name, specs, _arrays(own, advance, seen))
+        _write_descriptions(new.content, saved, described, untied)
+        if len(files) > 1:
+            where = {k: n for n, own in zip(names, files, strict=True) for e in own for k in e.spec}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            _write_json(new.content / "model.safetensors.index.json", index)
+        new.publish()
+    return written
+
+
+class _Entry(NamedTuple):
+    """What is written of one weight, in one file."""
+
+    written: Written
+    spec: Spec
+    arrays: Callable[[], Iterable[np.ndarray]]
+
+
+def _arrays(
+    entries: list[_Entry], advance: Callable[[int], Any], seen: Callable[[Written], None] | None
+) -> Iterator[np.ndarray]:
+    for entry in entries:
+        yield from entry.arrays()
+        advance(entry.written.nbytes)
+        if seen:
+            seen(entry.written)
+
+
+def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
+    """What to write, the quantization_config, and whether the head is its own weight now."""
+    source, table = saved.source, saved.plan.table
+    turned = {
+        part.name
+        for row in replace(table, matrices=None).rows
+        for part in row.sources
+        if row.is_weight and row.permutation(part) != tuple(range(len(part.axes)))
+    }
+    tied = {name: row.sources[0].name for row, name in table.tied}
+    entries: dict[str, _Entry] = {}
+    stored: dict[str, Stored] = {}
+    plain: list[str] = []
+    for row, names in saved.plan.rows:
+        for part, found in zip(row.sources, names, strict=True):
+            name, own = found.partition(":")[0], part.name.partition(":")[0]
+            if name in entries:
+                continue
+            matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
+            if matrix is None:
+                entries[name] = _plain_entry(name, source, saved.dtype)
+                plain += [name] if row.is_weight else []
+                continue
+            if own in turned:
+                raise UnsupportedError(
+                    f"{name} is a Conv1D of transformers, which compressed-tensors does not hold. "
+                    "Quantize this model while it is loaded, by `quant`."
+                )
+            if row.layer is None and row.name != "head.weight":
+                entries[name] = _dense_entry(name, matrix, saved.dtype)
+                plain.append(name)
+                name = tied.get(own, "")
+            if name:
+                stored[name] = store(name, matrix)
+                entries[name] = _quantized_entry(name, matrix, stored[name])
+    untied = any(name in stored for name in tied.values())
+    return [*entries.values()], describe(stored, plain) if stored else None, untied
+
+
+def _plain_entry(name: str, source: TensorSource, dtype: str) -> _Entry:
+    shape = tuple(source.shape(name))
+    size = prod(shape) * numpy_dtype(dtype).itemsize
+
+    def arrays() -> Iterator[np.ndarray]:
+        with np.errstate(over="ignore"):  # infinite in the engine as well
+            yield to_numpy(source.read(name)).astype(numpy_dtype(dtype), copy=False)
+
+    return _Entry(Written(name, None, shape, size), {name: (dtype, shape)}, arrays)
+
+
+def _dense_entry(name: str, matrix: QuantizedMatrix, dtype: str) -> _Entry:
+    size = prod(matrix.shape) * numpy_dtype(dtype).itemsize
+    written = Written(name, None, matrix.shape, size)
+    spec = {name: (dtype, matrix.shape)}
+    return _Entry(written, spec, lambda: [dequantize(matrix).astype(numpy_dtype(dtype))])
+
+
+def _quantized_entry(name: str, matrix: QuantizedMatrix, stored: Stored) -> _Entry:
+    size = sum(prod(shape) * numpy_dtype(kind).itemsize for kind, shape in stored.spec.values())
+    written = Written(name, matrix, matrix.shape, size)
+    return _Entry(written, stored.spec, lambda: arrays_of(stored))
+
+
 def _degree(tp: TensorParallelConfig, peers: Peers) -> int:
     """Number of devices: on torch one a process, on JAX those of all processes."""
     if tp.enabled and tp.mesh is not None:
@@ -111,7 +251,7 @@ def _degree(tp: TensorParallelConfig, peers: Peers) -> int:
     return max(tp.degree, peers.size)
 
 
-def _resolved(path: str) -> Path:
+def _resolved(path: str, option: str = _OPTION) -> Path:
     """The path without links; ConfigError where no folder can have it."""
     try:
         target = Path(os.path.realpath(Path(path).expanduser()))
@@ -121,13 +261,13 @@ def _resolved(path: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         shown = path if len(path) < 80 else f"{path[:80]}..."
         raise ConfigError(
-            f"save_mp_checkpoint_path={shown!r} cannot be a folder: {error}. Pass another path."
+            f"{option}={shown!r} cannot be a folder: {error}. Pass another path."
         ) from error
     return target
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
+def _told(path: str, option: str = _OPTION) -> Iterator[None]:
     """What the system refuses, as an error that names the option."""
     try:
         yield
@@ -135,7 +275,7 @@ def _told(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"save_mp_checkpoint_path={path!r}: the checkpoint was not written, and nothing of it "
+            f"{option}={path!r}: the checkpoint was not written, and nothing of it "
             f"is left ({error}). Is there room, and may you write there?"
         ) from error
 
@@ -162,11 +302,21 @@ def _check_complete(folder: Path, cuts: Sequence[Sequence[Cut]]) -> None:
             raise FileNotFoundError(f"{own[0].piece.file} of another process is not there")
 
 
-def _write_descriptions(folder: Path, saved: Saved) -> None:
-    """config.json, generation_config.json and the tokenizer: what makes weights a model."""
+def _write_descriptions(
+    folder: Path, saved: Saved, quantized: dict[str, Any] | None = None, untied: bool = False
+) -> None:
+    """config.json, generation_config.json and the tokenizer: what makes weights a model.
+
+    `quantized` takes the place of what the config says of quantization.
+    """
     config = copy.deepcopy(saved.config)
     config.architectures, config.dtype = [saved.spec.architecture], saved.dtype
-    _write_json(folder / "config.json", json.loads(config.to_json_string()))
+    content = json.loads(config.to_json_string())
+    if quantized is not None:
+        content["quantization_config"] = quantized
+    if untied:
+        content["tie_word_embeddings"] = False
+    _write_json(folder / "config.json", content)
     if saved.spec.can_generate and saved.generation_config is not None:
         text = saved.generation_config.to_json_string()
         _write_json(folder / "generation_config.json", json.loads(text))

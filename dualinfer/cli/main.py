@@ -1,4 +1,4 @@
-"""The command line: dualinfer generate | chat | demo | parity | bench | plan | launch | env."""
+"""The command line: generate, chat, demo, parity, bench, plan, quantize, launch, env."""
 
 import importlib.metadata
 import os
@@ -32,6 +32,7 @@ from .devices import launch, plan
 from .environment import describe_backend, describe_system
 from .options import RevisionOption
 from .parity import Parity, compare, first_difference
+from .quantize import quantize
 from .quick_start import OWN_PROCESS, start_sooner
 from .texts import NEW_TOKENS, chat, check_both_run, find_model, generate
 from .wording import print_error
@@ -210,6 +211,7 @@ def parity(
 
 app.add_typer(bench, name="bench")
 app.command(cls=Command)(plan)
+app.command(cls=Command)(quantize)
 app.command(cls=Command, context_settings={"allow_interspersed_args": False})(launch)
 
 

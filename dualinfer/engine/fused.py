@@ -1,7 +1,8 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -72,6 +73,19 @@ class FusedEngine(InferenceEngine):
         """
         with self._turns:
             self._origin.refresh(self.runner, self._turns, self._loop.check_idle)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], max_shard_size: int | str | None = None
+    ) -> None:
+        """Write a folder that transformers loads, and any engine, on any number of devices.
+
+        Weights are in the engine's dtype, quantized ones in compressed-tensors' format with the
+        same values. They are read again from where the engine has them from. `folder` is new or
+        empty; files hold at most `max_shard_size` bytes, an int or as "5GB". Every process that
+        shares the model must call it. Raises ConfigError, CheckpointError, UnsupportedError.
+        """
+        with self._turns:
+            self._origin.save(os.fspath(folder), _bytes(max_shard_size), self._turns)
 
     def forward(
         self,
@@ -432,3 +446,15 @@ class FusedEngine(InferenceEngine):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
+
+
+def _bytes(size: Any) -> int | None:
+    """Bytes of an int, or of a number with MB or GB as transformers writes it; None is no limit."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    count = size
+    if isinstance(size, str) and (unit := units.get(size.strip()[-2:].upper())):
+        with suppress(ValueError):
+            count = int(float(size.strip()[:-2]) * unit)
+    if count is None or (type(count) is int and count > 0):
+        return count
+    raise ArgumentError(f"max_shard_size={size!r}: expected bytes, or a str such as '5GB'.")

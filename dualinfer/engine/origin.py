@@ -11,17 +11,21 @@ from ..model.weights import LoadPlan, TensorSource, marks_of
 from ..parallel.spmd import Turns
 
 Read = Callable[[], tuple[ModelSpec, LoadPlan, TensorSource]]
+Save = Callable[[str, int | None], None]
 
 
 class Origin:
     """A live module, which is watched, or files, which are not: an engine has copies of these.
 
-    `read` describes the model as it is now. It raises where it is gone or not to be run.
+    `read` describes the model as it is now. It raises where it is gone or not to be run. `save`
+    writes it to a folder.
     """
 
-    def __init__(self, spec: ModelSpec, plan: LoadPlan, read: Read, watch: Watch | None = None):
+    def __init__(
+        self, spec: ModelSpec, plan: LoadPlan, read: Read, save: Save, watch: Watch | None = None
+    ):
         self._spec, self._rows = spec, _rows(plan)
-        self._read, self._watch = read, watch
+        self._read, self._save, self._watch = read, save, watch
         self._failed: str | None = None
 
     def check(self) -> None:
@@ -60,6 +64,13 @@ class Origin:
             self._failed = f"{type(error).__name__}: {error}".rstrip(".") + "."
             raise
         self._failed = None
+
+    def save(self, path: str, max_shard_size: int | None, turns: Turns) -> None:
+        """Write what the engine runs to a folder; one process writes."""
+        with turns.together("Saving"):
+            self.check()
+            if turns.peers.rank == 0:
+                self._save(path, max_shard_size)
 
     def close(self) -> None:
         """Let go of what is watched."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import to_numpy
 from ..errors import CheckpointError
-from .codes import RANGES, decode, encode, scale_dtype
+from .codes import RANGES, decode, dequantize, encode, scale_dtype
 from .scheme import BlockScheme
 
 # By the short names; scales have the dtype of the weights, but for those of nvfp4.
@@ -199,6 +199,16 @@ class Quantizing:
             scheme = replace(scheme, scale_dtype=kinds.get(own, "float32"))  # type: ignore[arg-type]
         self.scheme, self.stored = scheme, (name,)
         self._lock = threading.Lock()
+
+    def error(self) -> tuple[float, float]:
+        """The sums of squares of what quantizing takes away, and of the matrix itself."""
+        values, few = dequantize(self), max(1, _READ // max(1, self.shape[1]))
+        sums = [0.0, 0.0]
+        for i in range(0, self.shape[0], few):
+            rows = self._read(i, i + few).astype(np.float64)
+            sums[0] += float(((values[i : i + few] - rows) ** 2).sum())
+            sums[1] += float((rows**2).sum())
+        return sums[0], sums[1]
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""

@@ -1,0 +1,83 @@
+"""dualinfer quantize: a checkpoint in fewer bits, written beside the one that it is made of."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..api import quantize_checkpoint
+from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.saving import Written
+from ..system.tables import Table
+from ..system.terminal import print_folded
+from .options import RevisionOption
+
+_GB = 1e9
+
+
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder or a hub id (owner/name)."),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder, new or empty.")],
+    scheme: Annotated[
+        str, typer.Option(metavar="NAME", help="int8, int4, fp8 or nvfp4.", show_default=True)
+    ] = "int4",
+    groups: Annotated[
+        int | None,
+        typer.Option(metavar="COUNT", min=1, help="int8, int4: groups along each row of a weight."),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="int8, int4: with zero points.")
+    ] = False,
+    max_shard_size: Annotated[
+        float | None, typer.Option(metavar="GB", min=0.001, help="Size of a file, at most.")
+    ] = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Write a checkpoint with quantized weights, which transformers and dualinfer load.
+
+    The head becomes int8, embeddings and norms stay as they are.
+    """
+    quant: Any = scheme
+    if groups is not None or asymmetric:
+        if scheme.lower() not in ("int8", "int4"):
+            raise typer.BadParameter(f"--groups and --asymmetric go with int8 and int4: {scheme}")
+        quant = {
+            "weight": {
+                "num_bits": int(scheme[3:]),
+                "q_type": "asymmetric" if asymmetric else "symmetric",
+                "q_groups": groups or 1,
+            }
+        }
+    folder = find_checkpoint(model, revision)
+    kinds: dict[str, list[float]] = {}
+
+    def seen(written: Written) -> None:
+        if written.matrix is None:
+            return
+        kind = written.name.removesuffix(".weight").rpartition(".")[2]
+        row = kinds.setdefault(f"{kind}: {written.matrix.scheme.name}", [0.0] * 5)
+        made: Any = written.matrix
+        elements = written.shape[0] * written.shape[1]
+        for i, value in enumerate((1, elements, written.nbytes, *made.error())):
+            row[i] += value
+
+    size = round(max_shard_size * _GB) if max_shard_size else None
+    every = quantize_checkpoint(folder, out, quant, size, seen)
+    table = Table(title=f"{model} in {scheme}")
+    for name in ("weights", "count", "bits each", "error"):
+        table.add_column(name, justify="left" if name == "weights" else "right")
+    for kind, (count, elements, size_in_bytes, error, whole) in kinds.items():
+        relative = (error / whole) ** 0.5 if whole else 0.0
+        bits = f"{8 * size_in_bytes / elements:.2f}"
+        table.add_row(kind, f"{count:,.0f}", bits, f"{100 * relative:.2f} %")
+    console = Console()
+    console.print(table)
+    total = sum(written.nbytes for written in every)
+    print_folded(
+        console,
+        f"{total / 1e6:,.1f} MB in {out}. The error is the RMS of what is lost, relative to the "
+        f"weights' own. `dualinfer chat {out}` runs it.",
+    )

@@ -1,0 +1,127 @@
+"""Folders that engines and `dualinfer quantize` write mean the same to transformers and to us."""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+hf = pytest.importorskip("transformers")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from dualinfer import ArgumentError, ConfigError, UnsupportedError  # noqa: E402
+from dualinfer.cli.main import app  # noqa: E402
+
+from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+from .test_compressed_tensors import logits_of_hf  # noqa: E402
+from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
+
+# Groups of 32 divide all of its widths; the head is a weight of its own.
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "tie_word_embeddings": False}
+INT4 = {"weight": {"num_bits": 4, "q_groups": 1}}
+INPUTS = {"weight": {"num_bits": 8}, "activation": {"enabled": True}}
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama-gqa", **SIZES)
+
+
+@pytest.mark.parametrize("asked", ["int8", "fp8", "nvfp4", INT4, ASYMMETRIC], ids=str)
+def test_transformers_loads_the_same_values(asked, model, tmp_path):
+    """And engines of both backends the same bytes."""
+    folder, ids = tmp_path / "out", random_ids(2, 9)
+    with engine(model, quant=asked) as made:
+        expected, held = np.asarray(made(ids).logits), hashes(made)
+        made.save_pretrained(folder)
+    if asked != "nvfp4":  # which transformers rounds to bfloat16
+        theirs = logits_of_hf(folder, ids, dequantize=True)
+        assert relative_rms(expected, theirs) < 1e-5
+    for backend in BACKENDS:
+        with engine(folder, backend) as again:
+            assert relative_rms(again(ids).logits, expected) < 1e-6
+            assert hashes(again) == held
+            assert again.report().weights["head"] == "int8, rows"
+    with engine(folder, "jax", tp=2) as again:
+        assert relative_rms(again(ids).logits, expected) < 1e-5
+
+
+def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
+    model, ids = make_model("llama-gqa", **SIZES | {"tie_word_embeddings": True}), random_ids(2, 9)
+    with engine(model, quant="int8") as made:
+        expected = np.asarray(made(ids).logits)
+        made.save_pretrained(tmp_path / "out", max_shard_size="100KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+    theirs = logits_of_hf(tmp_path / "out", ids, dequantize=True)
+    assert relative_rms(expected, theirs) < 1e-5
+    with engine(tmp_path / "out", "jax") as again:
+        assert relative_rms(again(ids).logits, expected) < 1e-6
+
+
+def test_quantized_inputs_are_said(model, tmp_path):
+    with engine(model, quant=INPUTS) as made:
+        made.save_pretrained(tmp_path / "out")
+        scheme = made.runner.params.layers[0]["up.weight"].scheme
+        held = hashes(made)
+    with engine(tmp_path / "out") as again:
+        assert again.runner.params.layers[0]["up.weight"].scheme == scheme
+        assert hashes(again) == held
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
+    model, ids = make_model("gpt2"), random_ids(2, 9)
+    with engine(model, backend) as made:
+        expected = np.asarray(made(ids).logits)
+        made.save_pretrained(tmp_path / "out", max_shard_size=300_000)
+        with pytest.raises(ConfigError, match=r"folder=.*holds"):
+            made.save_pretrained(tmp_path / "out")
+        with pytest.raises(ArgumentError, match="max_shard_size='much'"):
+            made.save_pretrained(tmp_path / "more", max_shard_size="much")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert relative_rms(expected, theirs(torch.tensor(ids)).logits.numpy()) < 1e-4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("gpt2", "int8", "is a Conv1D of transformers"),
+        ("llama-gqa", "int4", "compressed-tensors has whole groups alone"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(name, asked, said, tmp_path):
+    with engine(make_model(name), quant=asked) as made:
+        with pytest.raises(UnsupportedError, match=said):
+            made.save_pretrained(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [("--scheme", "int8"), ("--groups", "4", "--asymmetric")])
+def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("plain")
+    done = CliRunner().invoke(app, ["quantize", "plain", "out", *options])
+    assert done.exit_code == 0, done.output
+    assert "down_proj" in done.output and "lm_head: int8, rows" in done.output
+    assert all(len(line) <= 80 for line in done.output.splitlines())
+    asked = "int8" if "int8" in options else ASYMMETRIC
+    with engine("plain", quant=asked) as one, engine("out") as other:
+        assert hashes(one) == hashes(other)
+        ids = random_ids(2, 9)
+        assert relative_rms(one(ids).logits, other(ids).logits) < 1e-6
+    again = CliRunner().invoke(app, ["quantize", "plain", "out"])
+    assert again.exit_code == 1 and isinstance(again.exception, ConfigError)
+
+
+def test_the_command_refuses_groups_of_floats():
+    done = CliRunner().invoke(app, ["quantize", "a", "b", "--scheme", "fp8", "--groups", "4"])
+    assert done.exit_code == 2 and "--groups and --asymmetric go with int8 and" in done.output
