@@ -1,7 +1,9 @@
 """`quant` and dtype="int8" quantize any model while it is loaded, on both backends alike."""
 
 import copy
+import gc
 import hashlib
+import weakref
 
 import numpy as np
 import pytest
@@ -157,6 +159,17 @@ def test_one_matrix_at_a_time_becomes_float32(hf_model, monkeypatch):
     with engine(model, quant="int4"):
         assert len(made) == len(set(made)) > 10  # each matrix once
         assert max(reads) <= max(1000, 300)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_holds_the_model_afterwards(backend):
+    model = make_model("llama-gqa")
+    gone = weakref.ref(model.model.layers[0].mlp.up_proj)
+    with engine(model, backend, quant="int4") as made:
+        made(random_ids(1, 5))
+    del model, made
+    gc.collect()
+    assert gone() is None
 
 
 def test_weights_read_again_are_quantized_again():

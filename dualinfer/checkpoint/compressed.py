@@ -1,5 +1,6 @@
 """Quantized weights as compressed-tensors stores them, in a folder that transformers loads."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -96,16 +97,21 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
 def describe(stored: Mapping[str, Stored], plain: list[str]) -> dict[str, Any]:
     """The `quantization_config` of matrices by name, and of those that are plain.
 
-    Modules that are alike are a group: the largest is every other Linear, the rest go by name.
+    Modules that are alike are a group. One group is every Linear; several go by patterns in which
+    numbers are left open, and by name where that says too much.
     """
     alike: dict[str, list[str]] = {}
     for name, own in stored.items():
-        alike.setdefault(repr((own.form, own.group)), []).append(name)
-    order = sorted(alike.values(), key=len, reverse=True)
+        alike.setdefault(repr((own.form, own.group)), []).append(name.removesuffix(".weight"))
+    kinds: dict[str, set[str]] = {}  # by pattern: the groups that it is in
+    for kind, names in alike.items():
+        for name in names:
+            kinds.setdefault(_pattern(name), set()).add(kind)
     groups = {}
-    for i, names in enumerate(order):
-        own = stored[names[0]]
-        targets = [name.removesuffix(".weight") for name in names] if i else ["Linear"]
+    for i, (_, names) in enumerate(alike.items()):
+        own = stored[f"{names[0]}.weight"]
+        patterns = (_pattern(name) if len(kinds[_pattern(name)]) == 1 else name for name in names)
+        targets = [*dict.fromkeys(patterns)] if len(alike) > 1 else ["Linear"]
         groups[f"group_{i}"] = {**own.group, "targets": targets, "format": own.form}
     forms = {own.form for own in stored.values()}
     return {
@@ -116,6 +122,11 @@ def describe(stored: Mapping[str, Stored], plain: list[str]) -> dict[str, Any]:
         "ignore": [name.removesuffix(".weight") for name in plain],
         "kv_cache_scheme": None,
     }
+
+
+def _pattern(name: str) -> str:
+    """What compressed-tensors takes for a name in which numbers are open."""
+    return "re:^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
 
 
 def arrays_of(stored: Stored) -> Iterator[np.ndarray]:

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, counted
 from ..model.weights import TensorSource, WeightTable
 from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.formats import Opener
-from ..quantization.quantize import Quantizing
+from ..quantization.quantize import Held, Quantizing
 from ..quantization.recipe import HEAD, Recipe
 
 
@@ -163,6 +163,8 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
             turned = row.permutation(part) != tuple(sorted(row.permutation(part)))
             schemes.update((name, (scheme, turned)) for name in table.candidates(part.name))
 
+    held = Held()
+
     def matrix(name: str) -> QuantizedMatrix | None:
         scheme, turned = schemes.get(name, (None, False))
         if scheme is None or name not in stored:
@@ -171,7 +173,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
         shape = (size[1], size[0]) if turned else (size[0], size[1])
         if scheme is recipe.scheme:
             scheme = recipe.scheme_of(name, shape)
-        return Quantizing(source, name, scheme, turned)
+        return Quantizing(source, name, scheme, turned, held)
 
     return Opener(matrix)
 

@@ -44,7 +44,7 @@ def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(
-                    f"{home / name} cannot be copied to save_mp_checkpoint_path: {error}. Replace "
+                    f"{home / name} cannot be copied beside the saved weights: {error}. Replace "
                     "or remove the file."
                 ) from error
             yield TokenizerFile(name, content, mode)
@@ -55,8 +55,8 @@ def _read(path: Path, home: Path) -> tuple[bytes, int]:
     is_of_hub = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
     if not (real.is_relative_to(home) or is_of_hub):
         raise CheckpointError(
-            f"{path} is a link to {real}, outside of the checkpoint's folder, and is not copied to "
-            "save_mp_checkpoint_path. Put the file itself into the folder, or remove the link."
+            f"{path} is a link to {real}, outside of the checkpoint's folder, and is not copied "
+            "beside the saved weights. Put the file itself into the folder, or remove the link."
         )
     # Follows no link that was laid since, and waits for no FIFO.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

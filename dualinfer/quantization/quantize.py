@@ -52,6 +52,7 @@ def quantize(rows: np.ndarray, scheme: BlockScheme, outer: np.float32 | None = N
     `outer` is the matrix' second factor, of a scheme that has one.
     """
     assert scheme.rows == 1 and not scheme.groups and (outer is not None) == scheme.outer
+    assert scheme.scale_dtype != "float8_e8m0fnu"  # whose scales are found in another way
     few = max(1, _AT_ONCE // max(1, rows.shape[1]))
     blocks = [rows[i : i + few] for i in range(0, len(rows), few)]
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy leaves Python's lock
@@ -153,10 +154,10 @@ def _epsilon(dtype: np.dtype) -> np.float32:
     return np.float32(ml_dtypes.finfo(dtype).eps)
 
 
-class _Held:
+class Held:
     """What was quantized last, of a few matrices: readers ask for several at a time."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 6) -> None:
         self._most, self._lock = most, threading.Lock()
         self._made: dict[Any, Any] = {}  # the last one is last
 
@@ -177,7 +178,6 @@ class _Held:
 
 
 _READ = 1 << 24  # elements that are read at a time
-_HELD = _Held(6)
 
 
 class Quantizing:
@@ -185,11 +185,16 @@ class Quantizing:
 
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
     have the tensor's dtype, unless they are of 8 bits. Codes and scales come from one pass, over as
-    many rows at a time as `_READ` elements hold, and are held until others are asked for.
+    many rows at a time as `_READ` elements hold, and stay in `held` until others are asked for.
     """
 
     def __init__(
-        self, source: Any, name: str, scheme: BlockScheme, transposed: bool = False
+        self,
+        source: Any,
+        name: str,
+        scheme: BlockScheme,
+        transposed: bool = False,
+        held: Held | None = None,
     ) -> None:
         self._source, self._name, self._transposed = source, name, transposed
         stored, own = tuple(source.shape(name)), source.dtype(name)
@@ -198,6 +203,7 @@ class Quantizing:
             kinds = {"bfloat16": "bfloat16", "float16": "float16"}
             scheme = replace(scheme, scale_dtype=kinds.get(own, "float32"))  # type: ignore[arg-type]
         self.scheme, self.stored = scheme, (name,)
+        self._held = held or Held(1)
         self._lock = threading.Lock()
 
     def error(self) -> tuple[float, float]:
@@ -236,10 +242,10 @@ class Quantizing:
 
     def _whole(self) -> tuple[Quantized, np.float32 | None]:
         with self._lock:
-            made = _HELD.get(self)
+            made = self._held.get(self)
             if made is None:
                 made = self._make()
-                _HELD.put(self, made)
+                self._held.put(self, made)
         return made
 
     def _make(self) -> tuple[Quantized, np.float32 | None]:
