@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
 from dualinfer import ConfigError  # noqa: E402
+from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
@@ -68,7 +69,7 @@ def hashes(engine):
     for i, layer in enumerate(engine.runner.params.layers):
         for name, leaf in layer.items():
             for part, array in parts_of(leaf).items():
-                data = np.asarray(array)
+                data = to_numpy(array)
                 if data.dtype.kind in "iu":
                     found[i, name, part] = hashlib.sha256(data.tobytes()).hexdigest()
     assert found

@@ -95,6 +95,21 @@ def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
         assert relative_rms(again(ids).logits, expected) < 1e-6
 
 
+def test_scales_keep_their_dtype(tmp_path):
+    model = make_model("llama-gqa", **SIZES).bfloat16()
+    with engine(model, quant=ASYMMETRIC) as made:
+        held = hashes(made)
+        made.save_pretrained(tmp_path / "out")
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")[
+            "model.layers.0.mlp.up_proj.weight_scale"
+        ].dtype
+        == torch.bfloat16
+    )
+    with engine(tmp_path / "out") as again:
+        assert hashes(again) == held
+
+
 def test_quantized_inputs_are_said(model, tmp_path):
     with engine(model, quant=INPUTS) as made:
         made.save_pretrained(tmp_path / "out")
@@ -153,6 +168,11 @@ def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkey
         assert relative_rms(one(ids).logits, other(ids).logits) < 1e-6
     again = CliRunner().invoke(app, ["quantize", "plain", "out"])
     assert again.exit_code == 1 and "holds config.json" in again.output
+
+
+def test_the_command_refuses_a_scheme_that_is_none():
+    done = CliRunner().invoke(app, ["quantize", "a", "b", "--scheme", "int3"])
+    assert done.exit_code == 2 and "expected one of int8, int4, fp8, nvfp4" in done.output
 
 
 def test_the_command_refuses_groups_of_floats():

@@ -79,6 +79,8 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
         else:
             made["weight_packed"] = codes[:, ::2] | (codes[:, 1::2] << 4)
         if outer is not None:
+            if (outer != outer[0]).any():
+                raise _unsayable(name, "a second scale for each row")
             made["weight_global_scale"] = _inverse(outer[:1])
         for part in ("input_scale", "input_global_scale"):
             if part in spec and given is not None:
@@ -139,7 +141,12 @@ def arrays_of(stored: Stored) -> Iterator[np.ndarray]:
 def _form(name: str, scheme: BlockScheme, k: int) -> str:
     codes, is_dynamic_int8 = scheme.codes, scheme.activation is not None
     if scheme.groups:
-        raise _unsayable(name, "groups by activation order")
+        raise UnsupportedError(
+            f"{name} has groups by activation order, which compressed-tensors no longer reads: "
+            f"whoever loaded the folder would get wrong values. {_WAY}"
+        )
+    if codes.startswith("u") and not scheme.zeros:
+        raise _unsayable(name, "codes without a sign or zero points")
     if codes in ("int4", "uint4", "int8", "uint8") and scheme.rows <= 1:
         return "int-quantized" if codes == "int8" and is_dynamic_int8 else "pack-quantized"
     if codes == "fp8_e4m3":

@@ -8,6 +8,7 @@ from rich.console import Console
 from ..api import quantize_checkpoint
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.saving import Written
+from ..quantization.quantize import SCHEMES
 from ..system.tables import Table
 from ..system.terminal import print_folded
 from .options import RevisionOption
@@ -40,13 +41,15 @@ def quantize(
 
     The head becomes int8, embeddings and norms stay as they are.
     """
-    quant: Any = scheme
+    quant: Any = scheme.lower()
+    if quant not in SCHEMES:
+        raise typer.BadParameter(f"--scheme {scheme}: expected one of {', '.join(SCHEMES)}.")
     if groups is not None or asymmetric:
-        if scheme.lower() not in ("int8", "int4"):
+        if quant not in ("int8", "int4"):
             raise typer.BadParameter(f"--groups and --asymmetric go with int8 and int4: {scheme}")
         quant = {
             "weight": {
-                "num_bits": int(scheme[3:]),
+                "num_bits": int(quant[3:]),
                 "q_type": "asymmetric" if asymmetric else "symmetric",
                 "q_groups": groups or 1,
             }
@@ -76,8 +79,12 @@ def quantize(
     console = Console()
     console.print(table)
     total = sum(written.nbytes for written in every)
+    quantized: list[Any] = [written.matrix for written in every if written.matrix is not None]
+    before = total + sum(m.nbytes for m in quantized)
+    before -= sum(written.nbytes for written in every if written.matrix is not None)
     print_folded(
         console,
-        f"{total / 1e6:,.1f} MB in {out}. The error is the RMS of what is lost, relative to the "
+        f"{total / 1e6:,.1f} MB in {out}, of {before / 1e6:,.1f} MB. The "
+        "error is the RMS of what is lost, relative to the "
         f"weights' own. `dualinfer chat {out}` runs it.",
     )

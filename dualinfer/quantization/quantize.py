@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays import numpy_dtype, to_numpy
 from ..errors import CheckpointError
 from .codes import RANGES, decode, dequantize, encode, scale_dtype
 from .scheme import BlockScheme
@@ -205,6 +205,11 @@ class Quantizing:
         self.scheme, self.stored = scheme, (name,)
         self._held = held or Held(1)
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix as it is stored."""
+        return self.shape[0] * self.shape[1] * numpy_dtype(self._source.dtype(self._name)).itemsize
 
     def error(self) -> tuple[float, float]:
         """The sums of squares of what quantizing takes away, and of the matrix itself."""
