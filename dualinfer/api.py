@@ -137,6 +137,7 @@ def _choose_mode(
     kernels = fused if asked is None else asked
     settings = settings.model_copy(update={"replace_with_kernel_inject": kernels})
     check_config(settings, "fused" if fused else "module", backends.device_kind(settings.backend))
+    make_recipe(settings.quant)
     if settings.dtype is not None:
         backends.check_dtype(settings.backend, settings.dtype)
     if settings.replace_with_kernel_inject and not fused:
@@ -375,9 +376,10 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
             )
         return _describe_fused(now, settings, [])[2:]
 
+    weights = folder if folder is not None else settings.checkpoint
+    own = hf_model.config, hf_model.generation_config, weights  # and not the model
+
     def save(path: str, max_shard_size: int | None) -> None:
-        weights = folder if folder is not None else settings.checkpoint
-        own = hf_model.config, hf_model.generation_config, weights
         save_folder(path, Saved(*read(), settings.dtype or "", *own), max_shard_size)
 
     return Origin(spec, plan, read, save, watch)

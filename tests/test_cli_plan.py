@@ -164,9 +164,9 @@ def test_plan_splits_by_the_grain(run, tmp_path):
         ({"model_type": "t5"}, ("--tp", "2", "--backend", "jax"), "shows what module mode makes"),
         ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "hqq"}},
             ("--tp", "2"),
-            "quantization_config (gptq)",
+            "hqq",
         ),
     ],
 )

@@ -294,7 +294,7 @@ def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
         expected = logits_of_hf(folders(form), ids, dequantize=True)
         with torch.no_grad():
             dense = dense_model(folders(form))(torch.as_tensor(ids)).logits.numpy()
-        assert relative_rms(dense, expected) < (1e-2 if "FP4" in form else 1e-5)
+        assert relative_rms(dense, expected) < (3e-2 if "FP4" in form else 1e-5)
 
 
 def emulated(folder):

@@ -246,7 +246,7 @@ def test_old_calls_run_and_warn_at_the_callers_line(call, backend, hf_model):
     ("fields", "message"),
     [
         ({"quantization_setting": (True, 64)}, "'quantization_setting'; did you mean 'quant'"),
-        ({"dtype": torch.int8}, r"dtype=torch\.int8.*`quant`"),
+        ({"dtype": torch.int4}, r"dtype=torch\.int4.*`quant`"),
         ({"dtype": torch.float64}, r"dtype=torch\.float64.*use float32"),
         ({"num_experts": 2}, r"did you mean 'moe\.num_experts'"),
         ({"tp_size": 1}, r"did you mean 'tensor_parallel\.tp_size'"),
@@ -417,7 +417,7 @@ def test_ten_runs_of_a_pipeline_take_longer_than_the_model(mode, graphs, events)
         {"use_triton": True},
         {"min_out_tokens": 9, "max_out_tokens": 8},
         {"checkpoint": {"type": "ds_model", "checkpoints": ["a.bin"], "version": 1.0}},
-        {"quant": {"enabled": True}, "dtype": "fp16"},
+        {"quant": {"weight": {"enabled": False}}},
     ],
     ids=str,
 )

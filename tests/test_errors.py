@@ -588,9 +588,9 @@ def test_config_field_that_is_not_honoured_is_named(name, changes, message):
         describe(name, **changes)
 
 
-def test_a_quantized_model_is_refused_in_every_mode():
-    with pytest.raises(dualinfer.UnsupportedError, match=r"quantization_config \(gptq\)"):
-        describe("llama-gqa", quantization_config={"quant_method": "gptq", "bits": 4})
+def test_a_format_that_is_not_read_is_refused_in_every_mode():
+    with pytest.raises(dualinfer.UnsupportedError, match="hqq"):
+        describe("llama-gqa", quantization_config={"quant_method": "hqq", "bits": 4})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dualinfer.model.families import describe_model
 from dualinfer.model.weights import WeightTable, join_axis, make_load_plan, marks_of, row
 from dualinfer.parallel.sharding import Found, Shard, Share, make_plan
 from dualinfer.quantization import BlockScheme
+from dualinfer.quantization.formats import Opener
 
 from .models import ALL, BACKENDS, CASES
 
@@ -309,7 +310,7 @@ def test_stacked_tensors_with_scales_load_as_one_weight(backend):
 
         group = outer = input_scale = zero
 
-    source, table = open_quantized(Tensors(**codes, **scales), table, Matrix)
+    source, table = open_quantized(Tensors(**codes, **scales), table, Opener(Matrix))
     plan = make_load_plan(table, source)
     if backend == "torch":
         import torch

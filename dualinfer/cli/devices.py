@@ -111,6 +111,11 @@ def _many(tp: int) -> str:
 def _dtype(asked: str | None, written: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The dtype to count in, and a note on it where nobody asked: it is then that on a GPU."""
     given = make_config({"dtype": asked}, {}).dtype
+    if given == "int8":
+        raise ConfigError(
+            f"dtype={asked!r}: a plan counts weights as they are stored. Write them in fewer bits "
+            "with `dualinfer quantize` first, and plan that folder."
+        )
     if given is not None:
         return given, []
     own = written.get("dtype") or written.get("torch_dtype")

@@ -37,9 +37,10 @@ def quantize(
     ] = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Write a checkpoint with quantized weights, which transformers and dualinfer load.
+    """Write a checkpoint in fewer bits.
 
-    The head becomes int8, embeddings and norms stay as they are.
+    transformers and dualinfer load it. The head becomes int8, embeddings and norms stay as they
+    are.
     """
     quant: Any = scheme.lower()
     if quant not in SCHEMES:

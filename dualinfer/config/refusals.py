@@ -102,8 +102,9 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 def _check_module_mode(config: InferenceConfig) -> None:
     if config.quant is not None and config.quant.enabled:
         reason = (
-            "in module mode a module keeps its own weights. Set replace_with_kernel_inject=True if "
-            "dualinfer knows the model's family, or leave quant unset."
+            "in module mode a module keeps its own weights (dtype=int8 asks for quant, too). Set "
+            "replace_with_kernel_inject=True if dualinfer knows the model's family, or leave quant "
+            "unset."
         )
         _refuse("quant", config.quant, reason)
     if config.min_out_tokens > 1:

@@ -227,7 +227,7 @@ def _is_right(exchange: Exchange, place: ManyDevices) -> bool:
 
     over = place.over_devices
     run = place.spread(sums, (over, place.sharding().spec), (over, over))
-    totals, flags = Executables(launching=place.devices).run(
+    totals, flags = Executables(launching=place.devices, joined=False).run(
         "trial", run, exchange.table, place.put(x)
     )
     exchange.patience = patience

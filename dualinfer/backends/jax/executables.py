@@ -96,7 +96,8 @@ class Executables:
     go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
     executables ever made, `evictions` those that went, `seconds` how long callers waited for
     compilers, by the clock. `launching` are the devices on which functions launch kernels, which
-    then come in as few calls as possible. Threads that ask for one key wait for one compilation.
+    then come in as few calls as possible if they are `joined`. Threads that ask for one key wait
+    for one compilation.
     """
 
     def __init__(
@@ -105,11 +106,12 @@ class Executables:
         most: int = _MOST,
         most_bytes: int = _MOST_BYTES,
         launching: Sequence[jax.Device] = (),
+        joined: bool = True,
     ) -> None:
         self._options: Any = dict(options) if options else None
         self._most, self._most_bytes = most, most_bytes
         self._launching = [d.local_hardware_id for d in launching if d.platform == "gpu"]
-        self._launches = bool(launching)
+        self._launches = bool(launching) and joined
         self._made: dict[Hashable, Any] = {}  # the last used one is last
         self._bytes: dict[Hashable, int] = {}
         self._asked: set[Hashable] = set()  # by `prepare`
