@@ -331,7 +331,8 @@ def test_inputs_are_rounded_as_compressed_tensors_does(form, backend, folders):
         expected = emulated(folder)(torch.as_tensor(ids)).logits.numpy()
         weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
         found = relative_rms(engine(ids).logits, expected)
-    assert found < TIES.get(form, 2e-3)
+    # XLA sums in another order, in as many threads as there are: a code may fall on the other side.
+    assert found < TIES.get(form, 2e-3 if backend == "torch" else 1e-2)
     assert found < relative_rms(weights_only, expected) / 2
     if form in ("W8A8", "FP8", "FP8-blocks", "W4AFP8") and backend == BACKENDS[0]:
         own = logits_of_hf(folder, ids, dequantize=False)

@@ -144,8 +144,9 @@ def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
     ],
 )
 def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(name, asked, said, tmp_path):
+    model = make_model(name)  # it must live: what is saved is read from it
     with (
-        engine(make_model(name), quant=asked) as made,
+        engine(model, quant=asked) as made,
         pytest.raises(UnsupportedError, match=said),
     ):
         made.save_pretrained(tmp_path / "out")
