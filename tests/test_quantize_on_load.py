@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
+from safetensors.torch import save_file  # noqa: E402
+
 import dualinfer  # noqa: E402
-from dualinfer import ConfigError  # noqa: E402
+from dualinfer import CheckpointError, ConfigError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
@@ -204,6 +206,29 @@ REFUSED = [
 def test_what_cannot_be_honoured_is_refused_by_name(asked, said, hf_model):
     with pytest.raises(ConfigError, match=said):
         engine(hf_model("llama-gqa"), quant=asked)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "o_proj"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w[0].clone(), "misshaped"),
+        (lambda w: w[None].clone(), "misshaped"),
+        (lambda w: w.to(torch.int64), "is int64, expected"),
+    ],
+    ids=["one axis", "three axes", "integers"],
+)
+def test_what_is_no_matrix_of_floats_is_refused_as_without_quant(
+    change, said, part, hf_model, tmp_path
+):
+    model = hf_model("llama-gqa")
+    model.config.save_pretrained(tmp_path)
+    name, tensors = f"{part}.weight", {k: v.clone() for k, v in model.state_dict().items()}
+    name = next(key for key in tensors if key.endswith(name))
+    tensors[name] = change(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        engine(tmp_path, quant="int8")
 
 
 def test_a_module_that_runs_itself_is_not_quantized(hf_model):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, counted
-from ..model.weights import TensorSource, WeightTable
+from ..model.weights import FLOATS, TensorSource, WeightTable
 from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.formats import Opener
 from ..quantization.quantize import Held, Quantizing
@@ -170,6 +170,8 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
         if scheme is None or name not in stored:
             return None
         size = source.shape(name)
+        if len(size) != 2 or source.dtype(name) not in FLOATS:
+            return None  # the load plan says what is wrong with it
         shape = (size[1], size[0]) if turned else (size[0], size[1])
         if scheme is recipe.scheme:
             scheme = recipe.scheme_of(name, shape)
