@@ -42,8 +42,8 @@ from .errors import (
 from .model.families import describe_model, knows_family
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
 from .model.live import Watch
+from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
-from .model.weights import LoadPlan, TensorSource, make_load_plan, marks_of
 from .parallel.agreement import Peers, in_turn
 from .quantization import read_quantization
 from .quantization.recipe import make_recipe
@@ -283,8 +283,8 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     if recipe is not None:
         if quantization is not None:
             raise ConfigError(
-                f"quant={settings.quant!r}: the weights of {source.description} are quantized "
-                "already. Leave it unset, or pass the model that they were made from."
+                f"quant is given, and the weights of {source.description} are quantized already. "
+                "Leave it unset, or pass the model that they were made from."
             )
         source, table = open_quantized(source, table, quantize_by(recipe, table, source))
     if quantization is not None:
@@ -341,13 +341,13 @@ def quantize_checkpoint(
     folder: Path,
     out: str,
     quant: Any,
-    max_shard_size: int | None = None,
-    seen: Callable[[Written], None] | None = None,
+    max_shard_size: int | None,
+    seen: Callable[[Written], None],
 ) -> list[Written]:
     """Write the checkpoint of `folder` to `out`, quantized as a config's `quant` says.
 
-    No device is used, and one matrix at a time is in memory; other weights keep the checkpoint's
-    dtype. See `save_folder`. Raises as `init_inference` does.
+    No device is used, and a few matrices at a time are in memory; other weights keep the
+    checkpoint's dtype. See `save_folder`. Raises as `init_inference` does.
     """
     source = open_checkpoint(folder)
     config = read_config(folder)
@@ -356,7 +356,7 @@ def quantize_checkpoint(
     _, hf_model, spec, plan, weights = _describe_fused(folder, settings, [])
     own = hf_model.config, hf_model.generation_config, folder
     saved = Saved(spec, plan, weights, dtype_name(dtype), *own)
-    return save_folder(out, saved, max_shard_size, seen)
+    return save_folder(out, saved, max_shard_size, seen, option="OUT")
 
 
 def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:

@@ -8,6 +8,7 @@ import numpy as np
 
 import dualinfer
 from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.quantization.codes import decode
 from dualinfer.quantization.formats import METHODS, find_method
 
 from .models import random_ids, relative_rms
@@ -26,17 +27,7 @@ def values(matrix, rows=ALL, columns=ALL):
     """What a part of a QuantizedMatrix means, in float32."""
     n, k = matrix.shape
     scheme = matrix.scheme
-    codes = matrix.codes(rows, columns)
-    decoded = codes.astype(np.float32)
-    if scheme.codes == "table":
-        decoded = np.asarray(scheme.table, np.float32)[codes]
-    if scheme.codes == "fp8_e4m3":
-        import ml_dtypes
-
-        decoded = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    if scheme.codes == "fp4_e2m1":
-        positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-        decoded = np.concatenate((positive, -positive))[codes]
+    decoded = decode(matrix.codes(rows, columns), scheme)
     i = np.arange(n)[rows] // (scheme.rows or n)
     j = np.arange(k)[columns] // (scheme.columns or k)
     if scheme.groups:

@@ -775,7 +775,7 @@ ROWS: list[Row] = [
     ),
     # --- checkpoints
     Row(
-        "model/weights.py",
+        "model/load_plan.py",
         "absent = not any(find(part.name)",
         "absent = not all(find(part.name)",
         "A BERT with half a pooler loads without the pooler.",

@@ -15,7 +15,7 @@ import safetensors.numpy
 from dualinfer.checkpoint.sources import open_module
 from dualinfer.errors import CheckpointError
 from dualinfer.model.families import describe_model
-from dualinfer.model.weights import make_load_plan
+from dualinfer.model.load_plan import make_load_plan
 from dualinfer.quantization import Activation, BlockScheme
 from dualinfer.quantization.formats import Opener
 

@@ -27,7 +27,7 @@ from dualinfer.errors import DualinferError
 from dualinfer.model.families import describe_model
 from dualinfer.model.families.fields import INERT
 from dualinfer.model.generation import GENERATION
-from dualinfer.model.weights import make_load_plan
+from dualinfer.model.load_plan import make_load_plan
 
 from .models import BACKENDS, CASES, VOCAB, make_model
 

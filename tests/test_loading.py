@@ -21,7 +21,7 @@ from dualinfer.checkpoint.files import TensorFile, write_tensors
 from dualinfer.checkpoint.reader import RowReader, is_finite
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.model.families import describe_model
-from dualinfer.model.weights import make_load_plan
+from dualinfer.model.load_plan import make_load_plan
 from dualinfer.parallel.sharding import make_plan
 
 from .checkpoints import write_llama

@@ -16,12 +16,16 @@ from safetensors.torch import save_file  # noqa: E402
 import dualinfer  # noqa: E402
 from dualinfer import CheckpointError, ConfigError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
+from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
+from dualinfer.model.families import describe_model  # noqa: E402
+from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
 from dualinfer.quantization import quantize as quantizers  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
+from dualinfer.quantization.recipe import Recipe  # noqa: E402
 
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
 
@@ -148,6 +152,24 @@ def test_inputs_are_quantized_where_that_is_asked_for(hf_model):
             assert relative_rms(both(ids).logits, exact(ids).logits) > 1.1 * alone
 
 
+def test_models_of_other_values_have_other_marks(hf_model, monkeypatch):
+    """As processes compare them, for which nothing is quantized."""
+    monkeypatch.setattr(Quantizing, "_make", lambda _: pytest.fail("a matrix was quantized"))
+    model = hf_model("llama-gqa")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[-1, -1] += 1
+    _, table = describe_model(model.config.to_dict(), ["LlamaForCausalLM"])
+    marks = []
+    for own in (model, other, copy.deepcopy(model)):
+        source = open_module(own)
+        recipe = Recipe(SCHEMES["int4"])
+        source, quantized = open_quantized(source, table, quantize_by(recipe, table, source))
+        plan = make_load_plan(quantized, source)
+        marks.append([np.asarray(m).tolist() for m in marks_of(source, plan)])
+    assert marks[0] == marks[2] != marks[1]
+
+
 def test_one_matrix_at_a_time_becomes_float32(hf_model, monkeypatch):
     model, made, reads = hf_model("llama-gqa"), [], []
     whole, read = Quantizing._make, Quantizing._read
@@ -229,6 +251,14 @@ def test_what_is_no_matrix_of_floats_is_refused_as_without_quant(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=said):
         engine(tmp_path, quant="int8")
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    model = make_model("llama-gqa", tie_word_embeddings=False)
+    with engine(model, quant="int8") as made:
+        made.save_pretrained(tmp_path / "out")
+    with pytest.raises(ConfigError, match="quant is given, and the weights of"):
+        engine(tmp_path / "out", quant="int4")
 
 
 def test_a_module_that_runs_itself_is_not_quantized(hf_model):

@@ -168,7 +168,7 @@ def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkey
         ids = random_ids(2, 9)
         assert relative_rms(one(ids).logits, other(ids).logits) < 1e-6
     again = CliRunner().invoke(app, ["quantize", "plain", "out"])
-    assert again.exit_code == 1 and "holds config.json" in again.output
+    assert again.exit_code == 1 and "OUT='out' holds config.json" in again.output
 
 
 def test_the_command_refuses_a_scheme_that_is_none():

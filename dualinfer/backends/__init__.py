@@ -9,8 +9,8 @@ from ..config.installed import default_backend as default_backend
 from ..config.installed import missing
 from ..config.installed import requirements as requirements
 from ..errors import BackendNotAvailableError
+from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
-from ..model.weights import LoadPlan, TensorSource
 from ..parallel.agreement import Peers
 from .base import ModuleRunner, Runner
 

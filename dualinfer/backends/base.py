@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
-from ..model.weights import LoadPlan, TensorSource
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 from ..model.weights import Leaf, Weight, leaves_of, parts_of
 from ..quantization import BlockScheme
+from ..quantization.codes import E2M1, RANGES
 from ..quantization.packing import packed_width, unpack
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_RANGES = {"int8": (-128, 127), "fp8_e4m3": (-448, 448), "fp4_e2m1": (-6, 6)}
 _LEAST_E4M3 = 0.125  # in the place of a scale of 0
 Top = Callable[[Any], Any]  # the largest of what all devices have
 
@@ -163,7 +162,7 @@ class BlockArithmetic:
         if how is None:
             return x
         m, dtype, shape = self._m, x.dtype, tuple(x.shape)
-        low, high = _RANGES[how.codes]
+        low, high = RANGES[how.codes]
         given = weight.beside.get("input")
         wide = m.wide(x)
         if how.dynamic and how.block:
@@ -244,7 +243,7 @@ class BlockArithmetic:
             return m.wide(codes) - (0 if scheme.zeros else 8)
         if scheme.codes == "uint4":
             return m.wide(codes)
-        values = scheme.table if scheme.codes == "table" else (*_E2M1, *(-v for v in _E2M1))
+        values = scheme.table if scheme.codes == "table" else E2M1
         return m.table(values, codes)
 
     def _scale(self, weight: Weight) -> Any:

@@ -139,7 +139,7 @@ def arrays_of(stored: Stored) -> Iterator[np.ndarray]:
 
 
 def _form(name: str, scheme: BlockScheme, k: int) -> str:
-    codes, is_dynamic_int8 = scheme.codes, scheme.activation is not None
+    codes, rounds_inputs = scheme.codes, scheme.activation is not None
     if scheme.groups:
         raise UnsupportedError(
             f"{name} has groups by activation order, which compressed-tensors no longer reads: "
@@ -148,7 +148,7 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
     if codes.startswith("u") and not scheme.zeros:
         raise _unsayable(name, "codes without a sign or zero points")
     if codes in ("int4", "uint4", "int8", "uint8") and scheme.rows <= 1:
-        return "int-quantized" if codes == "int8" and is_dynamic_int8 else "pack-quantized"
+        return "int-quantized" if codes == "int8" and rounds_inputs else "pack-quantized"
     if codes == "fp8_e4m3":
         return "mxfp8-quantized" if scheme.scale_dtype == "float8_e8m0fnu" else "float-quantized"
     if codes == "fp4_e2m1" and scheme.rows == 1 and not k % (scheme.columns or 1) and not k % 2:

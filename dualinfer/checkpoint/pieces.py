@@ -14,10 +14,9 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import CheckpointError, shortened
-from ..model.weights import LoadPlan, TensorSource
+from ..model.load_plan import LoadPlan, MadeSource, TensorSource
 from ..parallel.sharding import Shard
 from .files import TensorFile, check_inside, read_json
-from .quantized import QuantizedSource
 
 INDEX = "dualinfer.index.json"
 _MOST = 2**62  # elements along an axis, so that sums fit 64 bits
@@ -147,8 +146,9 @@ def cut_pieces(
     file has as many rows of them.
     """
     table, seen, cuts = plan.table, set(), []
-    taken = source.taken() if isinstance(source, QuantizedSource) else []
-    plain = source.plain() if isinstance(source, QuantizedSource) else source
+    taken, plain = [], source
+    if isinstance(source, MadeSource):
+        taken, plain = source.taken(), source.plain()
     for shard in shards:
         file, own = shard_name(shard.rank, len(shards)), []
         for name in taken:

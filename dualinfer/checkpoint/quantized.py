@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, counted
-from ..model.weights import FLOATS, TensorSource, WeightTable
+from ..model.load_plan import TensorSource
+from ..model.weights import FLOATS, WeightTable
 from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.formats import Opener
-from ..quantization.quantize import Held, Quantizing
+from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 
 
@@ -163,7 +164,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
             turned = row.permutation(part) != tuple(sorted(row.permutation(part)))
             schemes.update((name, (scheme, turned)) for name in table.candidates(part.name))
 
-    held = Held()
+    recent = Recent()
 
     def matrix(name: str) -> QuantizedMatrix | None:
         scheme, turned = schemes.get(name, (None, False))
@@ -175,7 +176,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
         shape = (size[1], size[0]) if turned else (size[0], size[1])
         if scheme is recipe.scheme:
             scheme = recipe.scheme_of(name, shape)
-        return Quantizing(source, name, scheme, turned, held)
+        return Quantizing(source, name, scheme, turned, recent)
 
     return Opener(matrix)
 

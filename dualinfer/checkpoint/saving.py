@@ -20,8 +20,8 @@ import numpy as np
 from ..arrays import numpy_dtype, to_numpy
 from ..config.nested import TensorParallelConfig
 from ..errors import CheckpointError, ConfigError, DualinferError, UnsupportedError
+from ..model.load_plan import LoadPlan, MadeSource, TensorSource
 from ..model.spec import ModelSpec
-from ..model.weights import LoadPlan, TensorSource
 from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
 from ..quantization import QuantizedMatrix
@@ -126,17 +126,18 @@ def save_folder(
     saved: Saved,
     max_shard_size: int | None = None,
     seen: Callable[[Written], None] | None = None,
+    option: str = "folder",
 ) -> list[Written]:
     """Write a folder that transformers and any engine load, and say what is in it.
 
     Plain weights are in the engine's dtype; quantized ones are in compressed-tensors' format,
     matrix by matrix. An embedding that is quantized because it is the head as well becomes two: a
     plain one with the same values, and the quantized head. Files hold at most `max_shard_size`
-    bytes, unless one weight is larger. `seen` is called with each weight once it is written. Raises
-    ConfigError, CheckpointError, or UnsupportedError for what the format cannot say, and then
-    leaves nothing at `path`.
+    bytes, unless one weight is larger. `seen` is called with each weight once it is written, and
+    `option` is how messages call the path. Raises ConfigError, CheckpointError, or UnsupportedError
+    for what the format cannot say, and then leaves nothing at `path`.
     """
-    check_saving(path, saved.folder, "folder")
+    check_saving(path, saved.folder, option)
     entries, described, untied = _entries(saved)
     written = [entry.written for entry in entries]
     files: list[list[_Entry]] = [[]]
@@ -149,7 +150,7 @@ def save_folder(
     if len(files) > 1:
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     total = sum(own.nbytes for own in written)
-    with _told(path, "folder"), closing(NewFolder(_resolved(path, "folder"))) as new:
+    with _told(path, option), closing(NewFolder(_resolved(path, option))) as new:
         with track_bytes("Saving", total) as advance:
             for name, own in zip(names, files, strict=True):
                 specs = {k: v for entry in own for k, v in entry.spec.items()}
@@ -284,7 +285,7 @@ def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
     if not cuts:
         return
     tensors = {cut.piece.key: (cut.dtype, cut.piece.box.shape) for cut in cuts}
-    source = saved.source.plain() if isinstance(saved.source, QuantizedSource) else saved.source
+    source = saved.source.plain() if isinstance(saved.source, MadeSource) else saved.source
 
     def arrays() -> Iterator[np.ndarray]:
         for cut in cuts:

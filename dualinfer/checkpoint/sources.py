@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
-from ..model.weights import TensorSource
+from ..model.load_plan import TensorSource
 from .files import StoredFile, TensorFile, check_inside, read_json
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file

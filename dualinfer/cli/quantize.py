@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ..api import quantize_checkpoint
 from ..checkpoint.hub import find_checkpoint
-from ..checkpoint.saving import Written
+from ..checkpoint.saving import Written, check_saving
 from ..quantization.quantize import SCHEMES
 from ..system.tables import Table
 from ..system.terminal import print_folded
@@ -55,6 +55,7 @@ def quantize(
                 "q_groups": groups or 1,
             }
         }
+    check_saving(out, None, "OUT")  # before a model is fetched
     folder = find_checkpoint(model, revision)
     kinds: dict[str, list[float]] = {}
 
@@ -80,12 +81,10 @@ def quantize(
     console = Console()
     console.print(table)
     total = sum(written.nbytes for written in every)
-    quantized: list[Any] = [written.matrix for written in every if written.matrix is not None]
-    before = total + sum(m.nbytes for m in quantized)
-    before -= sum(written.nbytes for written in every if written.matrix is not None)
+    stored: list[Any] = [w if w.matrix is None else w.matrix for w in every]
+    before = sum(own.nbytes for own in stored)
     print_folded(
         console,
-        f"{total / 1e6:,.1f} MB in {out}, of {before / 1e6:,.1f} MB. The "
-        "error is the RMS of what is lost, relative to the "
-        f"weights' own. `dualinfer chat {out}` runs it.",
+        f"{total / 1e6:,.1f} MB in {out}, of {before / 1e6:,.1f} MB. The error "
+        "is the RMS of what is lost, relative to the weights' own. `dualinfer chat {out}` runs it.",
     )

@@ -106,7 +106,8 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "replace_with_kernel_inject=True if dualinfer knows the model's family, or leave quant "
             "unset."
         )
-        _refuse("quant", config.quant, reason)
+        asked = config.quant.scheme or config.quant.model_dump(exclude_unset=True)
+        _refuse("quant", asked, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

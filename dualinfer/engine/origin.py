@@ -6,8 +6,8 @@ from typing import Any
 from ..backends.base import Runner
 from ..errors import ModelError, StaleWeightsError
 from ..model.live import Watch
+from ..model.load_plan import LoadPlan, TensorSource, marks_of
 from ..model.spec import ModelSpec
-from ..model.weights import LoadPlan, TensorSource, marks_of
 from ..parallel.spmd import Turns
 
 Read = Callable[[], tuple[ModelSpec, LoadPlan, TensorSource]]

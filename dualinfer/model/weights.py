@@ -1,17 +1,15 @@
 """The weight table: which HF tensors make which of our weights, by axis names, not layouts."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays import same_tensor
-from ..errors import CheckpointError, UnsupportedError, counted, listing
+from ..errors import UnsupportedError, listing
 from ..quantization import Blocks, BlockScheme, Matrices, QuantizedMatrix
 from ..quantization.packing import packed_width
 from .spec import ModelSpec
@@ -464,176 +462,3 @@ class WeightTable:
         for ours, theirs in self.renames:
             names += [n.replace(ours, theirs) for n in names if ours in n]
         return names
-
-
-class TensorSource(Protocol):
-    """Named tensors of a checkpoint or a module; nothing is read before `read`."""
-
-    description: str
-    notes: tuple[str, ...]  # on how it was chosen, for people
-
-    def names(self) -> Iterable[str]:
-        """Names as stored."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as stored."""
-        ...
-
-    def dtype(self, name: str) -> str:
-        """NumPy's name of the stored dtype, such as `bfloat16`."""
-        ...
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
-        """The tensor, as a NumPy array (ml_dtypes for bfloat16) or a torch tensor.
-
-        With `index`, a slice for each axis, that part of it alone.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """Rows with their sources' stored names; checked, so that loading cannot fail on a name."""
-
-    table: WeightTable
-    rows: tuple[tuple[Row, tuple[str, ...]], ...]
-    unused: tuple[str, ...]
-
-
-_MARKED = 4  # elements of a tensor's first and last row
-
-
-def marks_of(source: TensorSource, plan: LoadPlan) -> list[Any]:
-    """A few values of each tensor that the plan reads, which tell one model from another.
-
-    Of quantized weights only those that are plain are read: the others may be made while reading.
-    """
-    names = [name for row, stored in plan.rows if row.scheme is None for name in stored]
-    return [source.read(name, corner) for name in names for corner in _corners(source.shape(name))]
-
-
-def _corners(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """The first and the last few elements of a tensor, as indices."""
-    if not shape or not prod(shape):
-        return []
-    *rows, width = shape
-    few = min(width, _MARKED)
-    first = (*(slice(0, 1) for _ in rows), slice(0, few))
-    last = (*(slice(n - 1, n) for n in rows), slice(width - few, width))
-    return [first, last]
-
-
-_COMPARED = 1 << 22  # elements of two tensors at a time
-
-
-def _is_same(source: TensorSource, one: str, other: str) -> bool:
-    """True if two stored tensors hold the same values; few rows of them are in memory at a time."""
-    shape = source.shape(one)
-    if shape != source.shape(other):
-        return False
-    rows = max(1, _COMPARED // max(1, prod(shape[1:])))
-    rest = tuple(slice(0, size) for size in shape[1:])
-    parts = ((slice(i, min(i + rows, shape[0])), *rest) for i in range(0, shape[0], rows))
-    return all(same_tensor(source.read(one, p), source.read(other, p)) for p in parts)
-
-
-_TRIED = 16  # missing names that are looked for with a prefix
-_PREFIXES = {
-    "module.": ", as DistributedDataParallel and DeepSpeed save them",
-    "_orig_mod.": ", as torch.compile saves them",
-}
-
-
-def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
-    """What to do about a prefix that all tensors have in the file; empty if there is none.
-
-    `missing` are names that a checkpoint should have; `stored` those of what nothing asked for.
-    """
-    for name in islice(missing, _TRIED):
-        for prefix in (s[: -len(name)] for s in stored if s.endswith(f".{name}")):
-            if all(other.startswith(prefix) for other in stored):
-                by = _PREFIXES.get(prefix, "")
-                return (
-                    f" The names in the file begin with {prefix!r}{by}: save it again without, by "
-                    f"{{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}."
-                )
-    return ""
-
-
-def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
-    """Match every row to stored tensors.
-
-    Raises CheckpointError that names each weight that is missing, left over, misshaped or of a
-    dtype that means nothing without scales.
-    """
-    stored = set(source.names())
-    missing: list[str] = []
-    mistyped: list[str] = []
-    misshaped: list[str] = []
-    used: set[str] = set()
-    matched: dict[str, tuple[Row, tuple[str, ...]]] = {}
-
-    twins = [pair for pair in table.twins if pair[0].scheme == pair[1].scheme]
-    other_names: dict[str, list[str]] = {}
-    for pair in twins:
-        for own, mirrored in zip(*(row.sources for row in pair), strict=True):
-            other_names.setdefault(mirrored.name, []).append(own.name)
-
-    def find(name: str) -> str | None:
-        return next((c for c in table.candidates(name) if c in stored), None)
-
-    def match(r: Row) -> None:
-        stored_names = []
-        for part in r.sources:
-            name = find(part.name)
-            if name is None:  # HF may have kept the other name of two tied tensors
-                name = next((n for n in map(find, other_names.get(part.name, ())) if n), None)
-            if name is None:
-                missing.append(part.name)
-                continue
-            expected = table.shape(r, part.axes)
-            if tuple(source.shape(name)) != expected:
-                misshaped.append(f"{name} is {tuple(source.shape(name))}, expected {expected}")
-            if source.dtype(name) not in part.dtypes:
-                expected = " or ".join(part.dtypes)
-                mistyped.append(f"{name} is {source.dtype(name)}, expected {expected}")
-            used.add(name)
-            stored_names.append(name)
-        matched[r.name] = (r, tuple(stored_names))
-
-    optional = [r for r in table.rows if table.optional and r.name.startswith(table.optional)]
-    absent = not any(find(part.name) for r in optional for part in r.sources)
-    for r in table.rows:
-        if not (absent and r in optional):
-            match(r)
-    for pair in table.twins:
-        own, other = ([find(source.name) for source in row.sources] for row in pair)
-        if own[0] is None or own[0] in used:
-            continue
-        both = zip(own, other, strict=True) if pair in twins else ()
-        if pair in twins and all(a and b and _is_same(source, a, b) for a, b in both):
-            used.update(filter(None, own))
-        else:
-            match(pair[0])
-    # What joined matrices have in common is read of the first one.
-    left_over = sorted(n for n in stored - used if n.partition(":")[0] not in used)
-    unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
-    extra = sorted(set(left_over) - set(unused))
-    problems = [
-        f"{what} {counted(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("misshaped", misshaped),
-            ("of another dtype", mistyped),
-            ("left over", extra),
-        )
-        if names
-    ]
-    if problems:
-        hint = prefix_hint((c for name in missing for c in table.candidates(name)), extra)
-        raise CheckpointError(
-            f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
-            f"{hint}"
-        )
-    return LoadPlan(table, tuple(matched.values()), tuple(unused))

@@ -12,8 +12,9 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..model.load_plan import LoadPlan
 from ..model.spec import Layer, ModelSpec
-from ..model.weights import LoadPlan, Row, Source, WeightTable, at_blocks, join_axis
+from ..model.weights import Row, Source, WeightTable, at_blocks, join_axis
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """What codes and scales mean, in NumPy: the reference of both backends' arithmetic."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
-from ..arrays import numpy_dtype
 from .scheme import BlockScheme, QuantizedMatrix
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = np.array((*_E2M1, *(-v for v in _E2M1)), np.float32)
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_SIZES, *(-size for size in _SIZES))  # the values of fp4's codes
 _FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 # The least and the most value of codes that are numbers themselves.
 RANGES = {
@@ -22,10 +19,8 @@ def decode(codes: np.ndarray, scheme: BlockScheme) -> np.ndarray:
     """float32 values of codes, one byte each, before zero points and scales."""
     if scheme.codes in _FLOAT8:
         return codes.view(_FLOAT8[scheme.codes]).astype(np.float32)
-    if scheme.codes == "fp4_e2m1":
-        return E2M1[codes]
-    if scheme.codes == "table":
-        return np.array(scheme.table, np.float32)[codes]
+    if scheme.codes in ("fp4_e2m1", "table"):
+        return np.array(scheme.table or E2M1, np.float32)[codes]
     return codes.astype(np.float32)
 
 
@@ -45,11 +40,7 @@ def encode(values: np.ndarray, scheme: BlockScheme) -> np.ndarray:
         return values.astype(_FLOAT8[scheme.codes]).view(np.uint8)
     if scheme.codes == "fp4_e2m1":
         return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    return np.rint(values).astype(scheme.stored if scheme.bits == 8 else _whole(scheme))
-
-
-def _whole(scheme: BlockScheme) -> Any:
-    return np.int8 if scheme.codes == "int4" else np.uint8
+    return np.rint(values).astype(np.int8 if low < 0 else np.uint8)
 
 
 def spread(
@@ -72,8 +63,3 @@ def dequantize(matrix: QuantizedMatrix) -> np.ndarray:
         values = values - spread(scheme, zero, shape, group)
     values = values * spread(scheme, matrix.scale(), shape, group)
     return values if outer is None else values * outer[:, None]
-
-
-def scale_dtype(scheme: BlockScheme) -> np.dtype:
-    """NumPy's dtype of a scheme's scales."""
-    return numpy_dtype(scheme.scale_dtype)

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
 from ..errors import CheckpointError
-from .codes import RANGES, decode, dequantize, encode, scale_dtype
+from .codes import RANGES, decode, dequantize, encode
 from .scheme import BlockScheme
 
 # By the short names; scales have the dtype of the weights, but for those of nvfp4.
@@ -76,7 +77,7 @@ def _quantize(rows: np.ndarray, scheme: BlockScheme, outer: np.float32 | None) -
     wide = np.pad(rows, ((0, 0), (0, missing))) if missing else rows
     x = wide.reshape(count, groups, columns)
     low, high = RANGES[scheme.codes]
-    dtype = scale_dtype(scheme)
+    dtype = numpy_dtype(scheme.scale_dtype)
     least, most = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)
 
     def held(scale: np.ndarray) -> np.ndarray:
@@ -149,12 +150,10 @@ def _searched(x: np.ndarray, scheme: BlockScheme, start: np.ndarray, held: Any, 
 
 def _epsilon(dtype: np.dtype) -> np.float32:
     """What stands for a scale of zero, as in compressed-tensors: the dtype's epsilon."""
-    import ml_dtypes
-
     return np.float32(ml_dtypes.finfo(dtype).eps)
 
 
-class Held:
+class Recent:
     """What was quantized last, of a few matrices: readers ask for several at a time."""
 
     def __init__(self, most: int = 6) -> None:
@@ -185,7 +184,7 @@ class Quantizing:
 
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
     have the tensor's dtype, unless they are of 8 bits. Codes and scales come from one pass, over as
-    many rows at a time as `_READ` elements hold, and stay in `held` until others are asked for.
+    many rows at a time as `_READ` elements hold, and stay in `recent` until others are asked for.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Quantizing:
         name: str,
         scheme: BlockScheme,
         transposed: bool = False,
-        held: Held | None = None,
+        recent: Recent | None = None,
     ) -> None:
         self._source, self._name, self._transposed = source, name, transposed
         stored, own = tuple(source.shape(name)), source.dtype(name)
@@ -203,7 +202,7 @@ class Quantizing:
             kinds = {"bfloat16": "bfloat16", "float16": "float16"}
             scheme = replace(scheme, scale_dtype=kinds.get(own, "float32"))  # type: ignore[arg-type]
         self.scheme, self.stored = scheme, (name,)
-        self._held = held or Held(1)
+        self._recent = recent or Recent(1)
         self._lock = threading.Lock()
 
     @property
@@ -247,10 +246,10 @@ class Quantizing:
 
     def _whole(self) -> tuple[Quantized, np.float32 | None]:
         with self._lock:
-            made = self._held.get(self)
+            made = self._recent.get(self)
             if made is None:
                 made = self._make()
-                self._held.put(self, made)
+                self._recent.put(self, made)
         return made
 
     def _make(self) -> tuple[Quantized, np.float32 | None]:

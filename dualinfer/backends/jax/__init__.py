@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ...config import InferenceConfig
 from ...errors import ConfigError, UnsupportedError
+from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, TensorSource
 from ...parallel.agreement import Peers
 from ...parallel.sharding import make_plan
 from ..base import NO_KERNELS

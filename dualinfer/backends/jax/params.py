@@ -10,12 +10,11 @@ from flax import nnx
 from ...arrays import kind_of, to_jax
 from ...checkpoint.reader import RowReader
 from ...errors import ArgumentError
+from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import (
     Leaf,
-    LoadPlan,
     Row,
-    TensorSource,
     Weight,
     make_leaf,
     named_arrays,

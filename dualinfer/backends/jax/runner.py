@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import StepError, UnsupportedError
+from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, TensorSource, count_leaves
+from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures

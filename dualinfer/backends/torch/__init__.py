@@ -6,8 +6,8 @@ import torch
 
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, warn_caller
+from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
-from ...model.weights import LoadPlan, TensorSource
 from ...parallel.sharding import make_plan
 from ..base import NO_KERNELS
 from .adapter import engine_type as engine_type

@@ -7,18 +7,9 @@ import torch
 
 from ...arrays import from_numpy
 from ...checkpoint.reader import RowReader
+from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import Rope
-from ...model.weights import (
-    Leaf,
-    LoadPlan,
-    Row,
-    TensorSource,
-    get_leaf,
-    make_leaf,
-    parts_of,
-    put_leaf,
-    with_parts,
-)
+from ...model.weights import Leaf, Row, get_leaf, make_leaf, parts_of, put_leaf, with_parts
 from ...parallel.sharding import Found, Shard, fit_blocks
 from ...quantization.packing import hold
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ... import decoder
-from ...model.weights import LoadPlan, TensorSource, count_leaves
+from ...model.load_plan import LoadPlan, TensorSource
+from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow

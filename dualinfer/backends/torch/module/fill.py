@@ -13,7 +13,7 @@ import torch
 from ....arrays import from_numpy, same_tensor, to_numpy
 from ....checkpoint.reader import is_finite, odd_notes
 from ....errors import CheckpointError, DualinferError, counted
-from ....model.weights import TensorSource, prefix_hint
+from ....model.load_plan import TensorSource, prefix_hint
 
 _QUANTIZED = ("int8", "uint8", "int32")  # what quantizers pack weights into
 _FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from ....config import InferenceConfig
 from ....errors import ConfigError, ModelError, UnsupportedError, counted
-from ....model.weights import TensorSource
+from ....model.load_plan import TensorSource
 from ...profiling import Profiler, Stopwatch
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name

@@ -4,6 +4,7 @@ Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.p
 with quantized weights is `SCHEMES` alone.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class TorchMaths:
 
     def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
         """See `schemes.Maths`."""
-        return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
+        return _table(values, codes.device)[codes.int()]
 
     def repeat(self, a: torch.Tensor, count: int, axis: int) -> torch.Tensor:
         """See `schemes.Maths`."""
@@ -105,6 +106,12 @@ class TorchMaths:
     def product(self, x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `schemes.Maths`."""
         return F.linear(x, matrix)
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Made once: a CUDA graph may not capture a copy from the host."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 SCHEMES = BlockArithmetic(TorchMaths())
