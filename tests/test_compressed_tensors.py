@@ -89,7 +89,8 @@ def folders(tmp_path_factory):
         if key not in made:
             groups = {f"group_{i}": group for i, group in enumerate(FORMS[form][0])}
             ignore = IGNORED.get(form, ("lm_head",))
-            made[key] = write(top / key, groups, ignore=ignore, seed=len(made), dtype=dtype)
+            seed = 3 if form == "FP8-blocks" else 0  # so that no input lies near a tie
+            made[key] = write(top / key, groups, ignore=ignore, seed=seed, dtype=dtype)
         return made[key]
 
     return make
@@ -313,30 +314,42 @@ def emulated(folder):
     return model
 
 
-# Of the largest value of a token, if negative, int8's code is -127.5: a tie that noise decides.
-# Noise of 1e-7 in the embedding changes the logits of compressed-tensors itself by 1e-2.
-TIES = {"W8A8": 2e-2, "mixed": 2e-2}
+def unrest(model, ids, expected):
+    """How far noise of 1e-6 in the embedding moves a model's logits, relative RMS of eight draws.
+
+    It is 1e-6, too, if no input lies near a tie between two codes. Of a token's largest value,
+    if negative, int8's code is -127.5, so that some codes of int8 always fall by chance.
+    """
+    rows = model.get_input_embeddings()(torch.as_tensor(ids))
+    noise = torch.Generator().manual_seed(0)
+    return max(
+        relative_rms(
+            model(
+                inputs_embeds=rows * (1 + 1e-6 * torch.randn(rows.shape, generator=noise))
+            ).logits.numpy(),
+            expected,
+        )
+        for _ in range(8)
+    )
 
 
-# On JAX, whose sums vary with its threads so that codes fall otherwise, test_schemes has the ops.
-@pytest.mark.parametrize("backend", ["torch"])
 @pytest.mark.parametrize(
     "form", ["W8A8", "FP8", "FP8-blocks", "NVFP4", "MXFP4", "MXFP8", "W4AFP8", "mixed"]
 )
-def test_inputs_are_rounded_as_compressed_tensors_does(form, backend, folders):
+def test_inputs_are_rounded_as_compressed_tensors_does(form, folders):
     folder, ids = folders(form), random_ids(2, 9)
-    with (
-        torch.no_grad(),
-        dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine,
-    ):
-        expected = emulated(folder)(torch.as_tensor(ids)).logits.numpy()
+    with torch.no_grad():
+        model = emulated(folder)
+        expected = model(torch.as_tensor(ids)).logits.numpy()
         weights_only = dense_model(folder)(torch.as_tensor(ids)).logits.numpy()
-        found = relative_rms(engine(ids).logits, expected)
-    assert found < TIES.get(form, 2e-3)
-    assert found < relative_rms(weights_only, expected) / 2
-    if form in ("W8A8", "FP8", "FP8-blocks", "W4AFP8") and backend == BACKENDS[0]:
-        own = logits_of_hf(folder, ids, dequantize=False)
-        assert relative_rms(expected, own) < TIES.get(form, 1e-5)
+        bound = max(1e-5, 1.5 * unrest(model, ids, expected))
+    assert bound == 1e-5 or form in ("W8A8", "mixed")  # else a model with another seed is wanted
+    assert bound < relative_rms(weights_only, expected) / 2
+    for backend in BACKENDS:
+        with dualinfer.init_inference(str(folder), backend=backend, dtype="fp32") as engine:
+            assert relative_rms(engine(ids).logits, expected) < bound
+    if form in ("W8A8", "FP8", "FP8-blocks", "W4AFP8"):
+        assert relative_rms(expected, logits_of_hf(folder, ids, dequantize=False)) < bound
 
 
 @pytest.mark.parametrize("form", ["W4A16-asymmetric", "FP8-odd-blocks"])
