@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from .checkpoint.hf_config import (
     read_other_config,
 )
 from .checkpoint.hub import find_checkpoint, find_weights
-from .checkpoint.quantized import open_quantized, quantize_by
+from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.saving import Saved, Written, check_saving, save_checkpoint, save_folder
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
@@ -44,9 +45,11 @@ from .model.hf_module import check_parts, check_values, check_wrapper, class_nam
 from .model.live import Watch
 from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
+from .model.weights import WeightTable
 from .parallel.agreement import Peers, in_turn
 from .quantization import read_quantization
-from .quantization.recipe import make_recipe
+from .quantization.formats import Opener
+from .quantization.recipe import Recipe, make_recipe
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -133,7 +136,8 @@ def _choose_mode(
     if unknown is not None and (on_jax or asked):
         way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
         raise UnservedError(f"{unknown} {way} transformers' own model runs, in module mode.")
-    fused = (kind == "folder" and unknown is None) or (kind == "torch" and bool(on_jax or asked))
+    fused = (kind == "folder" and unknown is None) or kind == "opened"
+    fused = fused or (kind == "torch" and bool(on_jax or asked))
     kernels = fused if asked is None else asked
     settings = settings.model_copy(update={"replace_with_kernel_inject": kernels})
     check_config(settings, "fused" if fused else "module", backends.device_kind(settings.backend))
@@ -204,9 +208,11 @@ def _refuse_checkpoint(settings: InferenceConfig) -> None:
 
 
 def _kind_of_model(model: Any, backend: str) -> str:
-    """`folder`, `torch` or `flax`; told without importing a framework."""
+    """`folder`, `opened`, `torch` or `flax`; told without importing a framework."""
     if isinstance(model, str | os.PathLike):
         return "folder"
+    if isinstance(model, Opened):
+        return "opened"
     parts = model if isinstance(model, tuple) and len(model) == 2 else (model,)
     classes = {(c.__module__.split(".")[0], c.__name__) for c in type(parts[0]).__mro__}
     if ("torch", "Module") in classes and len(parts) == 1:
@@ -238,6 +244,22 @@ def _class_name(model: Any) -> str:
     return type(model[0] if isinstance(model, tuple) else model).__name__
 
 
+_Quantize = Callable[[Recipe, WeightTable, TensorSource], Opener]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A HF model whose tensors lie in no folder and no module: its config, and their source.
+
+    `quantize` makes the matrices that `quant` asks for. dualinfer's own benchmarks run these.
+    """
+
+    config: Any
+    class_names: list[str]
+    source: TensorSource
+    quantize: _Quantize = quantize_by
+
+
 class _Model(NamedTuple):
     """A HF model as fused mode needs it: its config, class names and generation defaults."""
 
@@ -247,6 +269,7 @@ class _Model(NamedTuple):
     open_source: Callable[[], TensorSource]
     other_way: str
     is_checkpoint: bool = False
+    quantize: _Quantize = quantize_by
 
 
 _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
@@ -257,6 +280,9 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
     other_way = _other_way(model, settings)
     if isinstance(model, Path):
         hf_model = _from_folder(model, other_way)
+    elif isinstance(model, Opened):
+        given = model.config, model.class_names, None, lambda: model.source, other_way
+        hf_model = _Model(*given, is_checkpoint=True, quantize=model.quantize)
     else:
         hf_model = _from_module(model, other_way)
     if settings.checkpoint is not None:
@@ -278,19 +304,9 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
     source = found.open_source()
     notes.extend(source.notes)
-    quantization = read_quantization(found.config.to_dict())
-    recipe = make_recipe(settings.quant)
-    if recipe is not None:
-        if quantization is not None:
-            raise ConfigError(
-                f"quant is given, and the weights of {source.description} are quantized already. "
-                "Leave it unset, or pass the model that they were made from."
-            )
-        source, table = open_quantized(source, table, quantize_by(recipe, table, source))
-    if quantization is not None:
-        matrices = quantization(source)
-        notes.extend(matrices.notes)
-        source, table = open_quantized(source, table, matrices)
+    stored_as, recipe = read_quantization(found.config.to_dict()), make_recipe(settings.quant)
+    source, table, more = open_as_held(source, table, stored_as, recipe, found.quantize)
+    notes.extend(more)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
@@ -314,7 +330,7 @@ def _make_fused_engine(
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
         settings, hf_model, spec, plan, source = described
-        if not isinstance(model, Path):
+        if not isinstance(model, Path | Opened):
             notes.extend(warn_of_hooks(model, hf_model.other_way))
             watch = Watch(model) if settings.checkpoint is None else None
         work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
@@ -362,13 +378,13 @@ def quantize_checkpoint(
 def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
     """Where the weights are read again from; a live module is held no longer than by its owner."""
     settings, hf_model, spec, plan, _ = described
-    folder = model if isinstance(model, Path) else None
+    lasting = model if isinstance(model, Path | Opened) else None
     filled = hf_model if settings.checkpoint is not None else None
 
     def read() -> tuple[ModelSpec, LoadPlan, TensorSource]:
         if filled is not None:
             return _describe(filled, settings, [])[2:]
-        now = folder if watch is None else watch.module
+        now = lasting if watch is None else watch.module
         if now is None:
             raise ModelError(
                 "The model that this engine was made of is gone, so that nothing can be read "
@@ -376,7 +392,7 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
             )
         return _describe_fused(now, settings, [])[2:]
 
-    weights = folder if folder is not None else settings.checkpoint
+    weights = model if isinstance(model, Path) else settings.checkpoint
     own = hf_model.config, hf_model.generation_config, weights  # and not the model
 
     def save(path: str, max_shard_size: int | None) -> None:

@@ -44,11 +44,11 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return invoke
 
 
-def expected_text(folder: Path, new_tokens: int, **options) -> str:
+def expected_text(folder: Path, new_tokens: int, quant: str | None = None, **options) -> str:
     """The continuation by generate and one decode at the end."""
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(PROMPT)["input_ids"]
-    with dualinfer.init_inference(folder) as engine:
+    with dualinfer.init_inference(folder, quant=quant) as engine:
         whole = engine.generate([ids], max_new_tokens=new_tokens, **options)[0].tolist()
     return named(tokenizer.decode(whole, skip_special_tokens=True))
 
@@ -493,6 +493,37 @@ def test_parity_prints_a_row_a_layer(run, folder):
         assert name in result.stdout
     assert not re.search(r"[ \t]$", result.stdout, re.MULTILINE)
     assert "Best token equal at 6 of 6 positions" in result.stdout
+
+
+def test_quant_is_what_the_config_field_is(run, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(texts, "init_inference", spy := seen(texts.init_inference, asked))
+    monkeypatch.setattr(cli, "init_inference", spy)
+    made = run("generate", folder, PROMPT, "--quant", "INT4", "--max-new-tokens", 4)
+    assert made.exit_code == 0 and made.stdout == expected_text(folder, 4, quant="int4") + "\n"
+    result = run("parity", folder, "--prompt", PROMPT, "--quant", "nvfp4")
+    assert result.exit_code == 0 and "jax against torch, float32, quantized to nvfp4" in (
+        " ".join(result.stdout.split())
+    )
+    schemes = [{kind.split(",")[0] for kind in weights} for weights in asked]
+    assert schemes == [
+        {"float32", "int4", "int8", "head"},
+        *[{"float32", "fp4", "int8", "head"}] * 2,
+    ]
+    for command in (("generate", folder, "x"), ("parity", folder)):
+        message = one_message(run(*command, "--quant", "q4"))
+        assert "--quant q4: input should be 'int8', 'int4', 'fp8' or 'nvfp4'" in message
+
+
+def seen(make, reports):
+    """`init_inference` that notes how the engines that it makes hold their weights."""
+
+    def noting(*args, **kwargs):
+        engine = make(*args, **kwargs)
+        reports.append(engine.report().weights)
+        return engine
+
+    return noting
 
 
 def test_parity_fails_where_the_backends_are_apart(run, folder, tmp_path, monkeypatch):

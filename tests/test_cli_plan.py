@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,15 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
+import dualinfer
+from dualinfer import CheckpointNotFoundError
 from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
 from dualinfer.backends.torch.module.autotp.surgery import split_module
+from dualinfer.checkpoint.hf_config import read_written
 from dualinfer.cli import main as cli
+from dualinfer.cli.devices import plan_folder
 from dualinfer.cli.plan_table import make_plan_table
+from dualinfer.config import make_config
 from dualinfer.model.families import describe_model
 
 from .checkpoints import write_llama
@@ -76,8 +82,6 @@ def test_bytes_are_those_of_the_shapes(name, equal):
 
 
 def test_cache_is_the_engines():
-    import dualinfer
-
     one = table_of("llama-gqa", 1)
     with dualinfer.init_inference(
         make_model("llama-gqa"), dtype="fp32", replace_with_kernel_inject=True
@@ -159,7 +163,14 @@ def test_plan_splits_by_the_grain(run, tmp_path):
     ("change", "arguments", "message"),
     [
         ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
-        ({}, ("--tp", "2", "--dtype", "int8"), "--dtype int8"),
+        ({}, ("--tp", "2", "--dtype", "int8", "--quant", "int4"), "--dtype int8 asks for"),
+        ({}, ("--tp", "2", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4'"),
+        ({"model_type": "phi"}, ("--tp", "2", "--quant", "int4"), "--quant int4: in module mode"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ("--tp", "2", "--quant", "int4"),
+            "quant is given, and the weights of",
+        ),
         ({"model_type": "t5"}, ("--tp", "2"), "Module mode does not know it either"),
         ({"model_type": "t5"}, ("--tp", "2", "--backend", "jax"), "shows what module mode makes"),
         ({"rope_parameters": {"rope_type": "x"}}, ("--tp", "2"), "rope"),
@@ -178,6 +189,71 @@ def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ")
     assert message in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints with a head of their own and with a tied one, and each in int4."""
+    top = tmp_path_factory.mktemp("plans")
+    for name, groups in (("llama-gqa", "2"), ("gemma2", "1")):
+        make_model(name).save_pretrained(top / name)
+        out = str(top / f"{name}-int4")
+        made = CliRunner().invoke(cli.app, ["quantize", str(top / name), out, "--groups", groups])
+        assert made.exit_code == 0, made.output
+    return top
+
+
+def planned(folder, **fields):
+    settings = make_config({"backend": "torch", "dtype": "bf16", **fields}, {})
+    return plan_folder(folder, read_written(folder), settings, "bfloat16")[0]
+
+
+def loaded(folder, **fields):
+    parallel = {"tp_size": fields.pop("tp_size", 1), "timeout": 60}
+    fields |= {"dtype": "bf16", "tensor_parallel": parallel}
+    with dualinfer.init_inference(folder, **fields) as engine:
+        return engine.report()
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", "nvfp4", None])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_bytes_of_quantized_weights_are_those_that_an_engine_reports(name, quant, folders):
+    """Quantized while loading, or, without `quant`, of a checkpoint that is quantized already."""
+    folder = folders / (name if quant else f"{name}-int4")
+    plan, report = planned(folder, quant=quant), loaded(folder, backend="torch", quant=quant)
+    assert plan.whole == plan.devices[0].weights == report.parameter_bytes
+    assert plan.weights == report.weights and report.weights["head"] == "int8, rows"
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_devices_hold_the_quantized_bytes_that_the_plan_says(quantized, folders, crew):
+    folder = folders / ("llama-gqa-int4" if quantized else "llama-gqa")
+    quant = None if quantized else "int4"
+    for backend in ("torch", "jax"):
+        fields = {"backend": backend, "quant": quant}
+        plan = planned(folder, tensor_parallel={"tp_size": 2}, **fields)
+        if backend == "jax":
+            held = [loaded(folder, tp_size=2, **fields).parameter_bytes] * 2
+        else:
+            held = crew.run(bytes_of, folder, fields, world=2)
+        assert [part.weights for part in plan.devices] == held
+
+
+def bytes_of(folder, fields):
+    return loaded(folder, tp_size=2, **fields).parameter_bytes
+
+
+def test_a_plan_of_weights_to_be_quantized_needs_none(run, folders, tmp_path):
+    """Their config says what they are; dtype=int8 asks for the same as quant."""
+    shutil.copy(folders / "llama-gqa" / "config.json", tmp_path)
+    assert planned(tmp_path, quant="int4") == planned(folders / "llama-gqa", quant="int4")
+    shutil.copy(folders / "llama-gqa-int4" / "config.json", tmp_path)
+    with pytest.raises(CheckpointNotFoundError):  # these say themselves how they are quantized
+        planned(tmp_path)
+    shown = run("plan", folders / "llama-gqa", "--tp", 1, "--quant", "int8").stdout
+    assert shown == run("plan", folders / "llama-gqa", "--tp", 1, "--dtype", "int8").stdout
+    assert "weights, head: int8, rows" in shown and "weights, float16: " in shown
 
 
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):

@@ -4,12 +4,11 @@ Values are made in float32 and rounded once. Inputs are quantized and made value
 `compressed_tensors.quantization.lifecycle.forward` does: by steps in the input's dtype.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import prod
 from typing import Any, Protocol
 
-from ..model.weights import Leaf, Weight, leaves_of, parts_of
+from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
 from ..quantization.codes import E2M1, RANGES
 from ..quantization.packing import packed_width, unpack
@@ -294,25 +293,3 @@ def _scales_rows(weight: Weight) -> bool:
 def _wide_dtype(maths: Maths, x: Any) -> Any:
     """The backend's float32."""
     return maths.wide(x[..., :0]).dtype
-
-
-def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
-    """How many weights are held in which way, and the head, for people; `named` are all leaves."""
-    counts: dict[str, list[int]] = {}
-    for leaf in (own for whole in named.values() for own in leaves_of(whole)):
-        kind, size = _kind(leaf), sum(array.nbytes for array in parts_of(leaf).values())
-        own = counts.setdefault(kind, [0, 0, 0])
-        for i, n in enumerate((1, prod(leaf.shape), size)):
-            own[i] += n
-    facts = {
-        kind: f"{many:,} weights, {elements:,} elements, {size / 2**20:,.1f} MiB, "
-        f"{8 * size / max(elements, 1):.2f} bits an element"
-        for kind, (many, elements, size) in counts.items()
-    }
-    head = named.get("head.weight", named.get("embed.weight"))
-    return facts if head is None else {**facts, "head": _kind(head)}
-
-
-def _kind(leaf: Leaf) -> str:
-    scheme = getattr(leaf, "scheme", None)
-    return str(leaf.dtype).removeprefix("torch.") if scheme is None else scheme.name

@@ -1,13 +1,13 @@
 """Quantized weights of a checkpoint as canonical codes and scales, under names of their own."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, counted
+from ..errors import CheckpointError, ConfigError, counted
 from ..model.load_plan import TensorSource
 from ..model.weights import FLOATS, WeightTable
 from ..quantization import BlockScheme, QuantizedMatrix
@@ -179,6 +179,31 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
         return Quantizing(source, name, scheme, turned, recent)
 
     return Opener(matrix)
+
+
+def open_as_held(
+    source: TensorSource,
+    table: WeightTable,
+    stored: Callable[[Any], Opener] | None,
+    recipe: Recipe | None,
+    quantize: Callable[[Recipe, WeightTable, TensorSource], Opener] = quantize_by,
+) -> tuple[TensorSource, WeightTable, tuple[str, ...]]:
+    """The source and the table of weights as a device holds them, and notes for people.
+
+    `stored` opens the quantized weights of a checkpoint (`read_quantization`), `quantize` makes
+    them as `recipe` asks. Raises ConfigError where there is something of both.
+    """
+    if recipe is not None and stored is not None:
+        raise ConfigError(
+            f"quant is given, and the weights of {source.description} are quantized already. "
+            "Leave it unset, or pass the model that they were made from."
+        )
+    if recipe is not None:
+        return *open_quantized(source, table, quantize(recipe, table, source)), ()
+    if stored is None:
+        return source, table, ()
+    matrices = stored(source)
+    return *open_quantized(source, table, matrices), matrices.notes
 
 
 def _names(name: str, matrix: QuantizedMatrix) -> Iterable[str]:

@@ -15,13 +15,18 @@ from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
-from ..checkpoint.quantized import open_quantized
+from ..checkpoint.quantized import open_as_held
 from ..checkpoint.sources import open_checkpoint
-from ..config import TensorParallelConfig, make_config, serving_dtype
-from ..errors import ConfigError, ModelError, UnservedError, printable
+from ..config import InferenceConfig, TensorParallelConfig, make_config, serving_dtype
+from ..config.refusals import check_config
+from ..errors import CheckpointNotFoundError, ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
+from ..model.load_plan import TableSource, TensorSource, make_load_plan
+from ..model.weights import WeightTable
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
+from ..quantization.recipe import make_recipe
+from ..system.command_options import QuantOption
 from ..system.tables import Table
 from ..system.terminal import print_folded
 from .options import One, RevisionOption
@@ -69,6 +74,7 @@ def plan(
             help="Widths of MLP and vocabulary shards are multiples of it, but for a rest.",
         ),
     ] = TensorParallelConfig().tp_grain_size,
+    quant: QuantOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Show what each device would hold of a model.
@@ -79,46 +85,81 @@ def plan(
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)  # so that neither framework is imported
     written = read_written(folder)
-    name, why = _dtype(dtype, written)
+    parallel = {"tp_size": tp, "tp_grain_size": tp_grain_size}
+    fields = {"dtype": dtype, "quant": quant, "backend": backend, "tensor_parallel": parallel}
+    settings = make_config(fields, {}).with_int8_as_quant()
+    name, why = _dtype(settings.dtype, written)
     try:
-        quantization = read_quantization(written)
-        check_model_type(written.get("model_type"))
-        config = read_config(folder)
-        _, table = describe_model(config.to_dict(), config.architectures)
-        if quantization is not None:  # which weights have which scheme, their tensors say
-            source = open_checkpoint(folder)
-            _, table = open_quantized(source, table, quantization(source))
+        plan, notes = plan_folder(folder, written, settings, name)
     except UnservedError as error:
+        check_config(settings, "module", "cpu")
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
-    plan = make_plan_table(table, tp, name, tp_grain_size, equal=backend == "jax")
     console = Console()
     title = f"{plan.architecture} in {name} on {_many(tp)}, {backend}"
     console.print(_weights_table(plan, title))
     for line in _legend([row.shapes for row in plan.rows]):
         print_folded(console, line)
     console.print(_devices_table(plan.devices))
+    if plan.is_quantized:
+        for kind, held in plan.weights.items():
+            print_folded(console, f"weights, {kind}: {held}")
     for line in (*_held(plan.devices, plan.whole), *_collectives(plan)):
         print_folded(console, line)
-    for note in (*why, *plan.notes):
+    for note in (*why, *notes, *plan.notes):
         print_folded(console, f"note: {note}")
+
+
+def plan_folder(
+    folder: Path, written: Mapping[str, Any], settings: InferenceConfig, dtype: str
+) -> tuple[PlanTable, tuple[str, ...]]:
+    """The plan of a folder whose config.json holds `written`, in `dtype`, and notes for people.
+
+    UnservedError where fused mode does not run the model.
+    """
+    stored_as, recipe = read_quantization(written), make_recipe(settings.quant)
+    check_model_type(written.get("model_type"))
+    config = read_config(folder)
+    _, table = describe_model(config.to_dict(), config.architectures)
+    rows, notes = table.rows, ()
+    if (
+        stored_as is not None or recipe is not None
+    ):  # their tensors say which rows have which scheme
+        source = _open(folder, table, written, may_lack=stored_as is None)
+        source, table, notes = open_as_held(source, table, stored_as, recipe)
+        rows = tuple(row for row, _ in make_load_plan(table, source).rows)
+    tp, on_jax = settings.tensor_parallel, settings.backend == "jax"
+    return make_plan_table(table, tp.tp_size, dtype, tp.tp_grain_size, on_jax, rows), notes
 
 
 def _many(tp: int) -> str:
     return f"{tp} devices" if tp > 1 else "one device"
 
 
-def _dtype(asked: str | None, written: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _open(
+    folder: Path, table: WeightTable, written: Mapping[str, Any], may_lack: bool
+) -> TensorSource:
+    """The folder's tensors; where it holds none and may lack them, those that its config promises.
+
+    The scales that are made of weights have the dtype in which these are stored.
+    """
+    try:
+        return open_checkpoint(folder)
+    except CheckpointNotFoundError:
+        if not may_lack:
+            raise
+        return TableSource(table, str(_stored_dtype(written) or "float32"), str(folder))
+
+
+def _stored_dtype(written: Mapping[str, Any]) -> Any:
+    return written.get("dtype") or written.get("torch_dtype")
+
+
+def _dtype(given: str | None, written: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The dtype to count in, and a note on it where nobody asked: it is then that on a GPU."""
-    given = make_config({"dtype": asked}, {}).dtype
-    if given == "int8":
-        raise ConfigError(
-            f"dtype={asked!r}: a plan counts weights as they are stored. Write them in fewer bits "
-            "with `dualinfer quantize` first, and plan that folder."
-        )
     if given is not None:
         return given, []
-    own = written.get("dtype") or written.get("torch_dtype")
+    own = _stored_dtype(written)
     name, why = serving_dtype(str(own or "float32"), "float16")
     if own is None:
         why = "config.json names no dtype"

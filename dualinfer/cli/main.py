@@ -26,6 +26,7 @@ from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from ..engine.fused import FusedEngine
 from ..engine.text import TextStream, encode
 from ..errors import BackendNotAvailableError, DualinferError
+from ..system.command_options import QuantOption
 from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .devices import launch, plan
@@ -174,6 +175,7 @@ def parity(
             help="float32, float16, bfloat16, or auto: what generate takes by default.",
         ),
     ] = "float32",
+    quant: QuantOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
@@ -190,10 +192,12 @@ def parity(
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
         ids = _row(encode(load_tokenizer(folder), prompt))
-    with _engines(folder, dtype) as engines:
+    with _engines(folder, dtype, quant) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
         computed = engines["torch"].inference_config.dtype
-    title = Text(f"jax against torch, {computed}")
+        asked = engines["torch"].inference_config.quant
+    held = f", quantized to {asked.scheme}" if asked is not None else ""
+    title = Text(f"jax against torch, {computed}{held}")
     table = Table("", "max error", "relative RMS", title=title, box=SIMPLE, pad_edge=False)
     for row in (*result.layers, *([result.logits] if result.logits else [])):
         table.add_row(row.name, f"{row.max_error:.2e}", f"{row.relative_rms:.2e}")
@@ -262,12 +266,14 @@ def _row(ids: Any) -> Any:
 
 
 @contextmanager
-def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
+def _engines(
+    folder: Path, dtype: str, quant: str | None = None
+) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
-            engine = init_inference(folder, backend=name, dtype=dtype)
+            engine = init_inference(folder, backend=name, dtype=dtype, quant=quant)
             assert isinstance(engine, FusedEngine)
             engines[name] = engine
         yield engines

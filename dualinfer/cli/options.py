@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..system.command_options import with_options
+from ..system.command_options import QuantOption, with_options
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -58,6 +58,7 @@ class TextOptions:
             "for float32 on a GPU, and float32 on a CPU.",
         ),
     ] = None
+    quant: QuantOption = None
     kernels: Annotated[
         bool | None,
         typer.Option(

@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 
 from ..arrays import numpy_dtype
 from ..backends.caches import cache_specs, token_bytes
+from ..backends.held import describe_rows, held_bytes
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
-from ..quantization.packing import packed_width
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class DevicePart:
 class PlanTable:
     """A model over devices. `sums` and `gathers` are the collectives of one token's pass.
 
-    A sum is of `sum_size` bytes, in the weights' dtype; a gather joins the logits.
+    A sum is of `sum_size` bytes, in the weights' dtype; a gather joins the logits. `weights` says
+    how the whole is held, as an engine's report does.
     """
 
     architecture: str
@@ -58,37 +58,54 @@ class PlanTable:
     sum_size: int
     gathers: int
     notes: tuple[str, ...]
+    weights: dict[str, str]
+    is_quantized: bool
 
 
 def make_plan_table(
-    table: WeightTable, size: int, dtype: str, grain: int, equal: bool = False
+    table: WeightTable,
+    size: int,
+    dtype: str,
+    grain: int,
+    equal: bool = False,
+    rows: Sequence[Row] | None = None,
 ) -> PlanTable:
-    """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`."""
+    """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`.
+
+    `rows` are those of the table that a checkpoint fills, unset: all.
+    """
+    rows = table.rows if rows is None else rows
     spec, plan = table.spec, make_plan(table, size, grain, equal)
     itemsize = numpy_dtype(dtype).itemsize
-    own = [fit_row(row, plan.shards) for row in table.rows] if equal else table.rows
+    own = [fit_row(row, plan.shards) for row in rows] if equal else rows
+    layers = spec.layers
     # Rows of the same axes have the same shapes in layers that are one object.
     kinds = [
-        (row.axes, row.scheme, None if row.layer is None else id(spec.layers[row.layer]))
+        (
+            row.axes,
+            row.scheme,
+            *row.parts,
+            row.layer if row.layer is None else id(layers[row.layer]),
+        )
         for row in own
     ]
     firsts = dict(zip(reversed(kinds), reversed(own), strict=True))
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
-    rows = [
-        replace(planned[kind], name=row.name) for kind, row in zip(kinds, table.rows, strict=True)
-    ]
+    shown = [replace(planned[kind], name=row.name) for kind, row in zip(kinds, rows, strict=True)]
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
-        rows=tuple(_joined_layers(table.rows, rows)),
+        rows=tuple(_joined_layers(rows, shown)),
         devices=tuple(_part(shard, itemsize, counts) for shard in plan.shards),
-        whole=sum(row.size for row in rows),
+        whole=sum(row.size for row in shown),
         sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
-        notes=tuple(_notes(plan)),
+        notes=tuple(_notes(plan, rows)),
+        weights=describe_rows(rows, whole(table), dtype),
+        is_quantized=any(row.scheme is not None for row in rows),
     )
 
 
@@ -102,23 +119,8 @@ def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
         shapes=tuple(shard.shape(row) for shard in plan.shards),
         split=None if split is None else row.axes[split],
         count=1,
-        size=_bytes(whole(plan.table), row, itemsize),
+        size=held_bytes(whole(plan.table), row, itemsize),
     )
-
-
-def _bytes(shard: Shard, row: Row, itemsize: int) -> int:
-    """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
-    scheme, size = row.scheme, 0
-    if scheme is None:
-        return prod(shard.shape(row)) * itemsize
-    row = fit_row(row, [shard])
-    sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
-    for part, axes in row.parts.items():
-        *rest, last = shard.shape(row, axes) or (1,)
-        if part == "data" and scheme.bits == 4:
-            last = packed_width(last)
-        size += prod(rest) * last * sizes[part]
-    return size
 
 
 def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
@@ -140,7 +142,7 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
 
 def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> DevicePart:
     """What a device holds; `counts` has a row of each kind, and how many there are of it."""
-    weights = sum(count * _bytes(shard, row, itemsize) for row, count in counts)
+    weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
         alike = {id(layer): layer for layer in shard.spec.layers}
@@ -150,10 +152,10 @@ def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> Dev
     return DevicePart(weights, cache, tuple(shard.held()))
 
 
-def _notes(plan: ShardingPlan) -> Iterator[str]:
+def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:
     """What a reader of the shapes would wonder about."""
     table = plan.table
-    present = {row.name for row in table.rows}
+    present = {row.name for row in rows}
     for row, twin in table.tied:
         if row.name not in present:
             yield f"{row.name} is {twin} (tied), which is held once"

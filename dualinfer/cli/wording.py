@@ -12,7 +12,12 @@ from ..errors import DualinferError
 from ..system.terminal import print_folded
 
 # What the Python interface calls an option, where that is not the option's own name.
-_NAMES = {"replace_with_kernel_inject": "kernels", "stop_strings": "stop", "tp_size": "tp"}
+_NAMES = {
+    "replace_with_kernel_inject": "kernels",
+    "stop_strings": "stop",
+    "tp_size": "tp",
+    "quant.scheme": "quant",
+}
 _VALUE = r"(['\"]?)(-?\w(?:[\w.+-]*\w)?)\1"
 _COMMANDS = {"generate_text()": "`dualinfer generate` without --chat"}
 _SENTENCES = re.compile(r"(?<=[.:]) ")

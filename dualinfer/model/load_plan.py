@@ -38,6 +38,36 @@ class TensorSource(Protocol):
         ...
 
 
+class TableSource:
+    """A source without values: the tensors that a weight table asks for, all in one dtype."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, table: WeightTable, dtype: str, description: str) -> None:
+        self.description, self._dtype = description, dtype
+        self._shapes = {
+            source.name: table.shape(row, source.axes)
+            for row in table.rows
+            for source in row.sources
+        }
+
+    def names(self) -> Iterable[str]:
+        """The first of the names that a checkpoint may have."""
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape by the table."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        """The one of all."""
+        return self._dtype
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """There are no values."""
+        raise NotImplementedError(name)
+
+
 @runtime_checkable
 class MadeSource(Protocol):
     """A source that shows what it makes of the tensors of another one, and hides these."""

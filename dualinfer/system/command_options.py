@@ -3,7 +3,18 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+QuantOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="int8, int4, fp8 or nvfp4: quantize the weights while they are loaded; unset: as the "
+        "checkpoint has them.",
+    ),
+]
 
 _Function = Callable[..., None]
 

@@ -20,7 +20,7 @@ from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, served
-from ..schemes import describe_weights
+from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split

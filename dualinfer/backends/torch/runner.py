@@ -16,8 +16,8 @@ from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, served
+from ..held import describe_weights
 from ..profiling import Stopwatch
-from ..schemes import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from . import sampler
 from .cache import Cache, LayerCache

@@ -1,0 +1,68 @@
+"""What a device holds of a model's weights, in bytes and for people: planned, or loaded."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from ..arrays import numpy_dtype
+from ..model.weights import Leaf, Row, leaves_of, parts_of
+from ..parallel.sharding import Shard, fit_row
+from ..quantization.packing import packed_width
+
+
+def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
+    """How many weights are held in which way, and the head, for people; `named` are all leaves."""
+    leaves = [own for whole in named.values() for own in leaves_of(whole)]
+    head = named.get("head.weight", named.get("embed.weight"))
+    return _described(
+        ((_kind(leaf), prod(leaf.shape), sum(a.nbytes for a in parts_of(leaf).values())))
+        for leaf in leaves
+    ) | ({} if head is None else {"head": _kind(head)})
+
+
+def describe_rows(rows: Sequence[Row], shard: Shard, dtype: str) -> dict[str, str]:
+    """What `describe_weights` says of a device that has loaded `rows` in `dtype`."""
+    size = numpy_dtype(dtype).itemsize
+    named = {row.name: row for row in rows}
+    head = named.get("head.weight", named.get("embed.weight"))
+    return _described(
+        (_row_kind(row, dtype), prod(shard.shape(row)), held_bytes(shard, row, size))
+        for row in rows
+    ) | ({} if head is None else {"head": _row_kind(head, dtype)})
+
+
+def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
+    """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
+    scheme, size = row.scheme, 0
+    if scheme is None:
+        return prod(shard.shape(row)) * itemsize
+    row = fit_row(row, [shard])
+    sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
+    for part, axes in row.parts.items():
+        *rest, last = shard.shape(row, axes) or (1,)
+        if part == "data" and scheme.bits == 4:
+            last = packed_width(last)
+        size += prod(rest) * last * sizes[part]
+    return size
+
+
+def _described(weights: Iterable[tuple[str, int, int]]) -> dict[str, str]:
+    """Kinds of weights; one has a kind, elements and bytes."""
+    counts: dict[str, list[int]] = {}
+    for kind, elements, size in weights:
+        own = counts.setdefault(kind, [0, 0, 0])
+        for i, n in enumerate((1, elements, size)):
+            own[i] += n
+    return {
+        kind: f"{many:,} weights, {elements:,} elements, {size / 2**20:,.1f} MiB, "
+        f"{8 * size / max(elements, 1):.2f} bits an element"
+        for kind, (many, elements, size) in counts.items()
+    }
+
+
+def _row_kind(row: Row, dtype: str) -> str:
+    return dtype if row.scheme is None else row.scheme.name
+
+
+def _kind(leaf: Leaf) -> str:
+    scheme = getattr(leaf, "scheme", None)
+    return str(leaf.dtype).removeprefix("torch.") if scheme is None else scheme.name
