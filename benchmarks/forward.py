@@ -29,7 +29,7 @@ import torch
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import TorchDevice
 from dualinfer.bench.peers import HfCompiled, HfEager
-from dualinfer.bench.random_weights import make_module
+from dualinfer.bench.random_weights import make_module, plan_weights
 from dualinfer.bench.runs import worker_environment
 from dualinfer.bench.shapes import Model, open_model
 
@@ -50,8 +50,9 @@ VARIANTS = {
 
 def limit_ms(model: Model) -> float:
     """Least time of one pass: of reading what it multiplies with, and of multiplying."""
-    limits, counts = TorchDevice().limits("float16"), Counts.of(*model.describe())
-    read = counts.weight_bytes("float16") / limits.read_bandwidth
+    limits = TorchDevice().limits("float16")
+    counts = Counts.of(plan_weights(model, "float16", None), "float16")
+    read = counts.weight_bytes / limits.read_bandwidth
     return max(read, counts.flops(1, TOKENS, TOKENS) / limits.matrix_rate) * 1e3
 
 

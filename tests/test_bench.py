@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 import dualinfer
+from dualinfer.arrays import to_numpy
 from dualinfer.backends.caches import CacheSpec
 from dualinfer.bench import cli as bench_cli
 from dualinfer.bench import limits, peers, runs, worker
@@ -31,12 +32,21 @@ from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
 from dualinfer.bench.measure import Task, decode_row, measure
 from dualinfer.bench.ops import find_cases, measure_op
-from dualinfer.bench.random_weights import checkpoint, make_module
+from dualinfer.bench.random_weights import (
+    RandomMatrix,
+    RandomSource,
+    checkpoint,
+    make_module,
+    plan_weights,
+    random_model,
+)
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.tables import limit_lines, make_table
 from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, UnsupportedError
 from dualinfer.model.spec import Attention
+from dualinfer.model.weights import named_arrays
+from dualinfer.quantization.codes import dequantize
 
 from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama
 
@@ -56,7 +66,7 @@ def bench(*arguments: object):
 
 
 def counts_of(name: str) -> Counts:
-    return Counts.of(*open_model(name).describe())
+    return Counts.of(plan_weights(open_model(name), "float32", None), "float32")
 
 
 def attention(window: int | None = None, causal: bool = True) -> Attention:
@@ -68,9 +78,10 @@ def test_counts_of_a_tiny_llama_by_hand(llama):
     assert counts.body == LAYERS * LAYER_MATRICES
     assert counts.head == VOCAB * EMBED
     norms = (2 * LAYERS + 1) * EMBED
-    assert counts.read == LAYERS * LAYER_MATRICES + VOCAB * EMBED + norms
-    assert counts.weight_bytes("bfloat16") == 2 * counts.read
-    assert counts.weight_bytes("float32") == 4 * counts.read
+    read = LAYERS * LAYER_MATRICES + VOCAB * EMBED + norms
+    assert counts.weight_bytes == 4 * read and counts.held_bytes == 4 * (read + VOCAB * EMBED)
+    halves = Counts.of(plan_weights(open_model(str(llama)), "bfloat16", None), "bfloat16")
+    assert halves.weight_bytes == 2 * read
 
 
 SMALLEST = ("llama-3.2-1b", "gpt2", "opt-125m", "gpt-neo-125m", "bloom-560m", "bert-base")
@@ -84,7 +95,7 @@ def test_read_weights_are_hf_parameters_without_embeddings(name):
     tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
     head = module.get_output_embeddings().weight
     expected = sum(p.numel() for p in module.parameters() if id(p) not in tables or p is head)
-    assert counts_of(name).read == expected
+    assert counts_of(name).weight_bytes == 4 * expected
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -143,7 +154,7 @@ def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama
     # Ten steps read 16 to 25 tokens of 2 * KV values a layer, four sequences, two bytes a value.
     kv = 4 * 20.5 * LAYERS * 2 * KV * 2
     assert row["kv_bytes"] == pytest.approx(kv)
-    assert row["of_limit"] == pytest.approx((2 * counts.read + kv) / 0.030 / 1e9)
+    assert row["of_limit"] == pytest.approx((counts.weight_bytes + kv) / 0.030 / 1e9)
 
 
 def test_warm_ups_do_not_count(monkeypatch):
@@ -184,6 +195,87 @@ def test_random_checkpoint_is_one_that_hf_and_dualinfer_read_alike(dtype):
     with torch.no_grad():
         expected = module.eval()(torch.from_numpy(ids)).logits.numpy()
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
+QUANTS = ["int8", "int4", "fp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", ["tiny", "embedded"])
+def test_a_step_reads_the_packed_bytes_that_the_engine_holds(name, quant):
+    """Of a head of its own, and of the embedding as one; `tiny` has random codes alone."""
+    model = open_model(name)
+    counts = Counts.of(plan_weights(model, "float16", quant), "float16")
+    given = model.folder or random_model(model, "float16")
+    with dualinfer.init_inference(given, backend="torch", dtype="fp16", quant=quant) as engine:
+        params, held = engine.runner.params, engine.report().parameter_bytes
+    assert counts.held_bytes == held
+    tied = model.config.tie_word_embeddings
+    assert tied == (name == "embedded")
+    looked_up = 0 if tied else 2 * model.vocab * model.config.hidden_size
+    assert counts.weight_bytes == held - looked_up
+    assert params.outer["embed.weight"].scheme is None or tied
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_random_codes_are_uniform_and_alike_on_both_backends_without_weights(quant, monkeypatch):
+    read = []
+    real = RandomSource.read
+    monkeypatch.setattr(RandomSource, "read", lambda s, n, i=None: read.append(n) or real(s, n, i))
+    model, found = open_model("tiny"), []
+    for backend in ("torch", "jax"):
+        given = random_model(model, "float32")
+        with dualinfer.init_inference(given, backend=backend, dtype="fp32", quant=quant) as engine:
+            layer = engine.runner.params.layers[1]
+            found.append({n: to_numpy(a) for n, a in named_arrays(layer).items()})
+            logits = to_numpy(engine(np.arange(40)[None])[0])
+        assert np.isfinite(logits).all() and logits.std() > 0.01
+    assert {name for name in read if "proj" in name or "lm_head" in name} == set()
+    for name in found[0]:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+    codes = found[0]["up.weight"].view(np.uint8)  # two of 4 bits in each byte
+    halves = [codes] if quant in ("int8", "fp8") else [codes & 15, codes >> 4]
+    for values in halves:
+        counts = np.unique(values, return_counts=True)[1]
+        assert len(counts) == {"int8": 256, "fp8": 254}.get(quant, 16)
+        assert counts.min() > 0.5 * values.size / len(counts)
+    matrices = plan_weights(model, "float32", quant).table.matrices
+    assert matrices is not None
+    one = RandomMatrix(matrices("model.layers.1.mlp.up_proj.weight"))  # pyright: ignore
+    assert dequantize(one).std() == pytest.approx(0.02, rel=0.1)
+    np.testing.assert_array_equal(  # a share is a part of the whole
+        one.codes(slice(7, 30), slice(5, 50)), one.codes(slice(0, 200), slice(0, 96))[7:30, 5:50]
+    )
+
+
+def test_bench_decode_of_quantized_weights_names_how_they_are_held(tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("decode", "--shape", "tiny", "--quant", "int4", "--backend", "both"),
+        *("--peer", "hf-eager", "--prompt", 9, "--new-tokens", 6, "--repeats", 1, "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    torch_row, peer, jax_row = json.loads(out.read_text())["rows"]
+    for row in (torch_row, jax_row):
+        check_row(row, "decode")
+        held = {name: row[name] for name in ("quant", "scheme", "group", "head")}
+        assert held == {
+            "quant": "int4",
+            "scheme": "int4, groups of 64",
+            "group": 64,
+            "head": "int8, rows",
+        }
+        plan = plan_weights(open_model("tiny"), "float32", "int4")
+        assert row["weight_bytes"] == Counts.of(plan, "float32").weight_bytes
+        own = {**row["weights"], "head": row["head"]}
+        assert row["system_facts"]["weights"] == own and row["system_facts"]["load_seconds"] is None
+    check_row(peer, "decode")
+    assert (peer["quant"], peer["scheme"], peer["head"]) == (None, None, "float32")
+    assert peer["weight_bytes"] == counts_of("tiny").weight_bytes > 3 * torch_row["weight_bytes"]
+    lines = result.stdout.splitlines()
+    assert sum("int4, groups of 64;" in line for line in lines) == 2
+    assert sum("head int8, rows" in line for line in lines) == 2
+    assert any("hf-eager" in line and "float32" in line for line in lines)
 
 
 def test_random_module_has_the_dtype_and_leaves_the_default_alone():
@@ -228,7 +320,7 @@ def test_bench_decode_writes_every_row_of_both_backends_and_a_peer(tmp_path):
         check_row(row, "decode")
         assert row["dtype"] == "float32"
         assert row["new_tokens"] == 12
-    assert {row["weight_bytes"] for row in written["rows"]} == {4 * counts_of("tiny").read}
+    assert {row["weight_bytes"] for row in written["rows"]} == {counts_of("tiny").weight_bytes}
     assert "matmul" in written["rows"][0]["system_facts"]["ops"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     for part in ("dualinfer torch", "hf-eager", "dualinfer jax", "no benchmark"):
@@ -279,6 +371,7 @@ def test_bench_forward_beside_hf(tmp_path):
         (("decode", "nowhere"), "'nowhere' is no folder with a config.json"),
         (("prefill", "--peer", "vllm"), "--peer vllm is not known. Peers: hf-eager"),
         (("forward", "--dtype", "int3"), "--dtype int3"),
+        (("decode", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4', 'fp8'"),
         (("decode", "--json", "nowhere/out.json"), "the folder does not exist"),
     ],
 )
@@ -739,9 +832,7 @@ def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, se
         seconds = flops / 100
     call = lambda *args: lambda: None  # noqa: E731
     system: Any = SimpleNamespace(prefill=call, forward=call, facts=dict)
-    counts: Any = SimpleNamespace(
-        flops=lambda *args, **kwargs: flops, weight_bytes=lambda dtype: nbytes
-    )
+    counts: Any = SimpleNamespace(flops=lambda *args, **kwargs: flops, weight_bytes=nbytes)
     device: Any = SimpleNamespace(start_peak=lambda: None, peak_bytes=lambda: 0)
     limits = Limits("torch", "cpu", "float32", read_bandwidth=100.0, matrix_rate=100.0)
     for tp in (1, 2):

@@ -22,6 +22,7 @@ from dualinfer.bench.counts import Counts  # noqa: E402
 from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.errors import OutOfMemoryError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
+from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
 
 from .models import BACKENDS, CASES, make_model, noted_logits, random_ids, relative_rms  # noqa: E402
 
@@ -293,13 +294,16 @@ def test_blocks_without_room_are_refused_before_they_are_made(
 def test_the_plan_and_the_bench_count_what_the_kind_takes(hf_model, add_blocks):
     config = hf_model("llama-mha").config.to_dict()
     spec, table = describe_model(config, ["LlamaForCausalLM"])
+    plan = make_load_plan(table, TableSource(table, "float32", "none"))
     full = make_plan_table(table, 2, "float32", 64).devices[1].cache
-    read = Counts.of(spec, table).kv_bytes("float32", 3, 5, 9)
+    read = Counts.of(plan, "float32").kv_bytes("float32", 3, 5, 9)
     add_blocks()
     # The number of a block is 4 bytes, for the 4 tokens in it.
     assert make_plan_table(table, 2, "float32", 64).devices[1].cache == full + len(spec.layers)
     per_token = len(spec.layers) * 3 * np.mean([5 + k for k in range(8)])
-    assert Counts.of(spec, table).kv_bytes("float32", 3, 5, 9) == pytest.approx(read + per_token)
+    assert Counts.of(plan, "float32").kv_bytes("float32", 3, 5, 9) == pytest.approx(
+        read + per_token
+    )
 
 
 # Who knows what a cache is made of.

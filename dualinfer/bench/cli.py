@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import backends
+from ..config import make_config
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
-from ..system.command_options import with_options
+from ..system.command_options import QuantOption, with_options
 from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -106,6 +107,7 @@ class _Measured:
     batch: BatchOption = None
     prompt: PromptOption = None
     peer: PeerOption = None
+    quant: QuantOption = None
     kernels: KernelsOption = True
     tp: TpOption = None
     json: JsonOption = None
@@ -195,7 +197,12 @@ def _tasks(
     repeats: int,
     asked: _Measured,
 ) -> list[Task]:
-    """Every combination of model, system, devices, batch and prompt; peers have one device."""
+    """Every combination of model, system, devices, batch and prompt.
+
+    Peers have one device, and weights as they are.
+    """
+    quant = asked.quant
+    make_config({"quant": quant}, {})  # which checks it
     models = [*([name] if name else []), *(asked.shape or [])] or [default]
     for model in models:
         check_model(model)
@@ -210,8 +217,9 @@ def _tasks(
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
     systems: list[str] = list(dict.fromkeys([*_chosen(asked.backend), *peers]))
     dtype = _dtype(asked.dtype)
+    run = new_tokens, repeats, asked.kernels
     return [
-        Task(kind, system, model, dtype, batch, prompt, new_tokens, repeats, asked.kernels, tp)
+        Task(kind, system, model, dtype, batch, prompt, *run, tp, quant if own else None)
         for model, system, tp, batch, prompt in product(
             dict.fromkeys(models),
             systems,
@@ -219,7 +227,8 @@ def _tasks(
             dict.fromkeys(asked.batch or [1]),
             dict.fromkeys(asked.prompt or [tokens]),
         )
-        if tp == 1 or system in backends.BACKENDS
+        for own in [system in backends.BACKENDS]
+        if tp == 1 or own
     ]
 
 

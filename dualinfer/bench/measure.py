@@ -21,7 +21,7 @@ class Task:
     """One row to measure. `tokens` is the prompt's length; `dtype` None is resolved on the device.
 
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
-    `tp` devices share the model, and the limit is that of all of them.
+    `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     """
 
     kind: str
@@ -34,6 +34,7 @@ class Task:
     repeats: int
     kernels: bool
     tp: int = 1
+    quant: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""
@@ -84,7 +85,7 @@ def decode_row(
     steps = task.new_tokens - 1
     per_token = [(whole - first) * 1e3 / steps for first, whole in runs]
     ms = statistics.median(per_token)
-    weights = counts.weight_bytes(limits.dtype)
+    weights = counts.weight_bytes
     kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
     limit_ms = (weights + kv) / (limits.read_bandwidth * task.tp) * 1e3
     return {
@@ -116,7 +117,7 @@ def _forward(
 ) -> dict[str, Any]:
     first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
-    row = _compute_row(task, flops, limits, times, counts.weight_bytes(limits.dtype))
+    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
     return row | {"first_call_ms": first * 1e3}
 
 

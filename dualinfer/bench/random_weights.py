@@ -1,16 +1,32 @@
-"""Models with random weights: a HF module made on the device, or a checkpoint's folder on disk."""
+"""Models with random weights: a HF module made on the device, a checkpoint's folder, or codes.
+
+Codes need no weights that they stand for: they are drawn where an engine reads them.
+"""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
+from ..api import Opened
 from ..arrays import numpy_dtype
 from ..checkpoint.files import write_tensors
+from ..checkpoint.quantized import open_as_held, quantize_by
+from ..checkpoint.sources import open_checkpoint
+from ..config import make_config
 from ..errors import ModelError
+from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_plan
+from ..model.weights import WeightTable
+from ..quantization import BlockScheme, QuantizedMatrix, read_quantization
+from ..quantization.codes import decode
+from ..quantization.formats import Opener
+from ..quantization.recipe import Recipe, make_recipe
 from .shapes import Model
 
 _DEVIATION = 0.02  # as HF initialises most families
@@ -63,22 +79,130 @@ def checkpoint(model: Model, dtype: str) -> Iterator[Path]:
 
 
 def _write_weights(model: Model, dtype: str, path: Path) -> None:
-    """A safetensors file of ones for norms and normal values for the rest."""
+    source = RandomSource(model, dtype)
+    tensors = {name: (dtype, source.shape(name)) for name in source.names()}
+    write_tensors(path, tensors, map(source.read, tensors), to_disk=False)
+
+
+class RandomSource(TableSource):
+    """Tensors made when they are read: ones for norms, and normal values for the rest.
+
+    They are the same in every process.
+    """
+
+    def __init__(self, model: Model, dtype: str) -> None:
+        super().__init__(model.describe()[1], dtype, f"random weights of {model.name}")
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """A tensor, or the part of it at `index`."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        if len(shape) == 1 and name.endswith(".weight"):  # a norm's
+            return np.ones(shape, numpy_dtype(dtype))[index or ()]
+        return _part(_normal_block(dtype), name, shape, index or (slice(None),) * len(shape))
+
+
+class RandomMatrix:
+    """Codes in the place of a matrix that is to be quantized, each value as likely as any other.
+
+    What they mean has the size of RandomSource's values.
+    """
+
+    def __init__(self, like: QuantizedMatrix) -> None:
+        self.scheme, self.shape, self.stored = like.scheme, like.shape, like.stored
+        assert self.scheme.rows == 1 and not (self.scheme.zeros or self.scheme.groups)
+
+    def codes(self, rows: slice, columns: slice) -> np.ndarray:
+        """See QuantizedMatrix."""
+        return _part(_code_block(self.scheme), self.stored[0], self.shape, (rows, columns))
+
+    def scale(self) -> np.ndarray:
+        """See QuantizedMatrix; those of nvfp4 are around 64, and the second ones make up for it."""
+        rows, width = self.shape
+        count = -(-width // self.scheme.columns) if self.scheme.columns else 1
+        size = _OUTER if self.scheme.outer else _size(self.scheme)
+        values = np.random.default_rng(crc32(self.stored[0].encode())).random((rows, count))
+        return (size * (0.5 + values)).astype(numpy_dtype(self.scheme.scale_dtype))
+
+    def zero(self) -> None:
+        """None: code 0 means zero."""
+
+    def group(self) -> None:
+        """None: columns stay where they are."""
+
+    def outer(self) -> np.ndarray | None:
+        """See QuantizedMatrix."""
+        if not self.scheme.outer:
+            return None
+        return np.full(self.shape[0], _size(self.scheme) / _OUTER, np.float32)
+
+    def input_scale(self) -> None:
+        """None: inputs have no scale of their own."""
+
+
+_OUTER = 64.0
+
+
+def random_codes(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:
+    """As `quantize_by`, with random codes and nothing that is read."""
+    found = quantize_by(recipe, table, source)
+
+    def matrix(name: str) -> QuantizedMatrix | None:
+        own = found(name)
+        return None if own is None else RandomMatrix(own)
+
+    return Opener(matrix)
+
+
+def random_model(model: Model, dtype: str) -> Opened:
+    """The model for `init_inference`, which quantizes it to random codes."""
+    return Opened(model.config, [model.class_name], RandomSource(model, dtype), random_codes)
+
+
+def plan_weights(model: Model, dtype: str, quant: str | None) -> LoadPlan:
+    """What an engine in `dtype` loads of a model, quantized as the config's field `quant` says."""
     _, table = model.describe()
-    kind = numpy_dtype(dtype)
-    tensors = {
-        source.name: (dtype, table.shape(row, source.axes))
-        for row in table.rows
-        for source in row.sources
-    }
-    random = np.random.default_rng(0)
-    block = (_DEVIATION * random.standard_normal(_BLOCK, np.float32)).astype(kind)
+    if model.folder is None:
+        source: TensorSource = TableSource(table, dtype, model.name)
+    else:
+        source = open_checkpoint(model.folder)
+    stored_as = read_quantization(model.config.to_dict())
+    recipe = make_recipe(make_config({"quant": quant}, {}).quant)
+    source, table, _ = open_as_held(source, table, stored_as, recipe)
+    return make_load_plan(table, source)
 
-    def arrays() -> Iterator[np.ndarray]:
-        for name, (_, shape) in tensors.items():
-            if len(shape) == 1 and name.endswith(".weight"):  # a norm's
-                yield np.ones(shape, kind)
-            else:
-                yield np.resize(np.roll(block, -int(random.integers(_BLOCK))), shape)
 
-    write_tensors(path, tensors, arrays(), to_disk=False)
+@cache
+def _normal_block(dtype: str) -> np.ndarray:
+    values = np.random.default_rng(0).standard_normal(_BLOCK, np.float32)
+    return (_DEVIATION * values).astype(numpy_dtype(dtype))
+
+
+@cache
+def _values(scheme: BlockScheme) -> np.ndarray:
+    """All codes that are numbers, as `QuantizedMatrix.codes` has them."""
+    count = 1 << scheme.bits
+    signed = scheme.codes in ("int4", "int8")
+    codes = np.arange(-count // 2, count // 2, dtype=np.int8) if signed else np.arange(count)
+    codes = codes if signed else codes.astype(np.uint8)
+    return codes[np.isfinite(decode(codes, scheme))]
+
+
+@cache
+def _code_block(scheme: BlockScheme) -> np.ndarray:
+    return np.random.default_rng(0).choice(_values(scheme), _BLOCK)
+
+
+def _size(scheme: BlockScheme) -> float:
+    """The scale by which codes mean values of the common deviation."""
+    return float(_DEVIATION / np.sqrt(np.mean(decode(_values(scheme), scheme) ** 2)))
+
+
+def _part(
+    block: np.ndarray, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """What is at `index` of a tensor that is `block` over and over, from where its name says."""
+    rows, *rest = (slice(*i.indices(n)) for i, n in zip(index, shape, strict=True))
+    width, count = prod(shape[1:]), max(0, rows.stop - rows.start)
+    start = (crc32(name.encode()) + rows.start * width) % len(block)
+    flat = np.resize(np.roll(block, -start), count * width)
+    return flat.reshape(count, *shape[1:])[(slice(None), *rest)]

@@ -55,7 +55,7 @@ def _process_key(task: Task) -> tuple[Any, ...]:
     """What one process can measure: several of torch's share the weights of one model on disk."""
     if task.tp == 1 or side_of(task.system) != "torch":
         return (1,)
-    return task.tp, task.model, task.dtype
+    return task.tp, task.model, task.dtype, task.quant
 
 
 def _run_process(waiting: deque[Task]) -> Iterator[Row]:
@@ -68,9 +68,10 @@ def _run_process(waiting: deque[Task]) -> Iterator[Row]:
     with ExitStack() as stack:
         if task.tp > 1 and side_of(task.system) == "torch":
             command += ["-m", "dualinfer.parallel.launching", str(task.tp)]
-            model = open_model(task.model)
-            dtype = dtype_name(task.dtype or model.dtype or "float32")
-            folders[task.model] = str(stack.enter_context(checkpoint(model, dtype)))
+            if task.quant is None:  # else each process makes its own codes
+                model = open_model(task.model)
+                dtype = dtype_name(task.dtype or model.dtype or "float32")
+                folders[task.model] = str(stack.enter_context(checkpoint(model, dtype)))
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
             stack.callback(Path(file.name).unlink)
             json.dump({"tasks": [t.to_dict() for t in waiting], "folders": folders}, file)

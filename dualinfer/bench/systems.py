@@ -11,7 +11,7 @@ import numpy as np
 from .. import backends
 from ..api import init_inference
 from . import peers
-from .random_weights import checkpoint, make_module
+from .random_weights import checkpoint, make_module, random_model
 from .shapes import Model
 
 SIDES = {
@@ -54,7 +54,13 @@ def side_of(system: str) -> str:
 
 @contextmanager
 def opened(
-    system: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+    system: str,
+    model: Model,
+    dtype: str,
+    kernels: bool,
+    kind: str,
+    tp: int = 1,
+    quant: str | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
 
@@ -62,7 +68,7 @@ def opened(
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp)
+        instance = Engine(system, model, dtype, kernels, kind, tp, quant)
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -75,9 +81,17 @@ class Engine:
     """Dualinfer itself, made as a user makes it."""
 
     def __init__(
-        self, backend: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+        self,
+        backend: str,
+        model: Model,
+        dtype: str,
+        kernels: bool,
+        kind: str,
+        tp: int = 1,
+        quant: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
+        options["quant"] = quant
         if tp > 1:
             options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
         device = backends.device_kind(backend)
@@ -85,10 +99,13 @@ class Engine:
             options["enable_cuda_graph"] = True
         self._backend = backend
         self._load_seconds = None
-        if backend == "torch" and kernels and model.folder is None:
+        if quant is not None and model.folder is None:
+            given = random_model(model, dtype)
+            self._engine: Any = init_inference(given, backend=backend, **options)
+        elif backend == "torch" and kernels and model.folder is None:
             # The module dies here, and with it those of its weights that are not shared.
             module = make_module(model, dtype, device)
-            self._engine: Any = init_inference(module, backend=backend, **options)
+            self._engine = init_inference(module, backend=backend, **options)
             del module
         else:
             with checkpoint(model, dtype) as folder:
@@ -138,6 +155,7 @@ class Engine:
             "ops": dict(report.ops),
             "compilations": report.compilations,
             "parameter_bytes": report.parameter_bytes,
+            "weights": dict(report.weights),
             "cache_bytes": report.cache_bytes,
             "notes": list(report.notes),
             "load_seconds": self._load_seconds,

@@ -43,6 +43,7 @@ def _gb(*names: str) -> Callable[[Row], str]:
 _WORKLOAD: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row["model"],
     "dtype": lambda row: row["dtype"] or "",
+    "weights": lambda row: _held(row),
     "batch x\ntokens": lambda row: f"{row['batch']} x {row['tokens']}",
 }
 _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
@@ -78,6 +79,19 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
 }
 
 
+def _held(row: Row) -> str:
+    """How most of the layers' weights and the head are held; of plain ones the dtype says all."""
+    if row.get("scheme"):
+        return f"{row['scheme']};\nhead {row['head']}"
+    return row.get("quant") or row["dtype"] or ""
+
+
+def _workload(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """The columns that say what was run, with the weights' own where some are quantized."""
+    quantized = any(row.get("scheme") or row.get("quant") for row in rows)
+    return {name: show for name, show in _WORKLOAD.items() if name != "weights" or quantized}
+
+
 def label(row: Row) -> str:
     """The system of a row, in words."""
     if row["system"] not in ("torch", "jax"):
@@ -111,14 +125,14 @@ def make_table(kind: str, rows: Sequence[Row], width: int = _WIDE) -> Table:
             "dtype": lambda row: row["dtype"] or "",
         }
     else:
-        lead = {"system": label, **_WORKLOAD}
+        lead = {"system": label, **_workload(rows)}
     first = next(iter(lead))
     caption = []
     for column in [column for column in lead if column not in (first, "size")]:
         values = {lead[column](row) for row in rows if lead[column](row)}
         if len(values) <= 1:
             show = lead.pop(column)
-            caption += [f"{_line(column)} {show(row)}" for row in rows[:1] if values]
+            caption += [f"{_line(column)} {_line(show(row))}" for row in rows[:1] if values]
     figures = dict(_FIGURES[kind])
     shown = [row for row in rows if "error" not in row and "skipped" not in row]
     figures = {n: f for n, f in figures.items() if not shown or {f(row) for row in shown} != {"-"}}
@@ -155,8 +169,8 @@ def _filled(
     return table
 
 
-def _line(header: str) -> str:
-    return header.replace("\n", " ")
+def _line(text: str) -> str:
+    return text.replace("\n", " ")
 
 
 def _width_of(table: Table) -> int:
@@ -221,9 +235,9 @@ def _bar_name(row: Row, kind: str, rows: Sequence[Row]) -> str:
     """The system, and what tells its row from the others."""
     if kind == "ops":
         return f"{row['op']} {row['description']}: {_whose(row)}"
-    shows = _WORKLOAD.values()
+    shows = _workload(rows).values()
     varying = [show for show in shows if len({show(other) for other in rows}) > 1]
-    return ", ".join([label(row), *(show(row) for show in varying)])
+    return ", ".join([label(row), *(_line(show(row)) for show in varying)])
 
 
 def _bar_text(kind: str, row: Row) -> str:

@@ -12,20 +12,19 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from .. import backends
-from ..arrays import numpy_dtype
 from ..config.dtypes import dtype_name
 from ..errors import DualinferError, OutOfMemoryError
 from ..system.memory import host_free_bytes
-from .counts import Counts
+from .counts import Counts, describe_held
 from .limits import Device, open_device
 from .measure import Task, measure
 from .ops import find_cases, measure_op
+from .random_weights import plan_weights
 from .shapes import Model, open_model
 from .systems import opened, side_of
 
@@ -66,7 +65,7 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp")
+    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp", "quant")
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
         if group[0][1].kind == "ops":
@@ -83,7 +82,7 @@ def run(
 def _measure_group(
     group: list[tuple[int, Task]], device: Device, folders: Mapping[str, str]
 ) -> Iterator[tuple[int, Row]]:
-    waiting = dict(group)
+    waiting, about = dict(group), {}
     error = ""
     try:
         task = group[0][1]
@@ -91,10 +90,13 @@ def _measure_group(
         if task.model in folders:
             model = replace(model, folder=Path(folders[task.model]))
         dtype = _resolved_dtype(task, model, device)
-        _check_room(model, dtype, device)
-        counts = Counts.of(*model.describe())
+        plan = plan_weights(model, dtype, task.quant)
+        about = describe_held(plan, dtype)
+        counts = Counts.of(plan, dtype)
+        _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
-        with opened(task.system, model, dtype, task.kernels, task.kind, task.tp) as system:
+        how = task.kernels, task.kind, task.tp, task.quant
+        with opened(task.system, model, dtype, *how) as system:
             device.settle()
             for index, task in group:
                 try:
@@ -102,22 +104,19 @@ def _measure_group(
                 except Exception as failure:
                     row = {"error": _text(failure)}
                 del waiting[index]
-                yield index, _row(task, dtype, device, row)
+                yield index, _row(task, dtype, device, about | row)
         device.settle()
     except Exception as failure:
         error = _text(failure)
     for index, task in waiting.items():
-        yield index, _row(task, task.dtype, device, {"error": error})
+        yield index, _row(task, task.dtype, device, about | {"error": error})
 
 
-def _check_room(model: Model, dtype: str, device: Device) -> None:
+def _check_room(model: Model, dtype: str, needed: int, device: Device) -> None:
     """Raise OutOfMemoryError before weights are made that the host cannot hold."""
     free = host_free_bytes()
     if device.kind != "cpu" or free is None:
         return
-    _, table = model.describe()
-    elements = sum(prod(table.shape(row)) for row in table.rows)
-    needed = elements * numpy_dtype(dtype).itemsize
     if needed > free:
         raise OutOfMemoryError(
             f"The weights of {model.name} take {needed / 2**30:,.1f} GiB in {dtype}, and "
