@@ -43,7 +43,7 @@ from dualinfer.bench.random_weights import (
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.tables import limit_lines, make_table
 from dualinfer.cli import main as cli
-from dualinfer.errors import ArgumentError, UnsupportedError
+from dualinfer.errors import ArgumentError, ConfigError, UnsupportedError
 from dualinfer.model.spec import Attention
 from dualinfer.model.weights import named_arrays
 from dualinfer.quantization.codes import dequantize
@@ -217,6 +217,19 @@ def test_a_step_reads_the_packed_bytes_that_the_engine_holds(name, quant):
     assert params.outer["embed.weight"].scheme is None or tied
 
 
+def test_a_quantized_folder_is_counted_as_it_is_held(llama, tmp_path):
+    folder = tmp_path / "int8"
+    made = CliRunner().invoke(cli.app, ["quantize", str(llama), str(folder), "--scheme", "int8"])
+    assert made.exit_code == 0, made.output
+    counts = counts_of(str(folder))
+    with dualinfer.init_inference(folder, dtype="fp32") as engine:
+        held = engine.report().parameter_bytes
+    assert (counts.held_bytes, counts.weight_bytes) == (held, held - 4 * VOCAB * EMBED)
+    assert counts.weight_bytes < 0.4 * counts_of(str(llama)).weight_bytes
+    with pytest.raises(ConfigError, match="quant is given, and the weights of"):
+        plan_weights(open_model(str(folder)), "float32", "int4")
+
+
 @pytest.mark.parametrize("quant", QUANTS)
 def test_random_codes_are_uniform_and_alike_on_both_backends_without_weights(quant, monkeypatch):
     read = []
@@ -251,31 +264,25 @@ def test_random_codes_are_uniform_and_alike_on_both_backends_without_weights(qua
 def test_bench_decode_of_quantized_weights_names_how_they_are_held(tmp_path):
     out = tmp_path / "out.json"
     result = bench(
-        *("decode", "--shape", "tiny", "--quant", "int4", "--backend", "both"),
+        *("decode", "--shape", "tiny", "--quant", "int4"),
         *("--peer", "hf-eager", "--prompt", 9, "--new-tokens", 6, "--repeats", 1, "--json", out),
     )
     assert result.exit_code == 0, result.output
-    torch_row, peer, jax_row = json.loads(out.read_text())["rows"]
-    for row in (torch_row, jax_row):
-        check_row(row, "decode")
-        held = {name: row[name] for name in ("quant", "scheme", "group", "head")}
-        assert held == {
-            "quant": "int4",
-            "scheme": "int4, groups of 64",
-            "group": 64,
-            "head": "int8, rows",
-        }
-        plan = plan_weights(open_model("tiny"), "float32", "int4")
-        assert row["weight_bytes"] == Counts.of(plan, "float32").weight_bytes
-        own = {**row["weights"], "head": row["head"]}
-        assert row["system_facts"]["weights"] == own and row["system_facts"]["load_seconds"] is None
+    row, peer = json.loads(out.read_text())["rows"]
+    check_row(row, "decode")
+    names = {"quant": "int4", "scheme": "int4, groups of 64", "group": 64, "head": "int8, rows"}
+    assert {name: row[name] for name in names} == names
+    plan = plan_weights(open_model("tiny"), "float32", "int4")
+    assert row["weight_bytes"] == Counts.of(plan, "float32").weight_bytes
+    facts = row["system_facts"]
+    assert facts["weights"] == {**row["weights"], "head": row["head"]}
+    assert facts["load_seconds"] is None
     check_row(peer, "decode")
     assert (peer["quant"], peer["scheme"], peer["head"]) == (None, None, "float32")
-    assert peer["weight_bytes"] == counts_of("tiny").weight_bytes > 3 * torch_row["weight_bytes"]
-    lines = result.stdout.splitlines()
-    assert sum("int4, groups of 64;" in line for line in lines) == 2
-    assert sum("head int8, rows" in line for line in lines) == 2
-    assert any("hf-eager" in line and "float32" in line for line in lines)
+    assert peer["weight_bytes"] == counts_of("tiny").weight_bytes > 3 * row["weight_bytes"]
+    text = result.stdout
+    assert "int4, groups of 64;" in text and "head int8, rows" in text
+    assert any("hf-eager" in line and "float32" in line for line in text.splitlines())
 
 
 def test_random_module_has_the_dtype_and_leaves_the_default_alone():
