@@ -226,6 +226,16 @@ def test_a_quantized_folder_is_counted_as_it_is_held(llama, tmp_path):
         held = engine.report().parameter_bytes
     assert (counts.held_bytes, counts.weight_bytes) == (held, held - 4 * VOCAB * EMBED)
     assert counts.weight_bytes < 0.4 * counts_of(str(llama)).weight_bytes
+    tasks = [Task("decode", s, str(folder), None, 1, 8, 4, 1, True) for s in ("torch", "hf-eager")]
+    ours, peer = (row for _, row in worker.run(tasks, open_device("torch")) if row is not None)
+    assert (ours["scheme"], ours["group"], ours["head"]) == ("int8, rows", None, "int8, rows")
+    assert (peer["scheme"], peer["head"]) == ("as hf-eager holds it", None)  # it unpacks this one
+    assert peer["weight_bytes"] == ours["weight_bytes"] == counts.weight_bytes
+    assert peer["system_facts"]["parameter_bytes"] > 2 * held
+    assert [*make_table("decode", [ours, peer]).columns[1].cells] == [
+        "int8, rows;\nhead int8, rows",
+        "as hf-eager holds it",
+    ]
     with pytest.raises(ConfigError, match="quant is given, and the weights of"):
         plan_weights(open_model(str(folder)), "float32", "int4")
 

@@ -85,8 +85,11 @@ class HfEager:
         return run
 
     def facts(self) -> dict[str, Any]:
-        """Which attention HF chose."""
-        return {"attention": self._module.config._attn_implementation}
+        """Which attention HF chose, and the bytes in which it holds the weights."""
+        return {
+            "attention": self._module.config._attn_implementation,
+            "parameter_bytes": self._module.get_memory_footprint(),
+        }
 
     def close(self) -> None:
         """Drop the module."""

@@ -82,7 +82,7 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
 def _held(row: Row) -> str:
     """How most of the layers' weights and the head are held; of plain ones the dtype says all."""
     if row.get("scheme"):
-        return f"{row['scheme']};\nhead {row['head']}"
+        return f"{row['scheme']};\nhead {row['head']}" if row["head"] else row["scheme"]
     return row.get("quant") or row["dtype"] or ""
 
 

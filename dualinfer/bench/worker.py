@@ -92,6 +92,9 @@ def _measure_group(
         dtype = _resolved_dtype(task, model, device)
         plan = plan_weights(model, dtype, task.quant)
         about = describe_held(plan, dtype)
+        if about["scheme"] and task.system not in backends.BACKENDS:  # which may unpack it
+            about |= {"scheme": f"as {task.system} holds it", "group": None, "head": None}
+            about["weights"] = {}
         counts = Counts.of(plan, dtype)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
