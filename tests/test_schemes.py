@@ -30,7 +30,7 @@ from dualinfer.quantization import Activation, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
 
 from .models import BACKENDS, GENERATING, make_model, random_ids, relative_rms  # noqa: E402
-from .quantized import INT4, INT8, SCHEMES, mixed, open_matrices, write  # noqa: E402
+from .quantized import INT8, SCHEMES, mixed, open_matrices, write  # noqa: E402
 
 # One of each family, and a scheme; what is odd among them: fused, by head, transposed, tied, types.
 FAMILIES = {

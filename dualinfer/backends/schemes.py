@@ -265,9 +265,7 @@ class BlockArithmetic:
             return m.along(a, group.reshape(*group.shape[:-1], *ones, group.shape[-1]))
         return m.repeat(a, columns, -1)[..., : shape[-1]] if columns > 1 else a
 
-    def implementations(
-        self, leaves: Iterable[Leaf], kernels: str | None = None
-    ) -> dict[str, str]:
+    def implementations(self, leaves: Iterable[Leaf], kernels: str | None = None) -> dict[str, str]:
         """What serves the products of each scheme among a model's leaves, for people.
 
         `kernels` says how those do it that read codes, None where there are none.
@@ -322,9 +320,18 @@ def packed(weight: Weight) -> Any:
     rows, columns, _ = weight.blocks
     if not quantized.serves(scheme.codes, columns, scheme.zeros):
         return None
-    beside = (weight.beside.get(part) for part in ("scale", "zero", "outer"))
-    about = scheme.codes, scheme.scale_dtype, rows, columns, weight.shape[-1], scheme.table
-    return quantized.Packed(weight.data, *beside, *about)
+    return quantized.Packed(
+        weight.data,
+        weight.beside["scale"],
+        weight.beside.get("zero"),
+        weight.beside.get("outer"),
+        scheme.codes,
+        scheme.scale_dtype,
+        rows,
+        columns,
+        weight.shape[-1],
+        scheme.table,
+    )
 
 
 def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:

@@ -217,7 +217,7 @@ _CODES = ("int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", 
 
 
 def _fits(key: Key, config: QuantizedConfig) -> bool:
-    _, rows, _, _, number, _, itemsize, gated = key
+    _, rows, _, _, number, _, _, gated = key
     bits = 8 if 3 <= number <= 6 else 4
     if isinstance(config, QuantizedVectorConfig):
         words = config.rows * (2 if gated else 1) * config.quads * 4

@@ -7,7 +7,7 @@ whose rows do not begin at a multiple of 16 bytes are gathered into words byte b
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
 import triton
 import triton.language as tl
 
@@ -33,10 +33,7 @@ def _nibble(w, J: tl.constexpr, mask):
         y = w >> 12
     else:
         y = w
-    if _offset(J) == 128:
-        y = (y & (mask << 4)) | 0x43000000
-    else:
-        y = (y & mask) | 0x45000000
+    y = (y & (mask << 4)) | 0x43000000 if _offset(J) == 128 else (y & mask) | 0x45000000
     return y.to(tl.float32, bitcast=True)
 
 
@@ -88,10 +85,8 @@ def _plane(w, J: tl.constexpr, CODES: tl.constexpr, table):
     else:
         # Bytes 1 and 3 are the upper ends of the halves.
         t = w if J % 2 else w << 8
-        if CODES == "fp8_e4m3":
-            t = (t & 0x80008000) | ((t & 0x7F007F00) >> 1)
-        else:
-            t = t & 0xFF00FF00
+        four = CODES == "fp8_e4m3"  # bits of an exponent; a half has five, as e5m2 has
+        t = (t & 0x80008000) | ((t & 0x7F007F00) >> 1) if four else t & 0xFF00FF00
         t = ((t >> 16) if J >= 2 else t).to(tl.uint16)
         y = t.to(tl.float16, bitcast=True).to(tl.float32)
     return y
@@ -150,12 +145,8 @@ def _lying(
     COUNT: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1]
     columns = (q * PER + PART * BLOCK[1]) // BLOCK[1]
     mask = inside[:, None] & (columns < COUNT)[None, :]
-    at = columns[None, :]
-    if BLOCK[0]:
-        at = (rows // BLOCK[0])[:, None] * COUNT + at
-    else:
-        at = rows[:, None] * 0 + at
-    return tl.load(ptr + at, mask=mask, other=0)
+    first = rows // BLOCK[0] * COUNT if BLOCK[0] else rows * 0
+    return tl.load(ptr + first[:, None] + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -210,8 +201,8 @@ def matvec_kernel(
     norm_bias_ptr, y_ptr, partial_ptr, counter_ptr, features, eps, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
-    TURNS: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    TURNS: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [features] of one row x [K]; a program sums ROWS of them over TURNS times QUADS quads.
 

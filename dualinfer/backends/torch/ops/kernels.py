@@ -167,7 +167,7 @@ class KernelOps(PlainOps):
         if by.norm is not None:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
             fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
-        product = linear.linear if codes is None else quantized.linear
+        product: Any = linear.linear if codes is None else quantized.linear
         return product(
             x,
             weight.data if codes is None else codes,
@@ -192,18 +192,14 @@ class KernelOps(PlainOps):
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.element_size(), fused)
 
-    def matmul(
-        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
         if not weight.pieces:
             return super().matmul(x, weight, bias)
         y = torch.cat([self.linear(x, piece) for piece in weight.pieces], -1)
         return y if bias is None else y + bias
 
-    def _wide_product(
-        self, x: torch.Tensor, matrix: torch.Tensor, by: Neighbours
-    ) -> torch.Tensor:
+    def _wide_product(self, x: torch.Tensor, matrix: torch.Tensor, by: Neighbours) -> torch.Tensor:
         """Many rows, by cuBLAS."""
         bias, residual = by.bias, by.residual
         if residual is not None and bias is None and by.activation is None:

@@ -102,9 +102,7 @@ class PlainOps:
             y = by.residual + y
         return y.float() if by.wide else y
 
-    def matmul(
-        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., in] times weight [out, in], plus bias [out]."""
         return primitives.matmul(x, weight, bias)
 
