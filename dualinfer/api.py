@@ -45,7 +45,7 @@ from .model.live import Watch
 from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
 from .parallel.agreement import Peers, in_turn
-from .quantization import read_quantization
+from .quantization import find_method, quantization_of, read_quantization
 from .quantization.recipe import make_recipe
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -281,10 +281,11 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     quantization = read_quantization(found.config.to_dict())
     recipe = make_recipe(settings.quant)
     if recipe is not None:
-        if quantization is not None:
+        own = quantization_of(found.config.to_dict())
+        if own is not None:
             raise ConfigError(
-                f"quant is given, and the weights of {source.description} are quantized already. "
-                "Leave it unset, or pass the model that they were made from."
+                f"quant is given, and the weights of {source.description} are quantized already "
+                f"({find_method(own)}). Leave it unset, or pass the model that they were made from."
             )
         source, table = open_quantized(source, table, quantize_by(recipe, table, source))
     if quantization is not None:
