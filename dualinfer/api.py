@@ -20,7 +20,14 @@ from .checkpoint.hf_config import (
 )
 from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.quantized import open_quantized, quantize_by
-from .checkpoint.saving import Saved, Written, check_saving, save_checkpoint, save_folder
+from .checkpoint.saving import (
+    Saved,
+    Written,
+    check_content,
+    check_saving,
+    save_checkpoint,
+    save_folder,
+)
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
@@ -45,7 +52,7 @@ from .model.live import Watch
 from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
 from .parallel.agreement import Peers, in_turn
-from .quantization import read_quantization
+from .quantization import find_method, quantization_of, read_quantization
 from .quantization.recipe import make_recipe
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -281,10 +288,11 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     quantization = read_quantization(found.config.to_dict())
     recipe = make_recipe(settings.quant)
     if recipe is not None:
-        if quantization is not None:
+        own = quantization_of(found.config.to_dict())
+        if own is not None:
             raise ConfigError(
-                f"quant is given, and the weights of {source.description} are quantized already. "
-                "Leave it unset, or pass the model that they were made from."
+                f"quant is given, and the weights of {source.description} are quantized already "
+                f"({find_method(own)}). Leave it unset, or pass the model that they were made from."
             )
         source, table = open_quantized(source, table, quantize_by(recipe, table, source))
     if quantization is not None:
@@ -314,12 +322,15 @@ def _make_fused_engine(
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
         settings, hf_model, spec, plan, source = described
+        config, own = hf_model.config, hf_model.generation_config
+        saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
+        if saving:
+            check_content(saved)
         if not isinstance(model, Path):
             notes.extend(warn_of_hooks(model, hf_model.other_way))
             watch = Watch(model) if settings.checkpoint is None else None
         work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
     origin = _origin(model, described, watch)
-    config, own = hf_model.config, hf_model.generation_config
     with ExitStack() as stack:
         with peers.together("Loading"):
             runner = backends.create_runner(settings, spec, plan, source, peers)
@@ -331,7 +342,6 @@ def _make_fused_engine(
             about = About(settings, peers, config, own, source.description, notes, load)
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
-            saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
         stack.pop_all()
     return engine

@@ -180,6 +180,18 @@ def test_plan_fails_with_one_message(run, tmp_path, change, arguments, message):
     assert message in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
 
 
+def test_plan_of_a_quantized_model_says_that_it_needs_the_weights(run, tmp_path):
+    folder = write_llama(tmp_path, 101)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    result = run("plan", folder, "--tp", 2)
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "quantized, so that a plan needs its weights" in said
+    assert said.endswith("Copy them into that folder, and plan again.")
+
+
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     config = hf.PhiConfig(
         vocab_size=1000, hidden_size=96, intermediate_size=200, num_hidden_layers=2

@@ -1,5 +1,6 @@
 """Folders that engines and `dualinfer quantize` write mean the same to transformers and to us."""
 
+import copy
 import json
 import re
 
@@ -120,6 +121,30 @@ def test_quantized_inputs_are_said(model, tmp_path):
         assert hashes(again) == held
 
 
+def share_of(model, asked, out):
+    """What a rank has, which writes the model, too: while it is made, and when it is asked to."""
+    with engine(model, quant=asked, tp=2, save_mp_checkpoint_path=str(out / "mp")) as made:
+        made.save_pretrained(out / "whole")
+        return np.asarray(made(random_ids(2, 9)).logits), made.report().notes
+
+
+def test_several_devices_write_what_one_device_has(model, crew, tmp_path):
+    with engine(model, quant=INT4) as one:
+        held, ids = hashes(one), random_ids(2, 9)
+        expected = np.asarray(one(ids).logits)
+    # A copy: what goes to other processes is moved to memory that they share.
+    for logits, notes in crew.run(share_of, copy.deepcopy(model), INT4, tmp_path, world=2):
+        assert relative_rms(logits, expected) < 1e-5
+        assert any("saved quantized, in 1 file" in note for note in notes)
+    jax_out = str(tmp_path / "jax mp")
+    with engine(model, "jax", tp=2, quant=INT4, save_mp_checkpoint_path=jax_out) as made:
+        made.save_pretrained(tmp_path / "jax whole")
+    for name in ("mp", "whole", "jax mp", "jax whole"):
+        with engine(tmp_path / name) as again:
+            assert hashes(again) == held
+            assert relative_rms(again(ids).logits, expected) < 1e-6
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
     model, ids = make_model("gpt2"), random_ids(2, 9)
@@ -150,6 +175,8 @@ def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(name, asked, s
         pytest.raises(UnsupportedError, match=said),
     ):
         made.save_pretrained(tmp_path / "out")
+    with pytest.raises(UnsupportedError, match=said):
+        engine(model, quant=asked, save_mp_checkpoint_path=str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -162,6 +189,7 @@ def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkey
     assert done.exit_code == 0, done.output
     assert "down_proj" in done.output and "lm_head: int8, rows" in done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert "`dualinfer chat out` runs it." in " ".join(done.output.split())
     asked = "int8" if "int8" in options else ASYMMETRIC
     with engine("plain", quant=asked) as one, engine("out") as other:
         assert hashes(one) == hashes(other)

@@ -295,7 +295,7 @@ def test_checkpoints_that_do_not_fit_their_scheme_are_refused(folder, tmp_path):
 
     refused(f"missing 1: {key}.scale", **{f"{key}.scale": None})
     refused(r"its scales are \(99, 1\), expected", **{f"{key}.scale": np.ones((99, 1), np.float32)})
-    refused("misshaped 2: ", **{f"{key}.codes": np.ones((3, 5), np.int8)})
+    refused("misshaped 1: ", **{f"{key}.codes": np.ones((3, 5), np.int8)})
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "other"
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -18,8 +18,9 @@ from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_quantized
 from ..checkpoint.sources import open_checkpoint
 from ..config import TensorParallelConfig, make_config, serving_dtype
-from ..errors import ConfigError, ModelError, UnservedError, printable
+from ..errors import CheckpointNotFoundError, ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
+from ..model.load_plan import TensorSource
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
 from ..system.tables import Table
@@ -40,7 +41,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a config.json, or a model of the hub; no weights needed.",
+            help="A folder with a config.json, or a model of the hub; weights are needed of "
+            "quantized ones alone.",
         ),
     ],
     tp: Annotated[
@@ -86,7 +88,7 @@ def plan(
         config = read_config(folder)
         _, table = describe_model(config.to_dict(), config.architectures)
         if quantization is not None:  # which weights have which scheme, their tensors say
-            source = open_checkpoint(folder)
+            source = _open_weights(folder, model, revision)
             _, table = open_quantized(source, table, quantization(source))
     except UnservedError as error:
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
@@ -102,6 +104,21 @@ def plan(
         print_folded(console, line)
     for note in (*why, *plan.notes):
         print_folded(console, f"note: {note}")
+
+
+def _open_weights(folder: Path, model: str, revision: str | None) -> TensorSource:
+    """The weights of a quantized model; where there are none, an error that says what for."""
+    try:
+        return open_checkpoint(folder)
+    except CheckpointNotFoundError as error:
+        way = "Copy them into that folder"
+        if not os.path.exists(os.path.expanduser(model)):
+            of = f" --revision {revision}" if revision else ""
+            way = f"Fetch them with `hf download {model}{of}`"
+        raise CheckpointNotFoundError(
+            f"{model} is quantized, so that a plan needs its weights, which say how each of them "
+            f"is stored, and not config.json alone. {error} {way}, and plan again."
+        ) from error
 
 
 def _many(tp: int) -> str:
