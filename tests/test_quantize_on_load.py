@@ -14,10 +14,11 @@ jax = pytest.importorskip("jax")
 from safetensors.torch import save_file  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer import CheckpointError, ConfigError  # noqa: E402
+from dualinfer import CheckpointError, ConfigError, ModelError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
+from dualinfer.config.refusals import check_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
@@ -266,9 +267,106 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
         engine(tmp_path / "out", quant="int4")
 
 
-def test_a_module_that_runs_itself_is_not_quantized(hf_model):
-    with pytest.raises(ConfigError, match=r"quant=.*in module mode"):
-        dualinfer.init_inference(hf_model("llama-gqa"), backend="torch", quant="int8")
+def run_as_it_is(model, **fields):
+    """An engine in module mode."""
+    return dualinfer.init_inference(model, backend="torch", **{"dtype": "fp32"} | fields)
+
+
+def tiny_t5():
+    """A family that only module mode runs."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97,
+        "d_model": 48,
+        "d_kv": 16,
+        "d_ff": 96,
+        "num_layers": 1,
+        "num_heads": 3,
+    }
+    special = {"decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **special)).eval()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda a: a if isinstance(a, str) else "asymmetric")
+def test_linear_layers_of_a_module_hold_codes(asked, hf_model):
+    """The same bytes as in fused mode, and what a model with their values computes."""
+    model, ids = copy.deepcopy(hf_model("llama-mha")), torch.as_tensor(random_ids(2, 9))
+    values = dequantized(model, asked)
+    head = "int8" if isinstance(asked, str) else asked
+    with engine(model, quant=asked) as fused:
+        layer = fused.runner.params.layers[0]["out.weight"]
+        fused_parts = {part: to_numpy(array).copy() for part, array in parts_of(layer).items()}
+    kinds = {name: type(part) for name, part in model.named_modules()}
+    with run_as_it_is(model, quant=asked) as made, torch.no_grad():
+        found = made(ids).logits
+        assert relative_rms(found.numpy(), values(ids).logits.numpy()) < 1e-6
+        assert torch.equal(made.generate(ids, **GREEDY), values.generate(ids, **GREEDY))
+        report = made.report()
+        assert "made values" in str(report.ops) or "codes multiplied" in str(report.ops)
+        assert any(SCHEMES[head].codes[:4] in k for k in report.weights) if head == "int8" else True
+        assert report.parameter_bytes < 0.6 * sum(p.nbytes for p in values.parameters())
+        own = model.model.layers[0].self_attn.o_proj
+        for part, array in parts_of(own.held).items():
+            np.testing.assert_array_equal(to_numpy(array), fused_parts[part], part)
+        expected = values.model.layers[0].self_attn.o_proj.weight
+        assert torch.allclose(own.weight, expected, rtol=1e-6, atol=1e-9)
+    assert {n for n, part in model.named_modules() if type(part) is not kinds[n]} == {
+        n for n, kind in kinds.items() if kind is torch.nn.Linear
+    }
+
+
+def test_modules_of_any_kind_hold_codes(hf_model):
+    """Another family's, GPT-2's Conv1D, plain torch; what is tied stays."""
+    t5, ids = tiny_t5(), torch.as_tensor(random_ids(2, 9, vocab=97))
+    before = t5(input_ids=ids, decoder_input_ids=ids).logits.detach()
+    with run_as_it_is(t5, quant="int8") as made:
+        found = made(input_ids=ids, decoder_input_ids=ids).logits
+        assert 1e-6 < relative_rms(found.numpy(), before.numpy()) < 2e-2
+        assert "1: lm_head" in " ".join(made.report().notes)
+    gpt2 = copy.deepcopy(hf_model("gpt2"))
+    before = gpt2(ids).logits.detach()
+    with run_as_it_is(gpt2, dtype="int8") as made:
+        assert 1e-6 < relative_rms(made(ids).logits.float().numpy(), before.numpy()) < 2e-2
+        assert "QuantizedLinear(in_features=48" in repr(made.module) or "int8" in repr(made.module)
+    with pytest.raises(ModelError, match="it has none"):
+        run_as_it_is(torch.nn.Sequential(torch.nn.ReLU()), quant="int8")
+
+
+def test_a_cast_of_codes_keeps_their_scales(hf_model):
+    """And hooks, biases and shared layers stay what they were."""
+    shared = torch.nn.Linear(64, 64)
+    seen = []
+    shared.register_forward_hook(lambda *_: seen.append(1))
+    module = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+    x, bias = torch.randn(2, 64), shared.bias
+    with run_as_it_is(module, quant="int4", dtype="bf16") as made:
+        assert made(x.bfloat16()).dtype == torch.bfloat16 and len(seen) == 2
+        layer = module[0]
+        assert layer is module[2] and layer.bias is bias and layer.scale.dtype == torch.float32
+        assert layer.codes.dtype == torch.uint8 and layer.weight.dtype == torch.bfloat16
+        copied = copy.deepcopy(layer).half()
+        assert copied.scale.dtype == torch.float32 and copied(x.half()).dtype == torch.float16
+
+
+def test_a_module_that_cannot_be_quantized_stays_whole():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    module[1].weight.data[3, 3] = float("nan")
+    before = [*module], copy.deepcopy(module.state_dict())
+    with pytest.raises(CheckpointError, match=r"1\.weight of Sequential has values"):
+        run_as_it_is(module, quant="int4", dtype="bf16")
+    with pytest.raises(ConfigError, match=r"q_groups=3: rows of 0 have 8"):
+        run_as_it_is(module, quant={"weight": {"num_bits": 4, "q_groups": 3}})
+    assert [*module] == before[0]
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(tensor, before[1][name], rtol=0, atol=0, equal_nan=True)
+    for fields in ({"tensor_parallel": {"tp_size": 2}}, {"backend": "jax"}):
+        config = dualinfer.InferenceConfig(quant="int8", **fields)
+        with pytest.raises(ConfigError, match=r"quant='int8': in module mode .* Set replace_with"):
+            check_config(config, "module", "cpu")
+    with pytest.raises(ConfigError, match=r"qkv.enabled=False: in module mode"):
+        run_as_it_is(module, quant={"qkv": {"enabled": False}})
 
 
 def test_the_head_is_int8_whatever_the_layers_are(hf_model):

@@ -101,13 +101,18 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 def _check_module_mode(config: InferenceConfig) -> None:
     if config.quant is not None and config.quant.enabled:
-        reason = (
-            "in module mode a module keeps its own weights (dtype=int8 asks for quant, too). Set "
-            "replace_with_kernel_inject=True if dualinfer knows the model's family, or leave quant "
-            "unset."
+        way = (
+            "(dtype=int8 asks for quant, too). Set replace_with_kernel_inject=True if dualinfer "
+            "knows the model's family, or leave quant unset."
         )
+        reason = ""
+        if config.backend == "jax":
+            reason = f"in module mode on JAX a module keeps its own weights {way}"
+        elif config.tensor_parallel.tp_size > 1:
+            reason = f"in module mode quantized layers are not split over devices {way}"
         asked = config.quant.scheme or config.quant.model_dump(exclude_unset=True)
-        _refuse("quant", asked, reason)
+        if reason:
+            _refuse("quant", asked, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

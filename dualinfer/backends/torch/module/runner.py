@@ -9,10 +9,14 @@ from pydantic import TypeAdapter
 from ....config import InferenceConfig
 from ....errors import ConfigError, ModelError, UnsupportedError, counted
 from ....model.load_plan import TensorSource
+from ....model.weights import count_leaves
+from ....quantization.recipe import make_recipe
 from ...profiling import Profiler, Stopwatch
+from ...schemes import describe_weights
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name
 from ..graphs import CallGraphs, graph_facts
+from ..ops.primitives import SCHEMES
 from ..parallel import Ranks
 from ..precision import own_precision
 from ..process_groups import forget_graphs_at_exit
@@ -22,6 +26,7 @@ from .autotp.layers import RanksSeam
 from .autotp.plan import check_whole, kept_sizes, make_plan
 from .autotp.policy import check_policy
 from .autotp.surgery import split_module
+from .fewer_bits import leaves_by_name, quantize_layers, replace_layers
 from .fill import check_values, fill, slots
 from .placing import check_room, convert_module
 from .watch import ModuleWatch, compiled_call
@@ -43,9 +48,11 @@ def create_module_runner(
     in place, and stays so when the engine is closed: each rank's part is of no use alone. All is
     checked first: what fails leaves the module as it was. The random state of torch becomes rank
     0's, so that all sample alike. Raises ConfigError, ModelError, CheckpointError,
-    UnsupportedError, DistributedError or OutOfMemoryError.
+    UnsupportedError, DistributedError or OutOfMemoryError. With `quant` linear layers are replaced
+    by such as hold codes.
     """
     dtype = getattr(torch, config.dtype or default_dtype())
+    recipe = make_recipe(config.quant)
     policy, grain = config.injection_policy or {}, config.tensor_parallel.tp_grain_size
     with peers.together("The modules") as work:
         _check_module(module)
@@ -59,13 +66,19 @@ def create_module_runner(
             _check_graph_device(module, device)
         if source is None:
             check_values(module)
-        if peers.size == 1:
+        if peers.size == 1 and recipe is None:
             check_room(module, device, dtype)
         if source is not None:
             notes += fill(module, source, dtype)
             check_values(module)
         work.meet(lambda: _marks(module))
     inner = module._orig_mod if is_optimized(module) else module
+    fewer: dict[int, Any] = {}
+    if recipe is not None:  # in one process: see config.refusals
+        fewer, its_notes = quantize_layers(inner, recipe)
+        notes += its_notes
+        check_room(module, device, dtype, _sizes_of(inner, fewer, dtype))
+        replace_layers(inner, fewer)
     seam = plan = None
     if peers.size > 1:
         with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
@@ -87,6 +100,17 @@ def create_module_runner(
     if peers.size > 1:
         forget_graphs_at_exit(runner)
     return runner
+
+
+def _sizes_of(
+    module: torch.nn.Module, made: Mapping[int, Any], dtype: torch.dtype
+) -> dict[int, int]:
+    """Elements of `dtype` that take as much memory as what was made of each weight, by its id."""
+    return {
+        id(part.weight): count_leaves([made[id(part)].held])["parameter_bytes"] // dtype.itemsize
+        for part in module.modules()
+        if id(part) in made
+    }
 
 
 def _marks(module: torch.nn.Module) -> list[Any]:
@@ -321,13 +345,14 @@ class TorchModuleRunner:
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`; a tied parameter counts once."""
-        parameters = list(self.module.parameters())
+        leaves = leaves_by_name(self.module)
+        ways = SCHEMES.implementations(leaves.values())
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": {"forward": "the module's own"},
-            "parameters": sum(p.numel() for p in parameters),
-            "parameter_bytes": sum(p.nbytes for p in parameters),
+            "ops": {"forward": "the module's own", **ways},
+            "weights": describe_weights(leaves) if ways else {},
+            **count_leaves(leaves.values()),
             "cache_bytes": 0,
             **graph_facts(self._calls),
         }
