@@ -279,6 +279,7 @@ def test_bench_forward_beside_hf(tmp_path):
         (("decode", "nowhere"), "'nowhere' is no folder with a config.json"),
         (("prefill", "--peer", "vllm"), "--peer vllm is not known. Peers: hf-eager"),
         (("forward", "--dtype", "int3"), "--dtype int3"),
+        (("decode", "--quant", "int5"), "--quant int5 is not known. Schemes: int8"),
         (("decode", "--json", "nowhere/out.json"), "the folder does not exist"),
     ],
 )
@@ -738,7 +739,9 @@ def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, se
     if kind == "prefill":  # whose limit is multiplying alone
         seconds = flops / 100
     call = lambda *args: lambda: None  # noqa: E731
-    system: Any = SimpleNamespace(prefill=call, forward=call, facts=dict)
+    system: Any = SimpleNamespace(
+        prefill=call, forward=call, facts=dict, quantized_bytes=lambda: None
+    )
     counts: Any = SimpleNamespace(
         flops=lambda *args, **kwargs: flops, weight_bytes=lambda dtype: nbytes
     )
@@ -748,6 +751,31 @@ def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, se
         task = Task(kind, "torch", "tiny", "float32", 1, 4, 0, 3, True, tp)
         row = measure(task, SimpleNamespace(vocab=9), counts, system, device, limits)  # pyright: ignore
         assert row["limit_ms"] == pytest.approx(seconds / tp * 1e3)
+
+
+def test_a_quantized_model_is_measured_by_the_bytes_that_it_reads(tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("decode", "--shape", "tiny", "--backend", "both", "--peer", "hf-eager"),
+        *("--quant", "int4", "--prompt", 9, "--new-tokens", 4, "--repeats", 1, "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["system"], row["quant"]) for row in rows] == [
+        *(("torch", "int4"), ("hf-eager", None), ("jax", "int4"))
+    ]
+    with checkpoint(open_model("tiny"), "float32") as folder:
+        settings = {"quant": "int4", "replace_with_kernel_inject": True, "dtype": "fp32"}
+        with dualinfer.init_inference(folder, **settings) as engine:
+            leaves = dict(engine.named_parameters())
+    read = sum(a.nbytes for name, a in leaves.items() if not name.startswith("module.embed."))
+    assert "module.head.weight" in leaves
+    for row in rows:
+        check_row(row, "decode")
+        quantized = row["system"] != "hf-eager"
+        assert row["weight_bytes"] == (read if quantized else 4 * counts_of("tiny").read)
+        assert not quantized or row["system_facts"]["weights"]["head"] == "int8, rows"
+    assert "dualinfer jax int4" in result.stdout
 
 
 @pytest.mark.xdist_group("ranks")

@@ -78,6 +78,13 @@ def test_generate_streams_prompt_and_greedy_text(run, folder, backend):
     assert found and found[1].startswith(f"{backend}, float32, ")
 
 
+def test_generate_in_fewer_bits_is_what_an_engine_gives(run, folder):
+    with dualinfer.init_inference(folder, quant="int4") as engine:
+        expected = engine.generate_text(PROMPT, max_new_tokens=6)
+    result = run("generate", folder, PROMPT, "--quant", "int4", "--max-new-tokens", 6)
+    assert result.exit_code == 0 and result.stdout.endswith(f"{expected}\n")
+
+
 def test_generate_reads_standard_input(run, folder):
     result = run("generate", folder, "-", "--max-new-tokens", 4, input=PROMPT + "\n")
     assert result.stdout == expected_text(folder, 4, do_sample=False) + "\n"
@@ -443,6 +450,7 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
         (("MODEL", ""), "The prompt is empty"),
         (("MODEL", "x", "--max-new-tokens", 500), "fewer new tokens or shorten the prompt."),
         (("MODEL", "x", "--dtype", "int3"), "--dtype int3: a model computes in"),
+        (("MODEL", "x", "--quant", "int5"), "input should be 'int8', 'int4', 'fp8' or 'nvfp4'"),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
         (("MODEL", "x", "--max-new-tokens", 0), "--max-new-tokens 0"),
         (("MODEL", "x", "--stop", ""), "--stop ['']; expected non-empty strings"),

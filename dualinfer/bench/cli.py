@@ -14,6 +14,7 @@ from rich.markup import escape
 from .. import backends
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
+from ..quantization.quantize import SCHEMES
 from ..system.command_options import with_options
 from ..system.terminal import Command, print_folded
 from .measure import Task
@@ -65,6 +66,13 @@ PromptOption = Annotated[
     list[int] | None,
     typer.Option(metavar="COUNT", min=1, help="Tokens a sequence; several times for several rows."),
 ]
+QuantOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(SCHEMES),
+        help="Quantize dualinfer's weights while they are loaded, not those of peers.",
+    ),
+]
 RepeatsOption = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs after the warm-up.")]
 PeerOption = Annotated[
     list[str] | None,
@@ -106,6 +114,7 @@ class _Measured:
     batch: BatchOption = None
     prompt: PromptOption = None
     peer: PeerOption = None
+    quant: QuantOption = None
     kernels: KernelsOption = True
     tp: TpOption = None
     json: JsonOption = None
@@ -210,8 +219,13 @@ def _tasks(
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
     systems: list[str] = list(dict.fromkeys([*_chosen(asked.backend), *peers]))
     dtype = _dtype(asked.dtype)
+    if asked.quant not in (None, *SCHEMES):
+        raise ArgumentError(f"--quant {asked.quant} is not known. Schemes: {', '.join(SCHEMES)}.")
     return [
-        Task(kind, system, model, dtype, batch, prompt, new_tokens, repeats, asked.kernels, tp)
+        Task(
+            *(kind, system, model, dtype, batch, prompt, new_tokens, repeats, asked.kernels, tp),
+            quant=asked.quant if system in backends.BACKENDS else None,
+        )
         for model, system, tp, batch, prompt in product(
             dict.fromkeys(models),
             systems,

@@ -1,7 +1,7 @@
 """What a model must read and multiply: the bytes and FLOPs that the limit of a row is made of."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..backends.caches import CacheSpec, cache_specs, token_bytes
@@ -18,7 +18,8 @@ class Counts:
 
     `read` are all weights that a step reads: those looked up row by row (the embeddings) left out,
     a tied head counted. `body` are the elements of matrices that every token is multiplied with,
-    `head` those of the head, `pooler` of what runs once a sequence.
+    `head` those of the head, `pooler` of what runs once a sequence. `looked_up` are those of the
+    tables left out. `held` are the bytes of what is read where weights are quantized.
     """
 
     read: int
@@ -27,14 +28,18 @@ class Counts:
     pooler: int
     attention: tuple[Attention, ...]
     caches: tuple[CacheSpec, ...] = ()  # of the same layers, where they are causal
+    looked_up: int = 0
+    held: int | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, table: WeightTable) -> "Counts":
         """The counts of a model described by its family."""
         sizes = {row.name: _elements(row, table) for row in table.rows if not _is_lookup(row)}
+        looked_up = sum(_elements(row, table) for row in table.rows if _is_lookup(row))
         matrices = {row.name for row in table.rows if len(row.axes) > 1}
         if spec.head is not None and "head.weight" not in sizes:
             sizes["head.weight"] = spec.vocab * spec.embed  # the embedding, read as a head
+            looked_up -= sizes["head.weight"]
             matrices.add("head.weight")
 
         def total(parts: Iterable[str]) -> int:
@@ -49,11 +54,16 @@ class Counts:
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
             caches=cache_specs(spec) if spec.causal else (),
+            looked_up=looked_up,
         )
+
+    def quantized(self, held: int, dtype: str) -> "Counts":
+        """The counts of a model whose weights take `held` bytes; tables looked up are plain."""
+        return replace(self, held=held - self.looked_up * _ITEM_BYTES[dtype])
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of weights that a step reads."""
-        return self.read * _ITEM_BYTES[dtype]
+        return self.read * _ITEM_BYTES[dtype] if self.held is None else self.held
 
     def kv_bytes(self, dtype: str, batch: int, prompt: int, new_tokens: int) -> float:
         """Bytes of cached keys and values that a decode step reads, the mean over all steps.

@@ -21,7 +21,8 @@ class Task:
     """One row to measure. `tokens` is the prompt's length; `dtype` None is resolved on the device.
 
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
-    `tp` devices share the model, and the limit is that of all of them.
+    `tp` devices share the model, and the limit is that of all of them. `quant` is what the engine
+    quantizes its weights to.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Task:
     repeats: int
     kernels: bool
     tp: int = 1
+    quant: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""
@@ -50,6 +52,8 @@ def measure(
         "prefill": _prefill,
         "forward": _forward,
     }
+    held = system.quantized_bytes()
+    counts = counts if held is None else counts.quantized(held, limits.dtype)
     device.start_peak()
     row = rules[task.kind](task, ids, counts, system, limits)
     return row | {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}

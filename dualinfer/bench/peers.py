@@ -84,6 +84,9 @@ class HfEager:
 
         return run
 
+    def quantized_bytes(self) -> None:
+        """None: nothing is quantized."""
+
     def facts(self) -> dict[str, Any]:
         """Which attention HF chose."""
         return {"attention": self._module.config._attn_implementation}
@@ -226,6 +229,9 @@ class KerasHub:
     def forward(self, ids: np.ndarray) -> Callable[[], Any]:
         """Refused when the peer is made."""
         raise NotImplementedError
+
+    def quantized_bytes(self) -> None:
+        """None: nothing is quantized."""
 
     def facts(self) -> dict[str, Any]:
         """The package's version."""

@@ -38,6 +38,10 @@ class System(Protocol):
         """A call that runs one pass over ids [B, T], put on the device here."""
         ...
 
+    def quantized_bytes(self) -> int | None:
+        """Bytes of all weights, over all devices; None where none is quantized."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """What the row says of the system."""
         ...
@@ -54,7 +58,13 @@ def side_of(system: str) -> str:
 
 @contextmanager
 def opened(
-    system: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+    system: str,
+    model: Model,
+    dtype: str,
+    kernels: bool,
+    kind: str,
+    tp: int = 1,
+    quant: str | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
 
@@ -62,7 +72,7 @@ def opened(
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp)
+        instance = Engine(system, model, dtype, kernels, kind, tp, quant)
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -75,9 +85,18 @@ class Engine:
     """Dualinfer itself, made as a user makes it."""
 
     def __init__(
-        self, backend: str, model: Model, dtype: str, kernels: bool, kind: str, tp: int = 1
+        self,
+        backend: str,
+        model: Model,
+        dtype: str,
+        kernels: bool,
+        kind: str,
+        tp: int = 1,
+        quant: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
+        options["quant"] = quant
+        self._tp = tp
         if tp > 1:
             options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
         device = backends.device_kind(backend)
@@ -131,6 +150,14 @@ class Engine:
         array = jax.device_put(ids.astype(np.int32), self._engine.device)
         return lambda: jax.block_until_ready(tuple(self._engine(array).values()))
 
+    def quantized_bytes(self) -> int | None:
+        """From the engine's report."""
+        report = self._engine.report()
+        plain = {*("float32", "bfloat16", "float16", "head")}
+        if not set(report.weights) - plain:
+            return None
+        return report.parameter_bytes * (self._tp if self._backend == "torch" else 1)
+
     def facts(self) -> dict[str, Any]:
         """From the engine's report: what served each op, and what was captured or compiled."""
         report = self._engine.report()
@@ -138,6 +165,7 @@ class Engine:
             "ops": dict(report.ops),
             "compilations": report.compilations,
             "parameter_bytes": report.parameter_bytes,
+            "weights": dict(report.weights),
             "cache_bytes": report.cache_bytes,
             "notes": list(report.notes),
             "load_seconds": self._load_seconds,

@@ -83,7 +83,8 @@ def label(row: Row) -> str:
     if row["system"] not in ("torch", "jax"):
         return row["system"]
     over = f" on {row['tp']}" if row.get("tp", 1) > 1 else ""
-    return f"dualinfer {row['system']}{over}" + ("" if row["kernels"] else ", no kernels")
+    bits = f" {row['quant']}" if row.get("quant") else ""
+    return f"dualinfer {row['system']}{bits}{over}" + ("" if row["kernels"] else ", no kernels")
 
 
 def side_by_side(rows: Sequence[Row]) -> list[Row]:

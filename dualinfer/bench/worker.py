@@ -66,7 +66,7 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp")
+    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp", "quant")
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
         if group[0][1].kind == "ops":
@@ -94,7 +94,8 @@ def _measure_group(
         _check_room(model, dtype, device)
         counts = Counts.of(*model.describe())
         limits = device.limits(dtype)  # before anything is loaded
-        with opened(task.system, model, dtype, task.kernels, task.kind, task.tp) as system:
+        how = task.kernels, task.kind, task.tp, task.quant
+        with opened(task.system, model, dtype, *how) as system:
             device.settle()
             for index, task in group:
                 try:

@@ -30,7 +30,7 @@ from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
-from .options import RevisionOption
+from .options import QuantOption, RevisionOption
 from .parity import Parity, compare, first_difference
 from .quantize import quantize
 from .quick_start import OWN_PROCESS, start_sooner
@@ -174,6 +174,7 @@ def parity(
             help="float32, float16, bfloat16, or auto: what generate takes by default.",
         ),
     ] = "float32",
+    quant: QuantOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
@@ -190,7 +191,7 @@ def parity(
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
         ids = _row(encode(load_tokenizer(folder), prompt))
-    with _engines(folder, dtype) as engines:
+    with _engines(folder, dtype, quant) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
         computed = engines["torch"].inference_config.dtype
     title = Text(f"jax against torch, {computed}")
@@ -262,12 +263,14 @@ def _row(ids: Any) -> Any:
 
 
 @contextmanager
-def _engines(folder: Path, dtype: str) -> Iterator[dict[str, FusedEngine]]:
+def _engines(
+    folder: Path, dtype: str, quant: str | None = None
+) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
-            engine = init_inference(folder, backend=name, dtype=dtype)
+            engine = init_inference(folder, backend=name, dtype=dtype, quant=quant)
             assert isinstance(engine, FusedEngine)
             engines[name] = engine
         yield engines

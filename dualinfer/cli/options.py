@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..quantization.quantize import SCHEMES
 from ..system.command_options import with_options
 
 One = Literal["torch", "jax"]
@@ -14,6 +15,15 @@ RevisionOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME", help="A branch, a tag or a commit of the hub's model; unset: main."
+    ),
+]
+
+
+QuantOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(SCHEMES),
+        help="Quantize the weights while they are loaded; unset: as they are stored.",
     ),
 ]
 
@@ -58,6 +68,7 @@ class TextOptions:
             "for float32 on a GPU, and float32 on a CPU.",
         ),
     ] = None
+    quant: QuantOption = None
     kernels: Annotated[
         bool | None,
         typer.Option(

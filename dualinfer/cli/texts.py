@@ -341,6 +341,7 @@ def _engine(folder: Path, backend: str, tokenizer: Any, options: TextOptions) ->
         folder,
         backend=backend,
         dtype=options.dtype,
+        quant=options.quant,
         replace_with_kernel_inject=options.kernels,
     ) as engine:
         engine.tokenizer = tokenizer
