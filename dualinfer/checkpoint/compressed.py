@@ -173,7 +173,7 @@ def _weights(name: str, scheme: BlockScheme, n: int, k: int) -> dict[str, Any]:
         said["scale_dtype"] = _TYPES[scheme.scale_dtype]
     if scheme.codes == "fp4_e2m1":
         said |= {"strategy": "tensor_group" if scheme.outer else "group"}
-        return said | {"group_size": scheme.columns}
+        return said | {"group_size": scheme.columns or k}
     if scheme.rows == 1 and not scheme.columns:
         return said | {"strategy": "channel"}
     if scheme.rows == 1:
