@@ -82,7 +82,7 @@ def test_generate_in_fewer_bits_is_what_an_engine_gives(run, folder):
     with dualinfer.init_inference(folder, quant="int4") as engine:
         expected = engine.generate_text(PROMPT, max_new_tokens=6)
     result = run("generate", folder, PROMPT, "--quant", "int4", "--max-new-tokens", 6)
-    assert result.exit_code == 0 and result.stdout.endswith(f"{expected}\n")
+    assert result.exit_code == 0 and result.stdout.endswith(f"{named(expected)}\n")
 
 
 def test_generate_reads_standard_input(run, folder):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.checkpoint.sources import open_checkpoint
@@ -23,7 +24,7 @@ from .compressed import SIZES
 from .compressed import write as write_compressed
 from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
 from .models import BACKENDS, random_ids, relative_rms
-from .test_compressed_tensors import emulated, scheme, unrest
+from .test_compressed_tensors import emulated, logits_of_hf, scheme, unrest
 
 Q = "model.layers.0.self_attn.q_proj"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
@@ -377,6 +378,24 @@ def test_logits_are_those_of_the_dequantized_weights_and_rounded_inputs(
             theirs = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             assert relative_rms(weights_only, theirs(torch.as_tensor(ids)).logits.numpy()) < 1e-5
     check_logits(folder, backend, model)
+
+
+def test_blocks_are_written_with_scales_that_compressed_tensors_has(llama, tmp_path):
+    """Those that are powers of two as floats; groups of inputs that do not divide a row not."""
+    ids, out = random_ids(2, 9), tmp_path / "out"
+    folder = llama("blocks-ue8m0", blocks_of((16, 32), "ue8m0"), FP8 | {"scale_fmt": "ue8m0"})
+    with dualinfer.init_inference(str(folder), backend="torch", dtype="fp32") as engine:
+        expected = np.asarray(engine(ids).logits)
+        engine.save_pretrained(out)
+    with dualinfer.init_inference(str(out), backend="torch", dtype="fp32") as engine:
+        assert relative_rms(engine(ids).logits, expected) < 1e-6
+    assert relative_rms(logits_of_hf(out, ids, dequantize=False), expected) < 1e-5
+    folder = llama("odd", odd_blocks, ODD)
+    with (
+        dualinfer.init_inference(str(folder), backend="torch", dtype="fp32") as engine,
+        pytest.raises(UnsupportedError, match=r"rows of 160 elements.*whole groups"),
+    ):
+        engine.save_pretrained(tmp_path / "odd")
 
 
 def test_experts_are_what_transformers_unpacks(tmp_path):

@@ -22,8 +22,9 @@ from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.quantization import METHODS  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402
 
+from .compressed import write  # noqa: E402
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
-from .test_compressed_tensors import logits_of_hf  # noqa: E402
+from .test_compressed_tensors import FORMS, emulated, logits_of_hf  # noqa: E402
 from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
 
 # Groups of 32 divide all of its widths; the head is a weight of its own.
@@ -43,7 +44,10 @@ def check_by_compressed_tensors(folder):
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     open_matrix = METHODS["compressed-tensors"](said, open_checkpoint(folder))
     tensors = load_file(folder / "model.safetensors")
-    for name in ("model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj", "lm_head"):
+    modules = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}
+    asked = ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
+    assert len(modules.intersection(asked)) > 1
+    for name in modules.intersection(asked):
         for group in said["config_groups"].values():
             if any(
                 re.match(t.removeprefix("re:"), name) or t == "Linear" for t in group["targets"]
@@ -79,6 +83,32 @@ def test_transformers_loads_the_same_values(asked, model, tmp_path):
             assert again.report().weights["head"] == "int8, rows"
     with engine(folder, "jax", tp=2) as again:
         assert relative_rms(again(ids).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["FP8", "FP8-blocks", "FP8-odd-blocks", "W4A16-tensor", "NVFP4", "MXFP4", "MXFP8", "MXFP4A16"],
+)
+def test_checkpoints_are_written_as_they_are(form, tmp_path):
+    """With what scales the inputs, and by two devices where groups of inputs can be shared."""
+    path, out, ids = tmp_path / "in", tmp_path / "out", random_ids(2, 9)
+    seed = 3 if form == "FP8-blocks" else 0  # so that no input lies near a tie
+    narrow = {"hidden_size": 32} if form == "MXFP4A16" else {}  # rows of one group
+    write(path, {"group_0": FORMS[form][0][0]}, seed=seed, **narrow)
+    with engine(path, "jax", tp=1 if form in ("FP8-blocks", "MXFP4", "MXFP8") else 2) as made:
+        made.save_pretrained(out)
+    with engine(path) as one, engine(out) as again:
+        expected = np.asarray(one(ids).logits)
+        assert hashes(again) == hashes(one)
+        assert relative_rms(again(ids).logits, expected) < 1e-6
+        assert again.report().weights == one.report().weights
+    check_by_compressed_tensors(out)
+    if form[:2] in ("NV", "MX"):  # which transformers 5.23 cannot run in float32
+        with torch.no_grad():
+            theirs = emulated(out)(torch.tensor(ids)).logits.numpy()
+    else:
+        theirs = logits_of_hf(out, ids, dequantize=False)
+    assert relative_rms(expected, theirs) < 1e-5
 
 
 def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
@@ -164,7 +194,11 @@ def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
 @pytest.mark.parametrize(
     ("name", "asked", "said"),
     [
-        ("gpt2", "int8", "is a Conv1D of transformers"),
+        (
+            "gpt2",
+            "int8",
+            "is a Conv1D of transformers, which compressed-tensors.*Keep the plain model",
+        ),
         ("llama-gqa", "int4", "compressed-tensors has whole groups alone"),
     ],
 )

@@ -312,8 +312,8 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     arrays: Iterable[np.ndarray],
-    *,
     metadata: Mapping[str, str] | None = None,
+    *,
     to_disk: bool = True,
 ) -> None:
     """Write a new safetensors file whose tensors, in order, are `arrays`, each asked for in turn.

@@ -316,7 +316,7 @@ def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
                 array = array.astype(numpy_dtype(cut.dtype), copy=False)
             yield array
 
-    write_tensors(folder / cuts[0].piece.file, tensors, arrays(), metadata=metadata)
+    write_tensors(folder / cuts[0].piece.file, tensors, arrays(), metadata)
 
 
 def _check_complete(folder: Path, cuts: Sequence[Sequence[Cut]]) -> None:
