@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 from safetensors.torch import save_file  # noqa: E402
+from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer import CheckpointError, ConfigError  # noqa: E402
+from dualinfer import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
@@ -28,6 +29,9 @@ from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
 from dualinfer.quantization.recipe import Recipe  # noqa: E402
 
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+from .split_models import make_model as make_split  # noqa: E402
+from .test_autotp import _inputs as inputs_of_split  # noqa: E402
+from .test_module_torch import inputs_of, make_hf  # noqa: E402
 
 ASYMMETRIC = {"weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 4}}
 ASKED = ["int8", "int4", "fp8", "nvfp4", ASYMMETRIC]
@@ -261,9 +265,197 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
         engine(tmp_path / "out", quant="int4")
 
 
-def test_a_module_that_runs_itself_is_not_quantized(hf_model):
-    with pytest.raises(ConfigError, match=r"quant=.*in module mode"):
-        dualinfer.init_inference(hf_model("llama-gqa"), backend="torch", quant="int8")
+def runs_itself(model, **fields):
+    return dualinfer.init_inference(model, **{"backend": "torch", "dtype": "fp32"} | fields)
+
+
+def held_in(module):
+    return {path: part.held for path, part in module.named_modules() if hasattr(part, "held")}
+
+
+def arrays_of(module):
+    """Every array of codes and scales, by its name and its kind."""
+    return {
+        (path, part): to_numpy(array)
+        for path, weight in held_in(module).items()
+        for part, array in parts_of(weight).items()
+    }
+
+
+def meant_by(model, asked, plain=()):
+    """A copy of a module whose linear layers have what their codes mean, by NumPy alone."""
+    source, made = open_module(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for path, part in made.named_modules():
+            turned = type(part).__name__ == "Conv1D"
+            if not (isinstance(part, nn.Linear) or turned) or path in plain:
+                continue
+            scheme = scheme_for(asked, part.weight.shape[not turned])
+            if path == "lm_head":
+                scheme = SCHEMES["int8"]
+            matrix = dequantize(Quantizing(source, f"{path}.weight", scheme, turned))
+            part.weight.copy_(torch.tensor(matrix.T if turned else matrix))
+    return made.eval()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("name", ["t5", "vit"])
+def test_a_module_that_runs_itself_is_what_its_codes_mean(name, asked):
+    """Of families that fused mode does not know; T5's head is its embedding, and stays plain."""
+    module, inputs = make_hf(name), inputs_of(name)
+    dense = meant_by(module, asked, plain=("lm_head",))
+    with torch.no_grad(), runs_itself(module, quant=asked) as made:
+        assert made.module is module
+        assert relative_rms(made(**inputs).logits, dense(**inputs).logits) < 5e-6
+        report = made.report()
+        name_of = scheme_for(asked, 4).name if asked is not ASYMMETRIC else "uint4"
+        assert any(kind.startswith(name_of) for kind in report.weights)
+        if name == "t5":
+            ids = inputs["input_ids"]
+            expected = dense.generate(input_ids=ids, **GREEDY)
+            assert torch.equal(made.generate(input_ids=ids, **GREEDY), expected)
+            assert report.weights["head"] == "float32"
+            assert any("stay plain, 1: lm_head" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4", "nvfp4"])
+def test_a_module_that_runs_itself_holds_what_fused_mode_does(asked):
+    model, ids = make_model("llama-gqa", tie_word_embeddings=False), random_ids(2, 9)
+    with engine(model, quant=asked) as fused:
+        params = fused.runner.params
+        expected, logits = params.layers[1]["out.weight"], np.asarray(fused(ids).logits)
+        with runs_itself(model, quant=asked) as made:
+            held = held_in(made.module)
+            ours = {
+                "layers.1.out": held["model.layers.1.self_attn.o_proj"],
+                "head": held["lm_head"],
+            }
+            for own, other in (
+                (ours["layers.1.out"], expected),
+                (ours["head"], params.outer["head.weight"]),
+            ):
+                assert own.scheme == other.scheme
+                for part, array in parts_of(own).items():
+                    assert torch.equal(array, parts_of(other)[part])
+            assert relative_rms(made(ids).logits, logits) < 1e-5
+            assert made.report().weights["head"] == "int8, rows"
+            assert "int8, rows" in repr(made.module.lm_head)
+
+
+def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):
+    """In bfloat16, whose dtype its scales have, whatever the model computes in."""
+    module = make_hf("t5").to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    with runs_itself(module, quant="int4", dtype="fp32") as live:
+        expected = arrays_of(live.module)
+    with runs_itself(tmp_path, quant="int4", dtype="fp32") as made:
+        assert list(made.report().weights) == ["float32", "int4, groups of 64", "head"]
+        found = arrays_of(made.module)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(array, expected[key]) for key, array in found.items())
+    assert found["encoder.block.0.layer.0.SelfAttention.q", "scale"].dtype == "bfloat16"
+
+
+def split_modules(names, asked):
+    """Of each model: how far two ranks are from one process, and whether the text is the same."""
+    found = {}
+    for name in names:
+        whole, part = make_split(name), make_split(name)
+        inputs = inputs_of_split(name)
+        with runs_itself(part, quant=asked, tensor_parallel={"tp_size": 2}) as two:
+            logits = two(**inputs).logits
+            kinds = {type(m).__name__ for m in part.modules() if hasattr(m, "held")}
+            text = two.generate(inputs["input_ids"], **GREEDY).tolist()
+            with dualinfer.init_inference(
+                whole, backend="torch", dtype="fp32", quant=asked, tensor_parallel={"tp_size": 1}
+            ) as one:
+                error = relative_rms(logits, one(**inputs).logits)
+                same = text == one.generate(inputs["input_ids"], **GREEDY).tolist()
+        found[name] = error, same, sorted(kinds)
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["int4", {"activation": {"enabled": True}}, {"weight": {"q_type": "asymmetric"}}],
+    ids=str,
+)
+def test_a_split_module_gives_what_the_whole_one_does(asked, crew):
+    """A share of columns ends within a group, and scales of inputs are those of all columns."""
+    names = ["llama", "gpt2", "t5, gated"]
+    for found in crew.run(split_modules, names, asked, world=2):
+        assert all(error < 1e-5 and same for error, same, _ in found.values()), found
+        assert {"_QuantizedColumn", "_QuantizedRow"} <= {*found["llama"][2]}
+
+
+def test_a_module_stays_whole_when_quantizing_fails():
+    module = make_hf("vit")
+    with torch.no_grad():
+        module.classifier.weight[0, 0] = float("nan")  # the last one
+    before = {name: (p, p.clone()) for name, p in module.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"classifier.weight .* no finite numbers"):
+        runs_itself(module, quant="int8")
+    assert not held_in(module)
+    for name, p in module.named_parameters():
+        assert p is before[name][0] and torch.equal(p.nan_to_num(), before[name][1].nan_to_num())
+
+
+def test_what_is_no_linear_layer_of_its_own_stays_plain():
+    """A layer with a hook, one read by a fused operation, one that is an embedding."""
+    module = nn.ModuleDict(
+        {
+            "plain": nn.Linear(8, 8),
+            "hooked": nn.Linear(8, 8),
+            "attention": nn.MultiheadAttention(8, 2),
+            "embed": nn.Embedding(5, 8),
+            "head": nn.Linear(8, 5, bias=False),
+        }
+    )
+    module["head"].weight = module["embed"].weight
+    module["hooked"].register_forward_hook(lambda *_: None)
+    with runs_itself(module, quant="fp8") as made:
+        assert [*held_in(module)] == ["plain"]
+        notes = " ".join(made.report().notes)
+        assert "1: head" in notes and "hooked" in notes and "attention.out_proj" in notes
+
+
+def test_quantized_layers_are_copied_and_keep_scales_where_others_are_cast():
+    module = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with runs_itself(module, quant="int8", dtype="bf16") as made:
+        x = torch.randn(3, 8, dtype=torch.bfloat16)
+        expected = made(x)
+        twin = copy.deepcopy(module).half()
+        assert twin[0].held.beside["scale"].dtype == torch.float32
+        assert torch.equal(twin(x), expected)
+        assert torch.equal(module[0].weight, twin[0].weight)
+
+
+MODULES_REFUSED = [
+    (lambda: nn.Conv1d(2, 2, 1), ConfigError, {}, "has no linear layer"),
+    (lambda: nn.Linear(8, 6), ConfigError, {"weight": {"q_groups": 3}}, "q_groups=3"),
+    (lambda: nn.Linear(8, 6), ConfigError, {"qkv": {"enabled": False}}, "quant.qkv.enabled"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "asked", "said"), MODULES_REFUSED, ids=str)
+def test_a_module_that_cannot_be_quantized_is_refused_by_name(make, kind, asked, said):
+    with pytest.raises(kind, match=said):
+        runs_itself(nn.Sequential(make()), quant={"enabled": True, **asked})
+
+
+def test_a_module_that_is_quantized_is_not_quantized_again():
+    module = nn.Sequential(nn.Linear(8, 6))
+    with runs_itself(module, quant="int8"):
+        pass
+    with pytest.raises(UnsupportedError, match="quant is given, and parts of the Sequential"):
+        runs_itself(module, quant="int8")
+
+
+def test_a_flax_module_is_not_quantized():
+    from flax import nnx
+
+    with pytest.raises(ConfigError, match=r"quant=.*Use backend='torch'"):
+        dualinfer.init_inference(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), backend="jax", quant="int8")
 
 
 def test_the_head_is_int8_whatever_the_layers_are(hf_model):

@@ -339,9 +339,8 @@ def _layer(old: Any, weight: Weight) -> nn.Module:
     vars(new).update(fields)
     new.out_features, new.in_features = weight.shape
     new.form = replace(weight, data=None, beside=dict.fromkeys(weight.beside))
-    new.register_buffer("codes", weight.data)
-    for part, tensor in weight.beside.items():
-        new.register_buffer(part, tensor)
+    for part, tensor in parts_of(weight).items():
+        new.register_buffer("codes" if part == "data" else part, tensor)
     new.register_parameter("bias", old.bias)
     return new.train(old.training)
 
@@ -355,10 +354,9 @@ def held_leaves(module: nn.Module) -> dict[str, Leaf]:
     seen: set[int] = set()
     for path, part in module.named_modules():
         if isinstance(part, _Codes):
-            held = part.held
-            if id(held.data) not in seen:
-                leaves[f"{path}.weight"] = held
-            seen.add(id(held.data))
+            if id(part._buffers["codes"]) not in seen:
+                leaves[f"{path}.weight"] = part.held
+            seen.add(id(part._buffers["codes"]))
     for head in _heads(module):
         own = head.held if isinstance(head, _Codes) else getattr(head, "weight", None)
         first = None if own is None else parts_of(own)["data"]
