@@ -340,6 +340,8 @@ def test_a_module_that_runs_itself_holds_what_fused_mode_does(asked):
             assert relative_rms(made(ids).logits, logits) < 1e-5
             assert made.report().weights["head"] == "int8, rows"
             assert "int8, rows" in repr(made.module.lm_head)
+            with pytest.raises(UnsupportedError, match="is quantized by dualinfer, and save_pre"):
+                model.save_pretrained("unused")
 
 
 def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):

@@ -26,6 +26,7 @@ from ....quantization.recipe import HEAD, Recipe
 from ..ops.primitives import SCHEMES
 from ..params import padded
 from .autotp.changes import SurgeryPlan, is_linear, opaque_parts
+from .autotp.guards import refuse_changes
 from .autotp.layers import ColumnLinear, GatheredLinear, RowLinear, is_conv1d
 from .autotp.layouts import Run, Runs, extent
 from .fill import is_hf, slots
@@ -319,7 +320,10 @@ def _read(source: TensorSource, name: str, runs: tuple[Runs, ...]) -> torch.Tens
 
 
 def put_layers(module: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Put quantized layers in the place of those that `weights` are of, split ones too."""
+    """Put quantized layers in the place of those that `weights` are of, split ones too.
+
+    HF models then refuse to be saved or resized.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, child in part._modules.items():
@@ -329,6 +333,8 @@ def put_layers(module: nn.Module, weights: Mapping[str, Weight]) -> None:
         new = _layer(old, weight)
         for owner, name in owners[id(old)]:
             owner._modules[name] = new
+    if weights:
+        refuse_changes(module, "quantized by dualinfer", "codes that transformers does not know")
 
 
 def _layer(old: Any, weight: Weight) -> nn.Module:
