@@ -32,7 +32,7 @@ FLOORS: dict[str, str] = {
     "engine": "config model parallel backends",
     "api": "config quantization model parallel checkpoint backends engine",
     "": "config embedded engine api",
-    "bench": "embedded system config model checkpoint backends api",
+    "bench": "embedded system config quantization model checkpoint backends api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model backends backends.jax bench",
     "cli": "embedded system config quantization model parallel checkpoint backends engine api "

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 from safetensors.torch import save_file  # noqa: E402
+from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer import CheckpointError, ConfigError, ModelError  # noqa: E402
+from dualinfer import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.checkpoint.sources import open_module  # noqa: E402
-from dualinfer.config.refusals import check_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
@@ -29,6 +29,9 @@ from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
 from dualinfer.quantization.recipe import Recipe  # noqa: E402
 
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+from .split_models import make_model as make_split  # noqa: E402
+from .test_autotp import _inputs as inputs_of_split  # noqa: E402
+from .test_module_torch import inputs_of, make_hf  # noqa: E402
 
 ASYMMETRIC = {"weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 4}}
 ASKED = ["int8", "int4", "fp8", "nvfp4", ASYMMETRIC]
@@ -236,14 +239,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked, said, hf_model):
     ("change", "said"),
     [
         (lambda w: w[0].clone(), "misshaped"),
-        (
-            lambda w: w[:-1].clone(),
-            r"misshaped 1: \S*_proj.weight is \(\d+, \d+\), expected .*\)\.$",
-        ),
         (lambda w: w[None].clone(), "misshaped"),
         (lambda w: w.to(torch.int64), "is int64, expected"),
     ],
-    ids=["one axis", "a row less", "three axes", "integers"],
+    ids=["one axis", "three axes", "integers"],
 )
 def test_what_is_no_matrix_of_floats_is_refused_as_without_quant(
     change, said, part, hf_model, tmp_path
@@ -262,111 +261,206 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     model = make_model("llama-gqa", tie_word_embeddings=False)
     with engine(model, quant="int8") as made:
         made.save_pretrained(tmp_path / "out")
-    said = r"the weights of .* are quantized already \(compressed-tensors\)\. Leave it unset"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="quant is given, and the weights of"):
         engine(tmp_path / "out", quant="int4")
 
 
-def run_as_it_is(model, **fields):
-    """An engine in module mode."""
-    return dualinfer.init_inference(model, backend="torch", **{"dtype": "fp32"} | fields)
+def runs_itself(model, **fields):
+    return dualinfer.init_inference(model, **{"backend": "torch", "dtype": "fp32"} | fields)
 
 
-def tiny_t5():
-    """A family that only module mode runs."""
-    import transformers as hf
+def held_in(module):
+    return {path: part.held for path, part in module.named_modules() if hasattr(part, "held")}
 
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 97,
-        "d_model": 48,
-        "d_kv": 16,
-        "d_ff": 96,
-        "num_layers": 1,
-        "num_heads": 3,
+
+def arrays_of(module):
+    """Every array of codes and scales, by its name and its kind."""
+    return {
+        (path, part): to_numpy(array)
+        for path, weight in held_in(module).items()
+        for part, array in parts_of(weight).items()
     }
-    special = {"decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **special)).eval()
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda a: a if isinstance(a, str) else "asymmetric")
-def test_linear_layers_of_a_module_hold_codes(asked, hf_model):
-    """The same bytes as in fused mode, and what a model with their values computes."""
-    model, ids = copy.deepcopy(hf_model("llama-mha")), torch.as_tensor(random_ids(2, 9))
-    values = dequantized(model, asked)
-    head = "int8" if isinstance(asked, str) else asked
-    with engine(model, quant=asked) as fused:
-        layer = fused.runner.params.layers[0]["out.weight"]
-        fused_parts = {part: to_numpy(array).copy() for part, array in parts_of(layer).items()}
-    kinds = {name: type(part) for name, part in model.named_modules()}
-    with run_as_it_is(model, quant=asked) as made, torch.no_grad():
-        found = made(ids).logits
-        assert relative_rms(found.numpy(), values(ids).logits.numpy()) < 1e-6
-        assert torch.equal(made.generate(ids, **GREEDY), values.generate(ids, **GREEDY))
+def meant_by(model, asked, plain=()):
+    """A copy of a module whose linear layers have what their codes mean, by NumPy alone."""
+    source, made = open_module(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for path, part in made.named_modules():
+            turned = type(part).__name__ == "Conv1D"
+            if not (isinstance(part, nn.Linear) or turned) or path in plain:
+                continue
+            scheme = scheme_for(asked, part.weight.shape[not turned])
+            if path == "lm_head":
+                scheme = SCHEMES["int8"]
+            matrix = dequantize(Quantizing(source, f"{path}.weight", scheme, turned))
+            part.weight.copy_(torch.tensor(matrix.T if turned else matrix))
+    return made.eval()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("name", ["t5", "vit"])
+def test_a_module_that_runs_itself_is_what_its_codes_mean(name, asked):
+    """Of families that fused mode does not know; T5's head is its embedding, and stays plain."""
+    module, inputs = make_hf(name), inputs_of(name)
+    dense = meant_by(module, asked, plain=("lm_head",))
+    with torch.no_grad(), runs_itself(module, quant=asked) as made:
+        assert made.module is module
+        assert relative_rms(made(**inputs).logits, dense(**inputs).logits) < 5e-6
         report = made.report()
-        assert "made values" in str(report.ops) or "codes multiplied" in str(report.ops)
-        assert any(SCHEMES[head].codes[:4] in k for k in report.weights) if head == "int8" else True
-        assert report.parameter_bytes < 0.6 * sum(p.nbytes for p in values.parameters())
-        own = model.model.layers[0].self_attn.o_proj
-        for part, array in parts_of(own.held).items():
-            np.testing.assert_array_equal(to_numpy(array), fused_parts[part], part)
-        expected = values.model.layers[0].self_attn.o_proj.weight
-        assert torch.allclose(own.weight, expected, rtol=1e-6, atol=1e-9)
-    assert {n for n, part in model.named_modules() if type(part) is not kinds[n]} == {
-        n for n, kind in kinds.items() if kind is torch.nn.Linear
-    }
+        name_of = scheme_for(asked, 4).name if asked is not ASYMMETRIC else "uint4"
+        assert any(kind.startswith(name_of) for kind in report.weights)
+        if name == "t5":
+            ids = inputs["input_ids"]
+            expected = dense.generate(input_ids=ids, **GREEDY)
+            assert torch.equal(made.generate(input_ids=ids, **GREEDY), expected)
+            assert report.weights["head"] == "float32"
+            assert any("stay plain, 1: lm_head" in note for note in report.notes)
 
 
-def test_modules_of_any_kind_hold_codes(hf_model):
-    """Another family's, GPT-2's Conv1D, plain torch; what is tied stays."""
-    t5, ids = tiny_t5(), torch.as_tensor(random_ids(2, 9, vocab=97))
-    before = t5(input_ids=ids, decoder_input_ids=ids).logits.detach()
-    with run_as_it_is(t5, quant="int8") as made:
-        found = made(input_ids=ids, decoder_input_ids=ids).logits
-        assert 1e-6 < relative_rms(found.numpy(), before.numpy()) < 2e-2
-        assert "1: lm_head" in " ".join(made.report().notes)
-    gpt2 = copy.deepcopy(hf_model("gpt2"))
-    before = gpt2(ids).logits.detach()
-    with run_as_it_is(gpt2, dtype="int8") as made:
-        assert 1e-6 < relative_rms(made(ids).logits.float().numpy(), before.numpy()) < 2e-2
-        assert "QuantizedLinear(in_features=48" in repr(made.module) or "int8" in repr(made.module)
-    with pytest.raises(ModelError, match="it has none"):
-        run_as_it_is(torch.nn.Sequential(torch.nn.ReLU()), quant="int8")
+@pytest.mark.parametrize("asked", ["int8", "int4", "nvfp4"])
+def test_a_module_that_runs_itself_holds_what_fused_mode_does(asked):
+    model, ids = make_model("llama-gqa", tie_word_embeddings=False), random_ids(2, 9)
+    with engine(model, quant=asked) as fused:
+        params = fused.runner.params
+        expected, logits = params.layers[1]["out.weight"], np.asarray(fused(ids).logits)
+        with runs_itself(model, quant=asked) as made:
+            held = held_in(made.module)
+            ours = {
+                "layers.1.out": held["model.layers.1.self_attn.o_proj"],
+                "head": held["lm_head"],
+            }
+            for own, other in (
+                (ours["layers.1.out"], expected),
+                (ours["head"], params.outer["head.weight"]),
+            ):
+                assert own.scheme == other.scheme
+                for part, array in parts_of(own).items():
+                    assert torch.equal(array, parts_of(other)[part])
+            assert relative_rms(made(ids).logits, logits) < 1e-5
+            assert made.report().weights["head"] == "int8, rows"
+            assert "int8, rows" in repr(made.module.lm_head)
+            with pytest.raises(UnsupportedError, match="is quantized by dualinfer, and save_pre"):
+                model.save_pretrained("unused")
 
 
-def test_a_cast_of_codes_keeps_their_scales(hf_model):
-    """And hooks, biases and shared layers stay what they were."""
-    shared = torch.nn.Linear(64, 64)
-    seen = []
-    shared.register_forward_hook(lambda *_: seen.append(1))
-    module = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
-    x, bias = torch.randn(2, 64), shared.bias
-    with run_as_it_is(module, quant="int4", dtype="bf16") as made:
-        assert made(x.bfloat16()).dtype == torch.bfloat16 and len(seen) == 2
-        layer = module[0]
-        assert layer is module[2] and layer.bias is bias and layer.scale.dtype == torch.float32
-        assert layer.codes.dtype == torch.uint8 and layer.weight.dtype == torch.bfloat16
-        copied = copy.deepcopy(layer).half()
-        assert copied.scale.dtype == torch.float32 and copied(x.half()).dtype == torch.float16
+def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):
+    """In bfloat16, whose dtype its scales have, whatever the model computes in."""
+    module = make_hf("t5").to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    with runs_itself(module, quant="int4", dtype="fp32") as live:
+        expected = arrays_of(live.module)
+    with runs_itself(tmp_path, quant="int4", dtype="fp32") as made:
+        assert list(made.report().weights) == ["float32", "int4, groups of 64", "head"]
+        found = arrays_of(made.module)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(array, expected[key]) for key, array in found.items())
+    assert found["encoder.block.0.layer.0.SelfAttention.q", "scale"].dtype == "bfloat16"
 
 
-def test_a_module_that_cannot_be_quantized_stays_whole():
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    module[1].weight.data[3, 3] = float("nan")
-    before = [*module], copy.deepcopy(module.state_dict())
-    with pytest.raises(CheckpointError, match=r"1\.weight of Sequential has values"):
-        run_as_it_is(module, quant="int4", dtype="bf16")
-    with pytest.raises(ConfigError, match=r"q_groups=3: rows of 0 have 8"):
-        run_as_it_is(module, quant={"weight": {"num_bits": 4, "q_groups": 3}})
-    assert [*module] == before[0]
-    for name, tensor in module.state_dict().items():
-        torch.testing.assert_close(tensor, before[1][name], rtol=0, atol=0, equal_nan=True)
-    for fields in ({"tensor_parallel": {"tp_size": 2}}, {"backend": "jax"}):
-        config = dualinfer.InferenceConfig(quant="int8", **fields)
-        with pytest.raises(ConfigError, match=r"quant='int8': in module mode .* Set replace_with"):
-            check_config(config, "module", "cpu")
-    with pytest.raises(ConfigError, match=r"qkv.enabled=False: in module mode"):
-        run_as_it_is(module, quant={"qkv": {"enabled": False}})
+def split_modules(names, asked):
+    """Of each model: how far two ranks are from one process, and whether the text is the same."""
+    found = {}
+    for name in names:
+        whole, part = make_split(name), make_split(name)
+        inputs = inputs_of_split(name)
+        with runs_itself(part, quant=asked, tensor_parallel={"tp_size": 2}) as two:
+            logits = two(**inputs).logits
+            kinds = {type(m).__name__ for m in part.modules() if hasattr(m, "held")}
+            text = two.generate(inputs["input_ids"], **GREEDY).tolist()
+            with dualinfer.init_inference(
+                whole, backend="torch", dtype="fp32", quant=asked, tensor_parallel={"tp_size": 1}
+            ) as one:
+                error = relative_rms(logits, one(**inputs).logits)
+                same = text == one.generate(inputs["input_ids"], **GREEDY).tolist()
+        found[name] = error, same, sorted(kinds)
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["int4", {"activation": {"q_type": "asymmetric"}}, {"weight": {"q_type": "asymmetric"}}],
+    ids=str,
+)
+def test_a_split_module_gives_what_the_whole_one_does(asked, crew):
+    """A share of columns ends within a group, and scales of inputs are those of all columns.
+
+    Symmetric ones put an input's least value on a tie.
+    """
+    names = ["llama", "gpt2", "t5, gated"]
+    for found in crew.run(split_modules, names, asked, world=2):
+        assert all(error < 1e-5 and same for error, same, _ in found.values()), found
+        assert {"_QuantizedColumn", "_QuantizedRow"} <= {*found["llama"][2]}
+
+
+def test_a_module_stays_whole_when_quantizing_fails():
+    module = make_hf("vit")
+    with torch.no_grad():
+        module.classifier.weight[0, 0] = float("nan")  # the last one
+    before = {name: (p, p.clone()) for name, p in module.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"classifier.weight .* no finite numbers"):
+        runs_itself(module, quant="int8")
+    assert not held_in(module)
+    for name, p in module.named_parameters():
+        assert p is before[name][0] and torch.equal(p.nan_to_num(), before[name][1].nan_to_num())
+
+
+def test_what_is_no_linear_layer_of_its_own_stays_plain():
+    """A layer with a hook, one read by a fused operation, one that is an embedding."""
+    module = nn.ModuleDict(
+        {
+            "plain": nn.Linear(8, 8),
+            "hooked": nn.Linear(8, 8),
+            "attention": nn.MultiheadAttention(8, 2),
+            "embed": nn.Embedding(5, 8),
+            "head": nn.Linear(8, 5, bias=False),
+        }
+    )
+    module["head"].weight = module["embed"].weight
+    module["hooked"].register_forward_hook(lambda *_: None)
+    with runs_itself(module, quant="fp8") as made:
+        assert [*held_in(module)] == ["plain"]
+        notes = " ".join(made.report().notes)
+        assert "1: head" in notes and "hooked" in notes and "attention.out_proj" in notes
+
+
+def test_quantized_layers_are_copied_and_keep_scales_where_others_are_cast():
+    module = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with runs_itself(module, quant="int8", dtype="bf16") as made:
+        x = torch.randn(3, 8, dtype=torch.bfloat16)
+        expected = made(x)
+        twin = copy.deepcopy(module).half()
+        assert twin[0].held.beside["scale"].dtype == torch.float32
+        assert torch.equal(twin(x), expected)
+        assert torch.equal(module[0].weight, twin[0].weight)
+
+
+MODULES_REFUSED = [
+    (lambda: nn.Conv1d(2, 2, 1), ConfigError, {}, "has no linear layer"),
+    (lambda: nn.Linear(8, 6), ConfigError, {"weight": {"q_groups": 3}}, "q_groups=3"),
+    (lambda: nn.Linear(8, 6), ConfigError, {"qkv": {"enabled": False}}, "quant.qkv.enabled"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "asked", "said"), MODULES_REFUSED)
+def test_a_module_that_cannot_be_quantized_is_refused_by_name(make, kind, asked, said):
+    with pytest.raises(kind, match=said):
+        runs_itself(nn.Sequential(make()), quant={"enabled": True, **asked})
+
+
+def test_a_module_that_is_quantized_is_not_quantized_again():
+    module = nn.Sequential(nn.Linear(8, 6))
+    with runs_itself(module, quant="int8"):
+        pass
+    with pytest.raises(UnsupportedError, match="quant is given, and parts of the Sequential"):
+        runs_itself(module, quant="int8")
+
+
+def test_a_flax_module_is_not_quantized():
+    from flax import nnx
+
+    with pytest.raises(ConfigError, match=r"quant=.*Use backend='torch'"):
+        dualinfer.init_inference(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), backend="jax", quant="int8")
 
 
 def test_the_head_is_int8_whatever_the_layers_are(hf_model):

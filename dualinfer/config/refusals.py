@@ -100,19 +100,14 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
-    if config.quant is not None and config.quant.enabled:
-        way = (
-            "(dtype=int8 asks for quant, too). Set replace_with_kernel_inject=True if dualinfer "
-            "knows the model's family, or leave quant unset."
+    if config.backend == "jax" and config.quant is not None and config.quant.enabled:
+        reason = (
+            "a Flax module multiplies by arrays of its own, in code that takes no codes and scales "
+            "(dtype=int8 asks for quant, too). Use backend='torch', pass a HF model that fused "
+            "mode serves, or leave quant unset."
         )
-        reason = ""
-        if config.backend == "jax":
-            reason = f"in module mode on JAX a module keeps its own weights {way}"
-        elif config.tensor_parallel.tp_size > 1:
-            reason = f"in module mode quantized layers are not split over devices {way}"
         asked = config.quant.scheme or config.quant.model_dump(exclude_unset=True)
-        if reason:
-            _refuse("quant", asked, reason)
+        _refuse("quant", asked, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

@@ -121,13 +121,13 @@ def _assemble(
         one = found.pop(0)
         by_part.setdefault(one.read.source.part, []).append(one)
     parts = {
-        part: shard.assemble(row, own, place, _padded, torch.cat).contiguous()
+        part: shard.assemble(row, own, place, padded, torch.cat).contiguous()
         for part, own in by_part.items()
     }
-    return hold(row.scheme, parts, _padded)
+    return hold(row.scheme, parts, padded)
 
 
-def _padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`block` with zeros behind its elements, up to `shape`."""
     missing = [n - m for n, m in zip(shape, block.shape, strict=True)]
     if not any(missing):
