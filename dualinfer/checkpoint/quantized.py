@@ -209,7 +209,7 @@ def _count(size: int, block: int) -> int:
     return -(-size // block) if block else 1
 
 
-_AT_ONCE = 1 << 22  # codes that are not packed yet
+_AT_ONCE = 1 << 21  # codes that are not packed yet
 
 
 def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:
@@ -221,8 +221,14 @@ def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:
     if scheme.bits == 8:
         return matrix.codes(rows, columns)
     held = np.empty((rows.stop - rows.start, held_width(scheme, width)), np.uint8)
+    if matrix.inputs_first:
+        few = max(32, _AT_ONCE // max(1, len(held)) // 32 * 32)
+        for i in range(0, width, few):
+            part = slice(columns.start + i, min(columns.start + i + few, columns.stop))
+            held[:, i // 2 :][:, : few // 2] = pack(matrix.codes(rows, part), scheme)
+        return held
     few = max(1, _AT_ONCE // max(1, width))
-    for i in range(rows.start, rows.stop, few):
-        part = slice(i, min(i + few, rows.stop))
-        held[i - rows.start :][:few] = pack(matrix.codes(part, columns), scheme)
+    for i in range(0, len(held), few):
+        part = slice(rows.start + i, min(rows.start + i + few, rows.stop))
+        held[i : i + few] = pack(matrix.codes(part, columns), scheme)
     return held

@@ -220,7 +220,8 @@ class _Part(NamedTuple):
 
     def holds(self, other: "_Part") -> bool:
         """True if all of the other part lies in this one."""
-        return all(a <= c and d <= b for (a, b), (c, d) in zip(self, other, strict=True))
+        pairs = zip(self, other, strict=True)
+        return all(a <= c and d <= b or c == d for (a, b), (c, d) in pairs)
 
     @property
     def width(self) -> int:
@@ -260,7 +261,7 @@ class Recent:
 _SCALES = 32  # matrices whose scales are held
 _TAKEN = np.empty((0, 0), np.uint8)  # in the place of codes
 _READ = 1 << 18  # elements that a thread reads at a time
-_SLAB = 512  # rows at least that are read of a transposed tensor, whose rows lie far apart
+_SLAB = 1 << 24  # and of a transposed tensor: a few rows take as long to read as many
 
 
 class Quantizing:
@@ -272,6 +273,8 @@ class Quantizing:
     one scale, all of it is read. Codes and scales come from one pass, in which each thread reads
     few rows at a time, and stay in `recent` until others are asked for.
     """
+
+    inputs_first = False
 
     def __init__(
         self,
@@ -298,12 +301,15 @@ class Quantizing:
 
     def error(self) -> tuple[float, float]:
         """The sums of squares of what quantizing takes away, and of the matrix itself."""
-        values, sums = dequantize(self), [0.0, 0.0]
-        for start, stop in self._portions(0, self.shape[0]):
-            rows = self._read(start, stop, (0, self.shape[1])).astype(np.float64)
-            sums[0] += float(((values[start:stop] - rows) ** 2).sum())
-            sums[1] += float((rows**2).sum())
-        return sums[0], sums[1]
+        values = dequantize(self)
+
+        def sums(i: int, rows: np.ndarray) -> tuple[float, float]:
+            whole = rows.astype(np.float64)
+            lost = values[i : i + len(rows)] - whole
+            return float((lost**2).sum()), float((whole**2).sum())
+
+        lost, whole = zip(*self._spread(sums, (0, self.shape[0]), (0, self.shape[1])), strict=True)
+        return sum(lost), sum(whole)
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""
@@ -397,41 +403,48 @@ class Quantizing:
         whole = not scheme.columns  # rows have one scale each, which no part of them tells
         read, own = (0, self.shape[1]) if whole else (start, stop), slice(start, stop)
 
-        def work(bounds: tuple[int, int]) -> None:
-            rows = self._read(*bounds, read)
+        def work(number: int, rows: np.ndarray) -> None:
             made = self._checked(quantize, rows, scheme, outer, own if whole else slice(None))
-            at = slice(bounds[0] - first, bounds[1] - first)
+            at = slice(number - first, number - first + len(rows))
             codes[at] = pack(made.codes, scheme)
             scale[at] = made.scale
             if zero is not None:
                 zero[at] = made.zero
 
-        self._spread(work, first, last)
+        self._spread(work, part.rows, read)
         return Quantized(codes, scale, zero)
 
     def _outer(self) -> np.float32:
         """The second factor, of all of the matrix; to be called with the lock held."""
         if self._factor is None:
 
-            def largest(bounds: tuple[int, int]) -> float:
-                return self._checked(largest_size, self._read(*bounds, (0, self.shape[1])))
+            def largest(_: int, rows: np.ndarray) -> float:
+                return self._checked(largest_size, rows)
 
-            most = max(self._spread(largest, 0, self.shape[0]), default=0.0)
-            self._factor = outer_factor(most)
+            every = self._spread(largest, (0, self.shape[0]), (0, self.shape[1]))
+            self._factor = outer_factor(max(every, default=0.0))
         return self._factor
 
-    def _spread(self, work: Callable[[tuple[int, int]], T], first: int, last: int) -> list[T]:
-        """`work` of rows, a few at a time, in threads."""
-        portions = self._portions(first, last)
-        if len(portions) < 2:
-            return [*map(work, portions)]
+    def _spread(
+        self, work: Callable[[int, np.ndarray], T], rows: tuple[int, int], columns: tuple[int, int]
+    ) -> list[T]:
+        """`work` of the number of a row, and of it and others as they are stored, in threads."""
+        first, last = rows
+        few = max(1, _READ // max(1, self.shape[1]))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="dualinfer-quantize") as pool:
-            return [*pool.map(work, portions)]  # NumPy leaves Python's lock
+            if not self._transposed:
 
-    def _portions(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Bounds of the rows that are read at a time."""
-        few = max(1, _READ // max(1, self.shape[1]), _SLAB if self._transposed else 1)
-        return [(i, min(i + few, last)) for i in range(first, last, few)]
+                def read(i: int) -> T:
+                    return work(i, self._read(i, min(i + few, last), columns))
+
+                return [*pool.map(read, range(first, last, few))]  # NumPy leaves Python's lock
+            made: list[T] = []
+            slab = max(few, _SLAB // max(1, self.shape[1]))
+            for start in range(first, last, slab):
+                held = self._read(start, min(start + slab, last), columns)
+                parts = [(start + i, held[i : i + few]) for i in range(0, len(held), few)]
+                made += pool.map(lambda part: work(*part), parts)
+            return made
 
     def _read(self, start: int, stop: int, columns: tuple[int, int]) -> np.ndarray:
         """A part of the matrix, as it is stored."""
