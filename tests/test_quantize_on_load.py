@@ -13,20 +13,28 @@ jax = pytest.importorskip("jax")
 
 from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import dualinfer  # noqa: E402
 from dualinfer import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.arrays import to_numpy  # noqa: E402
+from dualinfer.backends.jax import params as jax_params  # noqa: E402
+from dualinfer.backends.jax.mesh import OneDevice  # noqa: E402
+from dualinfer.backends.torch import params as torch_params  # noqa: E402
 from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
-from dualinfer.checkpoint.sources import open_module  # noqa: E402
+from dualinfer.checkpoint.sources import open_checkpoint, open_module  # noqa: E402
+from dualinfer.config import make_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402
-from dualinfer.model.weights import Weight, leaves_of, parts_of  # noqa: E402
-from dualinfer.quantization import BlockScheme  # noqa: E402
+from dualinfer.model.weights import Weight, count_leaves, leaves_of, parts_of  # noqa: E402
+from dualinfer.parallel.sharding import fit_blocks, make_plan  # noqa: E402
+from dualinfer.quantization import BlockScheme, read_quantization  # noqa: E402
 from dualinfer.quantization import quantize as quantizers  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402
+from dualinfer.quantization.packing import unpack  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
-from dualinfer.quantization.recipe import Recipe  # noqa: E402
+from dualinfer.quantization.recipe import make_recipe  # noqa: E402
 
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
 from .split_models import make_model as make_split  # noqa: E402
@@ -163,32 +171,188 @@ def test_models_of_other_values_have_other_marks(hf_model, monkeypatch):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[-1, -1] += 1
-    _, table = describe_model(model.config.to_dict(), ["LlamaForCausalLM"])
     marks = []
     for own in (model, other, copy.deepcopy(model)):
-        source = open_module(own)
-        recipe = Recipe(SCHEMES["int4"])
-        source, quantized = open_quantized(source, table, quantize_by(recipe, table, source))
-        plan = make_load_plan(quantized, source)
+        source, plan = opened(own, "int4")
         marks.append([np.asarray(m).tolist() for m in marks_of(source, plan)])
     assert marks[0] == marks[2] != marks[1]
 
 
-def test_one_matrix_at_a_time_becomes_float32(hf_model, monkeypatch):
+def test_each_matrix_is_quantized_once_a_few_rows_at_a_time(hf_model, monkeypatch):
     model, made, reads = hf_model("llama-gqa"), [], []
     whole, read = Quantizing._make, Quantizing._read
     monkeypatch.setattr(quantizers, "_READ", 1000)
-    monkeypatch.setattr(Quantizing, "_make", lambda self: made.append(self._name) or whole(self))
+    monkeypatch.setattr(Quantizing, "_make", lambda s, part: made.append(s._name) or whole(s, part))
 
-    def spy(self, start, stop):
-        rows = read(self, start, stop)
+    def spy(*args):
+        rows = read(*args)
         reads.append(rows.size)
         return rows
 
     monkeypatch.setattr(Quantizing, "_read", spy)
     with engine(model, quant="int4"):
-        assert len(made) == len(set(made)) > 10  # each matrix once
+        assert len(made) == len(set(made)) > 10
         assert max(reads) <= max(1000, 300)
+
+
+def opened(model, asked):
+    """The source that quantizes a model, and the plan of its rows."""
+    config = model.config.to_dict()
+    _, table = describe_model(config, [type(model).__name__])
+    source = open_module(model) if asked else open_checkpoint(model.name_or_path)
+    if asked:
+        recipe = make_recipe(make_config({"quant": asked}, {}).quant)
+        matrices = quantize_by(recipe, table, source)
+    else:
+        matrices = read_quantization(config)(source)
+    source, table = open_quantized(source, table, matrices)
+    return source, make_load_plan(table, source)
+
+
+def unpacked(array, matrix, part, width):
+    if part or matrix is None or matrix.scheme.bits == 8:
+        return array
+    return unpack(array, np.stack)[:, :width]
+
+
+ROWS_OF_FOUR_BITS = {"weight": {"num_bits": 4, "q_groups": 1}}
+EVEN = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+
+
+@pytest.mark.parametrize("asked", [*ASKED, ROWS_OF_FOUR_BITS], ids=str)
+@pytest.mark.parametrize("name", ["llama-gqa", "even", "gpt2", "bloom"])
+def test_a_rank_quantizes_its_own_share_to_the_same_codes(name, asked, hf_model, monkeypatch):
+    """About half of all elements for each of two, where shares end with groups."""
+    even = name == "even"
+    changes = EVEN | {"num_key_value_heads": 2, "vocab_size": 512}
+    model = make_model("llama-gqa", **changes) if even else hf_model(name)
+    made, read = [], []
+    quantize, rows = quantizers.quantize, Quantizing._read
+
+    def count(*args):
+        made.append(quantize(*args))
+        return made[-1]
+
+    monkeypatch.setattr(quantizers, "quantize", count)
+    monkeypatch.setattr(Quantizing, "_read", lambda *a: read.append(rows(*a)) or read[-1])
+    whole, plan = opened(model, asked)
+    for row, names in plan.rows:
+        for found in names if row.scheme else ():
+            whole.read(found)
+    total = sum(part.codes.size for part in made)
+    monkeypatch.setattr(whole, "_matrices", {n: Whole(m) for n, m in whole._matrices.items()})
+    shares = []
+    for shard in make_plan(plan.table, 2).shards:
+        source, _ = opened(model, asked)
+        own = fit_blocks(plan, [shard])
+        reads = [
+            (found, read)
+            for row, names in own.rows
+            for part, found in zip(row.sources, names, strict=True)
+            for read in (shard.reads(row, part) if row.scheme else ())
+        ]
+        made.clear(), read.clear()
+        given = [source.read(found, one.index) for found, one in reads]
+        shares.append((sum(m.codes.size for m in made), sum(r.size for r in read)))
+        for (found, one), array in zip(reads, given, strict=True):
+            key, _, part = found.partition(":")
+            matrix, shape = whole.matrix(key), whole.shape(found)
+            kept = unpacked(whole.read(found), matrix, part, shape[-1])[one.index]
+            assert np.array_equal(unpacked(array, matrix, part, kept.shape[-1]), kept), found
+    if even:
+        slack = 1.3 if asked == ROWS_OF_FOUR_BITS else 1
+        assert all(0.4 * total < codes <= 0.5 * slack * total for codes, _ in shares)
+        if asked in ("int4", ASYMMETRIC):
+            assert all(elements <= 0.5 * total for _, elements in shares)
+
+
+class Whole:
+    """A matrix that was quantized at once, and stays."""
+
+    inputs_first = False
+
+    def __init__(self, matrix):
+        self.scheme, self.shape, self.stored = matrix.scheme, matrix.shape, matrix.stored
+        everything = slice(None)
+        self._codes = matrix.codes(everything, everything)
+        held = matrix.scale(), matrix.zero(), matrix.outer()
+        self.scale, self.zero, self.outer = (lambda array=array: array for array in held)
+
+    def codes(self, rows, columns):
+        return self._codes[rows, columns]
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of torch tensors that were alive at once, of those made or used within."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self._seen = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, made)) if isinstance(t, torch.Tensor)]
+        self._seen = [ref for ref in self._seen if ref() is not None]
+        self._seen += [weakref.ref(t) for t in tensors]
+        storages = [t.untyped_storage() for t in (ref() for ref in self._seen) if t is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.most = max(self.most, sum(sizes.values()))
+        return made
+
+
+def load(backend, source, plan, monkeypatch):
+    """What a backend's loading holds on the CPU as its device, and the most that it ever held."""
+    tp_plan = make_plan(plan.table)
+    if backend == "torch":
+        with Live() as live:
+            given = plan, source, torch.float32, torch.device("cpu")
+            params = torch_params.load_params(tp_plan.shards[0], *given)
+        return params, live.most
+    gc.collect()
+    before, most = {id(a) for a in jax.live_arrays()}, []
+
+    def sampling(function):
+        def call(*args, **kwargs):
+            made = function(*args, **kwargs)
+            most.append(sum(a.nbytes for a in jax.live_arrays() if id(a) not in before))
+            return made
+
+        return call
+
+    for owner, name in (
+        (jax_params, "to_jax"),
+        (jax_params, "_padded"),
+        (jax.numpy, "concatenate"),
+    ):
+        monkeypatch.setattr(owner, name, sampling(getattr(owner, name)))
+    place = OneDevice(jax.devices("cpu")[0])
+    params, _, _ = jax_params.load_params(place, tp_plan, plan, source, jax.numpy.dtype("float32"))
+    return params, max(most)
+
+
+def saved(tmp_path, **changes):
+    """A model, and the folder of the same in int4."""
+    model = make_model("llama-gqa", **EVEN, **changes)
+    with engine(model, quant="int4") as made:
+        made.save_pretrained(tmp_path / "out")
+    return model, type(model).config_class.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_device_holds_a_layer_beside_the_quantized_weights_at_most(
+    backend, tmp_path, monkeypatch
+):
+    """While weights are quantized, and while quantized ones are loaded; a layer as it is held."""
+    model, config = saved(tmp_path, num_key_value_heads=4, num_hidden_layers=3, vocab_size=512)
+    with torch.device("meta"):
+        kept = type(model)(config)  # it says where its weights lie
+    kept.name_or_path = tmp_path / "out"
+    for given, asked in ((model, "int4"), (kept, None)):
+        params, most = load(backend, *opened(given, asked), monkeypatch)
+        sizes = [count_leaves(group.values())["parameter_bytes"] for group in params.layers]
+        held = sum(sizes) + count_leaves(params.outer.values())["parameter_bytes"]
+        assert held <= most <= held + 1.2 * max(sizes)
+        del params
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualinfer.quantization import BlockScheme
-from dualinfer.quantization.packing import hold
+from dualinfer.quantization.packing import pack, raised
 
 from ..quantized import NF, NVFP4, SCHEMES, dequantize, quantize
 from .cases import DTYPES, assert_close, normal
@@ -57,20 +57,13 @@ def make(form: str, features: int, width: int) -> tuple[Packed, np.ndarray]:
     scheme = FORMS[form]
     arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
     meant = dequantize(scheme, arrays)
-    if scheme.codes == "int4":
-        arrays["codes"] = arrays["codes"].view(np.uint8) & 15
+    arrays["codes"] = pack(arrays["codes"], scheme)
     if scheme.codes == "int4" and scheme.zeros:
-        arrays["zero"] = arrays["zero"].view(np.uint8) & 15
-    names = {"data": "codes", "scale": "scale", "zero": "zero", "outer": "outer"}
-    parts = {part: arrays[name] for part, name in names.items() if name in arrays}
-
-    def pad(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return np.pad(a, [(0, most - n) for n, most in zip(a.shape, shape, strict=True)])
-
-    held = hold(scheme, parts, pad)
+        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(raised(scheme))
     if scheme.scale_dtype.startswith("float8"):
-        held["scale"] = held["scale"].view(np.uint8)
-    tensors = (put(held[part]) if part in held else None for part in names)
+        arrays["scale"] = arrays["scale"].view(np.uint8)
+    names = ("codes", "scale", "zero", "outer")
+    tensors = (put(arrays[name]) if name in arrays else None for name in names)
     about = scheme.codes, scheme.scale_dtype, scheme.rows, scheme.columns, width, scheme.table
     return Packed(*tensors, *about), meant
 

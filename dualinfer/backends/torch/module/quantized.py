@@ -9,10 +9,11 @@ from dataclasses import replace
 from math import gcd, prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-from ....arrays import from_numpy
+from ....arrays import from_numpy, to_numpy
 from ....checkpoint.quantized import QuantizedSource
 from ....checkpoint.sources import TorchSource
 from ....errors import ConfigError, UnsupportedError, counted
@@ -20,11 +21,10 @@ from ....model.load_plan import TensorSource
 from ....model.weights import Leaf, Weight, at_blocks, parts_of, with_parts
 from ....quantization import Blocks, BlockScheme
 from ....quantization.formats import Opener
-from ....quantization.packing import hold
+from ....quantization.packing import pack
 from ....quantization.quantize import Quantizing
 from ....quantization.recipe import HEAD, Recipe
 from ..ops.primitives import SCHEMES
-from ..params import padded
 from .autotp.changes import SurgeryPlan, is_linear, opaque_parts
 from .autotp.guards import refuse_changes
 from .autotp.layers import ColumnLinear, GatheredLinear, RowLinear, is_conv1d
@@ -275,18 +275,20 @@ def _quantized(
     rows, columns = (runs.get(i, (Run(0, size),)) for i, size in enumerate(matrix.shape))
     scheme = matrix.scheme
     block = _uncut(columns, matrix.shape[1], scheme)
-    parts = {"data": _read(shown, name, (rows, columns))}
+    codes = _read(lambda *index: matrix.codes(*index), (rows, columns))
+    parts: dict[str, torch.Tensor] = {}
     for part in ("scale", "zero") if scheme.zeros else ("scale",):
         own: Runs = (Run(0, 1),)
         if block:
             own = tuple(Run(a and a // block, -(-n // block)) for a, n in columns)
-        parts[part] = _read(shown, at_blocks(f"{name}:{part}@", (1, block)), (rows, own))
+        at = at_blocks(f"{name}:{part}@", (1, block))
+        parts[part] = _read(lambda *index, at=at: shown.read(at, index), (rows, own))
     if scheme.outer:
-        parts["outer"] = _read(shown, f"{name}:outer", (rows,))
-    parts = {k: v.contiguous() for k, v in hold(scheme, parts, padded).items()}
-    codes = parts.pop("data")
+        parts["outer"] = _read(lambda *index: shown.read(f"{name}:outer", index), (rows,))
+    parts = {part: array.contiguous() for part, array in parts.items()}
+    data = from_numpy(pack(to_numpy(codes.contiguous()), scheme), "torch")
     blocks = Blocks(1, block, extent(columns))
-    return Weight(codes, ("out", "in"), scheme, parts, dtype, blocks)
+    return Weight(data, ("out", "in"), scheme, parts, dtype, blocks)
 
 
 def _uncut(columns: Runs, size: int, scheme: BlockScheme) -> int:
@@ -303,12 +305,12 @@ def _uncut(columns: Runs, size: int, scheme: BlockScheme) -> int:
     return gcd(block or size, *edges)
 
 
-def _read(source: TensorSource, name: str, runs: tuple[Runs, ...]) -> torch.Tensor:
+def _read(read: Callable[..., np.ndarray], runs: tuple[Runs, ...]) -> torch.Tensor:
     """The runs of each axis one after another, as `layouts.take`."""
 
     def along(axis: int, index: tuple[slice, ...]) -> torch.Tensor:
         if axis == len(runs):
-            return from_numpy(source.read(name, index), "torch")
+            return from_numpy(read(*index), "torch")
         parts: list[Any] = []
         for start, width in runs[axis]:
             first = start or 0
