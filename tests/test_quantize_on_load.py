@@ -3,7 +3,10 @@
 import copy
 import gc
 import hashlib
+import json
+import tracemalloc
 import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,7 +25,9 @@ from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.backends.jax import params as jax_params  # noqa: E402
 from dualinfer.backends.jax.mesh import OneDevice  # noqa: E402
 from dualinfer.backends.torch import params as torch_params  # noqa: E402
+from dualinfer.checkpoint import quantized as quantized_source  # noqa: E402
 from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
+from dualinfer.checkpoint.reader import RowReader  # noqa: E402
 from dualinfer.checkpoint.sources import open_checkpoint, open_module  # noqa: E402
 from dualinfer.config import make_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
@@ -195,11 +200,11 @@ def test_each_matrix_is_quantized_once_a_few_rows_at_a_time(hf_model, monkeypatc
         assert max(reads) <= max(1000, 300)
 
 
-def opened(model, asked):
-    """The source that quantizes a model, and the plan of its rows."""
-    config = model.config.to_dict()
+def opened(model, asked, folder=None):
+    """The source of a model's quantized weights, its folder's or its own, and the plan of rows."""
+    config = json.loads((folder / "config.json").read_text()) if folder else model.config.to_dict()
     _, table = describe_model(config, [type(model).__name__])
-    source = open_module(model) if asked else open_checkpoint(model.name_or_path)
+    source = open_checkpoint(folder) if folder else open_module(model)
     if asked:
         recipe = make_recipe(make_config({"quant": asked}, {}).quant)
         matrices = quantize_by(recipe, table, source)
@@ -300,59 +305,93 @@ class Live(TorchDispatchMode):
         return made
 
 
-def load(backend, source, plan, monkeypatch):
-    """What a backend's loading holds on the CPU as its device, and the most that it ever held."""
-    tp_plan = make_plan(plan.table)
+@contextmanager
+def watched(backend, monkeypatch):
+    """A list, to which comes the most bytes that the CPU, as a device, ever held within."""
     if backend == "torch":
         with Live() as live:
-            given = plan, source, torch.float32, torch.device("cpu")
-            params = torch_params.load_params(tp_plan.shards[0], *given)
-        return params, live.most
+            yield (most := [])
+        most.append(live.most)
+        return
     gc.collect()
-    before, most = {id(a) for a in jax.live_arrays()}, []
+    before, sums = {id(a) for a in jax.live_arrays()}, []
 
     def sampling(function):
         def call(*args, **kwargs):
             made = function(*args, **kwargs)
-            most.append(sum(a.nbytes for a in jax.live_arrays() if id(a) not in before))
+            sums.append(sum(a.nbytes for a in jax.live_arrays() if id(a) not in before))
             return made
 
         return call
 
-    for owner, name in (
-        (jax_params, "to_jax"),
-        (jax_params, "_padded"),
-        (jax.numpy, "concatenate"),
-    ):
-        monkeypatch.setattr(owner, name, sampling(getattr(owner, name)))
-    place = OneDevice(jax.devices("cpu")[0])
-    params, _, _ = jax_params.load_params(place, tp_plan, plan, source, jax.numpy.dtype("float32"))
-    return params, max(most)
+    with monkeypatch.context() as patch:
+        jax_numpy = (jax.numpy, "concatenate")
+        for owner, name in ((jax_params, "to_jax"), (jax_params, "_padded"), jax_numpy):
+            patch.setattr(owner, name, sampling(getattr(owner, name)))
+        yield (most := [])
+    most.append(max(sums))
 
 
-def saved(tmp_path, **changes):
-    """A model, and the folder of the same in int4."""
-    model = make_model("llama-gqa", **EVEN, **changes)
+def load(backend, source, plan):
+    """A backend's params on the CPU, and the bytes of all and of the largest layer."""
+    tp_plan = make_plan(plan.table)
+    if backend == "torch":
+        given = plan, source, torch.float32, torch.device("cpu")
+        params = torch_params.load_params(tp_plan.shards[0], *given)
+    else:
+        place = OneDevice(jax.devices("cpu")[0])
+        given = place, tp_plan, plan, source, jax.numpy.dtype("float32")
+        params, _, _ = jax_params.load_params(*given)
+    outer, *layers = (
+        count_leaves(group.values())["parameter_bytes"] for group in (params.outer, *params.layers)
+    )
+    return params, outer + sum(layers), max(layers)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model, its folder, and that of the same in int4."""
+    changes = {"num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    model, folder = make_model("llama-gqa", **EVEN | changes | sizes), tmp_path_factory.mktemp("a")
+    model.save_pretrained(folder / "plain")
     with engine(model, quant="int4") as made:
-        made.save_pretrained(tmp_path / "out")
-    return model, type(model).config_class.from_pretrained(tmp_path / "out")
+        made.save_pretrained(folder / "int4")
+    return model, folder / "plain", folder / "int4"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_device_holds_a_layer_beside_the_quantized_weights_at_most(
-    backend, tmp_path, monkeypatch
+@pytest.mark.parametrize("asked", ["int4", "int8", None], ids=str)
+def test_a_device_holds_a_layer_beside_the_quantized_weights_at_most(
+    backend, asked, folders, monkeypatch
 ):
-    """While weights are quantized, and while quantized ones are loaded; a layer as it is held."""
-    model, config = saved(tmp_path, num_key_value_heads=4, num_hidden_layers=3, vocab_size=512)
-    with torch.device("meta"):
-        kept = type(model)(config)  # it says where its weights lie
-    kept.name_or_path = tmp_path / "out"
-    for given, asked in ((model, "int4"), (kept, None)):
-        params, most = load(backend, *opened(given, asked), monkeypatch)
-        sizes = [count_leaves(group.values())["parameter_bytes"] for group in params.layers]
-        held = sum(sizes) + count_leaves(params.outer.values())["parameter_bytes"]
-        assert held <= most <= held + 1.2 * max(sizes)
-        del params
+    """While weights are quantized, and while quantized ones are read; a layer as it is held."""
+    model, plain, quantized = folders
+    with watched(backend, monkeypatch) as most:
+        _, held, layer = load(backend, *opened(model, asked, plain if asked else quantized))
+    assert held <= most[0] <= held + 1.2 * layer
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8", None], ids=str)
+def test_the_host_holds_a_layer_at_most(asked, folders, monkeypatch):
+    """As it will be held: of unpacked codes there is not one matrix, each a fifth of a layer."""
+    model, plain, quantized = folders
+    folder = plain if asked else quantized
+    _, _, layer = load("torch", *opened(model, asked, folder))
+    for module, name in (
+        *((quantizers, "_AT_ONCE"), (quantizers, "_READ")),
+        (quantized_source, "_AT_ONCE"),
+    ):
+        monkeypatch.setattr(module, name, 1 << 13)
+    monkeypatch.setattr(quantizers, "_THREADS", 1)
+    source, plan = opened(model, asked, folder)
+    tracemalloc.start()
+    with RowReader(make_plan(plan.table).shards, plan, source, shown=False) as reader:
+        for _ in reader:  # which a device would take
+            pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 1.2 * layer
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

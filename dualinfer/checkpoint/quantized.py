@@ -103,12 +103,10 @@ class QuantizedSource:
         ]
         if isinstance(matrix, Quantizing):  # which makes no more than what is read
             spans = [slice(at[0], at[-1] + 1) if at.size else slice(0, 0) for at in places]
-            made = matrix.scales(*spans)
-            held = made.scale if part == "scale" else made.zero
+            held = matrix.take_blocks(part, *spans)
             places = [at - span.start for at, span in zip(places, spans, strict=True)]
         else:
             held = self._whole(name.partition("@")[0], matrix, part)
-        assert held is not None
         array = held[np.ix_(*places)]
         if part == "zero":
             return array.view(np.uint8) + np.uint8(raised(matrix.scheme))
@@ -209,7 +207,7 @@ def _count(size: int, block: int) -> int:
     return -(-size // block) if block else 1
 
 
-_AT_ONCE = 1 << 21  # codes that are not packed yet
+_AT_ONCE = 1 << 20  # codes that are not packed yet
 
 
 def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:

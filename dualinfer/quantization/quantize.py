@@ -29,7 +29,7 @@ SCHEMES = {
     "fp8": BlockScheme("fp8_e4m3"),
     "nvfp4": BlockScheme("fp4_e2m1", columns=16, scale_dtype="float8_e4m3fn", outer=True),
 }
-_AT_ONCE = 1 << 17  # elements that are quantized at once, with what is tried: they stay in caches
+_AT_ONCE = 1 << 18  # elements that are quantized at once, with what is tried: they stay in caches
 _THREADS = min(16, os.cpu_count() or 1)
 _SHRUNK = (15 / 14, 0.93, 0.86, 0.79)  # of min-max's scale, tried beside it
 _REFINED = 1  # times that the best scale for given codes is tried
@@ -233,7 +233,7 @@ class Recent:
     """What was quantized last, as readers ask for codes and scales one after another.
 
     One matrix at a time is quantized, by all threads. Its codes are as they will be held, those of
-    4 bits packed; scales stay for a while when these are taken.
+    4 bits packed. What is taken goes.
     """
 
     def __init__(self, most: int = 4) -> None:
@@ -241,10 +241,10 @@ class Recent:
         self._most = most  # of those that have their codes
         self._made: dict[tuple[Any, _Part], Quantized] = {}  # the last one is last
 
-    def get(self, matrix: Any, part: _Part, codes: bool) -> tuple[_Part, Quantized] | None:
-        """What holds a part of a matrix, its codes too if they are asked for; or None."""
+    def get(self, matrix: Any, part: _Part, what: str) -> tuple[_Part, Quantized] | None:
+        """What holds a part of a matrix, with its codes, scales or zeros; or None."""
         for (own, larger), made in self._made.items():
-            if own is matrix and larger.holds(part) and not (codes and made.codes is _TAKEN):
+            if own is matrix and larger.holds(part) and getattr(made, what) is not _TAKEN:
                 self.put(matrix, larger, made)
                 return larger, made
         return None
@@ -252,13 +252,14 @@ class Recent:
     def put(self, matrix: Any, part: _Part, made: Quantized) -> None:
         """Hold it; those unused for longest go."""
         self._made.pop((matrix, part), None)
-        self._made[matrix, part] = made
+        if any(array is not _TAKEN and array is not None for array in made):
+            self._made[matrix, part] = made
         whole = [key for key, made in self._made.items() if made.codes is not _TAKEN]
         for key in (*whole[: -self._most], *list(self._made)[:-_SCALES]):
             self._made.pop(key, None)
 
 
-_SCALES = 32  # matrices whose scales are held
+_SCALES = 32  # matrices of which anything is held
 _TAKEN = np.empty((0, 0), np.uint8)  # in the place of codes
 _READ = 1 << 18  # elements that a thread reads at a time
 _SLAB = 1 << 24  # and of a transposed tensor: a few rows take as long to read as many
@@ -315,7 +316,7 @@ class Quantizing:
         """See QuantizedMatrix."""
         part = self._part(rows, columns)
         with self._recent.lock:
-            ((first, _), (start, _)), made = self._made(part, codes=True)
+            ((first, _), (start, _)), made = self._made(part, "codes")
         held = made.codes[part.rows[0] - first : part.rows[1] - first]
         if self.scheme.bits == 4:
             held = unpack(held, np.stack)
@@ -331,32 +332,26 @@ class Quantizing:
         if self._grown(part) != part:
             return None
         with self._recent.lock:
-            own, made = self._made(part, codes=True)
+            own, made = self._made(part, "codes")
             if own != part:
                 return None
             self._recent.put(self, part, made._replace(codes=_TAKEN))
         return made.codes
 
-    def scales(self, rows: slice, blocks: slice) -> Quantized:
-        """Scales and zeros of rows, and of blocks of their columns by number; without codes."""
-        size = self.scheme.columns
-        first, last, _ = blocks.indices(-(-self.shape[1] // size) if size else 1)
-        part = self._part(rows, slice(first * size, last * size))
-        with self._recent.lock:
-            ((top, _), (start, _)), made = self._made(part, codes=False)
-        at = slice(part.rows[0] - top, part.rows[1] - top)
-        before = start // size if size else 0
-        index = at, slice(first - before, last - before)
-        zero = None if made.zero is None else made.zero[index]
-        return Quantized(_TAKEN, made.scale[index], zero)
+    def take_blocks(self, what: str, rows: slice, blocks: slice) -> np.ndarray:
+        """Scales or zeros of rows, and of blocks of their columns by number.
+
+        They are then held here no longer, if no others are.
+        """
+        return self._blocks(what, rows, blocks, take=True)
 
     def scale(self) -> np.ndarray:
         """See QuantizedMatrix."""
-        return self.scales(slice(None), slice(None)).scale
+        return self._blocks("scale", slice(None), slice(None))
 
     def zero(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
-        return self.scales(slice(None), slice(None)).zero if self.scheme.zeros else None
+        return self._blocks("zero", slice(None), slice(None)) if self.scheme.zeros else None
 
     def group(self) -> None:
         """None: columns stay where they are."""
@@ -383,9 +378,22 @@ class Quantizing:
             start, stop = 0, width
         return part._replace(columns=(start, stop))
 
-    def _made(self, part: _Part, codes: bool) -> tuple[_Part, Quantized]:
-        """A part that holds another one, quantized; to be called with the lock held."""
-        found = self._recent.get(self, part, codes)
+    def _blocks(self, what: str, rows: slice, blocks: slice, take: bool = False) -> np.ndarray:
+        size = self.scheme.columns
+        first, last, _ = blocks.indices(-(-self.shape[1] // size) if size else 1)
+        part = self._part(rows, slice(first * size, last * size))
+        with self._recent.lock:
+            own, made = self._made(part, what)
+            (top, _), (start, _) = own
+            before, held = start // size if size else 0, getattr(made, what)
+            at = slice(part.rows[0] - top, part.rows[1] - top), slice(first - before, last - before)
+            if take and held[at].size == held.size:
+                self._recent.put(self, own, made._replace(**{what: _TAKEN}))
+        return held[at]
+
+    def _made(self, part: _Part, what: str) -> tuple[_Part, Quantized]:
+        """What holds a part, quantized; to be called with the lock held."""
+        found = self._recent.get(self, part, what)
         if found is None:
             part = self._grown(part)
             found = part, self._make(part)
