@@ -582,7 +582,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "kernels/triton/quantized_kernels.py",
-        "offset += (_offset(j) + (8 if CODES == \"int4\" else 0)) * x",
+        'offset += (_offset(j) + (8 if CODES == "int4" else 0)) * x',
         "offset += _offset(j) * x",
         "On a GPU int4 weights are read as if all were larger by eight codes.",
         "tests/kernels/test_triton_quantized.py -k '16_bits and int4'",
@@ -596,15 +596,15 @@ ROWS: list[Row] = [
     ),
     Row(
         "kernels/triton/quantized.py",
-        "unsigned = weight.codes == \"int4\" and weight.zero is not None",
+        'unsigned = weight.codes == "int4" and weight.zero is not None',
         "unsigned = False",
         "On a GPU signed int4 weights with zero points are off by eight codes.",
         "tests/kernels/test_triton_quantized.py -k 'float32 and zeros'",
     ),
     Row(
         "backends/torch/module/quantized.py",
-        "scheme = HEAD if id(part) in heads else recipe.scheme_of(f\"{path}.weight\", (n, k))",
-        "scheme = recipe.scheme_of(f\"{path}.weight\", (n, k))",
+        'scheme = HEAD if id(part) in heads else recipe.scheme_of(f"{path}.weight", (n, k))',
+        'scheme = recipe.scheme_of(f"{path}.weight", (n, k))',
         "In module mode a head becomes int4, which costs more than all layers do.",
         "tests/test_quantize_on_load.py -k holds_what_fused_mode_does",
     ),

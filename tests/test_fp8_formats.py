@@ -23,7 +23,7 @@ from dualinfer.quantization.scheme import Activation
 from .compressed import SIZES
 from .compressed import write as write_compressed
 from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
-from .models import BACKENDS, random_ids, relative_rms
+from .models import on_backends, random_ids, relative_rms
 from .test_compressed_tensors import emulated, logits_of_hf, scheme, unrest
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -346,8 +346,7 @@ def rounded(folder, block=None):
 RUN = {"fp8 blocks": 128, "fp8 static": None, "ModelOpt FP8": None, "ModelOpt NVFP4": None}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", RUN)
+@pytest.mark.parametrize(("form", "backend"), on_backends(RUN, ["fp8 blocks", "ModelOpt FP8"]))
 def test_logits_are_those_of_the_dequantized_weights_and_rounded_inputs(
     form, backend, llama, request
 ):

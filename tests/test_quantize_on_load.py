@@ -99,8 +99,15 @@ def hashes(engine):
     return found
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=str)
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *(("llama-gqa", asked) for asked in ASKED),
+        *(("gpt2", asked) for asked in ("int8", "nvfp4")),
+        *(pytest.param("gpt2", asked, marks=pytest.mark.slow) for asked in ("int4", "fp8")),
+    ],
+    ids=str,
+)
 def test_a_model_quantized_on_load_is_what_its_codes_mean(name, asked, hf_model):
     """On both backends, which hold the same bytes; decoded through the cache."""
     model, ids = hf_model(name), random_ids(2, 9)

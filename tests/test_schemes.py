@@ -29,7 +29,7 @@ from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  #
 from dualinfer.quantization import Activation, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
 
-from .models import BACKENDS, GENERATING, make_model, random_ids, relative_rms  # noqa: E402
+from .models import BACKENDS, GENERATING, make_model, on_backends, random_ids, relative_rms  # noqa: E402
 from .quantized import INT8, SCHEMES, mixed, open_matrices, write  # noqa: E402
 
 # One of each family, and a scheme; what is odd among them: fused, by head, transposed, tied, types.
@@ -47,7 +47,8 @@ FAMILIES = {
 # On JAX they show what others show.
 REPEATING = ("mistral-window", "qwen2", "opt-post", "gptj", "gpt-neo", "gemma3")
 SPLIT = (
-    *(("llama-gqa", "mixed", 2), ("gpt2", "fp8 blocks", 3), ("bloom", "fp8 blocks", 2)),
+    *(("llama-gqa", "mixed", 2), ("gpt2", "fp8 blocks", 3)),
+    pytest.param("bloom", "fp8 blocks", 2, marks=pytest.mark.slow),
     *(("bert-masked", "int8", 2), ("llama-gqa", "act-order", 2)),
 )
 LIMIT = 1e-5
@@ -145,14 +146,7 @@ def hashes(params):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(n, b, marks=[pytest.mark.slow] if b == "jax" and n in REPEATING else [])
-        for n in FAMILIES
-        for b in BACKENDS
-    ],
-)
+@pytest.mark.parametrize(("name", "backend"), on_backends(FAMILIES, REPEATING))
 def test_every_family_runs_on_codes_as_on_what_they_mean(
     name, backend, folder, dense_answers, tmp_path
 ):
@@ -250,8 +244,7 @@ def test_weights_read_again_come_with_their_scales(backend, hf_model, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("scheme", ["mixed", "static"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("scheme", "backend"), on_backends(["mixed", "static"], ["static"]))
 def test_kernels_read_quantized_weights(backend, scheme, tmp_path, monkeypatch):
     """Plain ops serve what kernels do not know: an order by activation."""
     pytest.importorskip("triton")
