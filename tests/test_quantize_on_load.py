@@ -380,16 +380,14 @@ def test_a_device_holds_a_layer_beside_the_quantized_weights_at_most(
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8", None], ids=str)
-def test_the_host_holds_a_layer_at_most(asked, folders, monkeypatch):
-    """As it will be held: of unpacked codes there is not one matrix, each a fifth of a layer."""
+def test_the_host_holds_a_layer_and_no_matrix_of_unpacked_codes(asked, folders, monkeypatch):
+    """A layer as it will be held, of which one matrix' codes of 4 bits, unpacked, are 0.44."""
     model, plain, quantized = folders
     folder = plain if asked else quantized
     _, _, layer = load("torch", *opened(model, asked, folder))
-    for module, name in (
-        *((quantizers, "_AT_ONCE"), (quantizers, "_READ")),
-        (quantized_source, "_AT_ONCE"),
-    ):
-        monkeypatch.setattr(module, name, 1 << 13)
+    for module in (quantizers, quantized_source):
+        monkeypatch.setattr(module, "_AT_ONCE", 1 << 13)
+    monkeypatch.setattr(quantizers, "_READ", 1 << 15)
     monkeypatch.setattr(quantizers, "_THREADS", 1)
     source, plan = opened(model, asked, folder)
     tracemalloc.start()
@@ -398,7 +396,7 @@ def test_the_host_holds_a_layer_at_most(asked, folders, monkeypatch):
             pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak <= 1.2 * layer
+    assert peak <= 1.35 * layer
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import numpy_dtype
 from ..errors import CheckpointError, counted
 from ..model.load_plan import TensorSource
 from ..model.weights import FLOATS, WeightTable
@@ -101,8 +102,10 @@ class QuantizedSource:
             np.arange(i.start, i.stop) * step // block if block else np.zeros(i.stop - i.start, int)
             for i, step, block in zip(index, steps, own, strict=True)
         ]
+        if not all(at.size for at in places):
+            return np.empty([at.size for at in places], numpy_dtype(self.dtype(name)))
         if isinstance(matrix, Quantizing):  # which makes no more than what is read
-            spans = [slice(at[0], at[-1] + 1) if at.size else slice(0, 0) for at in places]
+            spans = [slice(at[0], at[-1] + 1) for at in places]
             held = matrix.take_blocks(part, *spans)
             places = [at - span.start for at, span in zip(places, spans, strict=True)]
         else:
@@ -212,13 +215,15 @@ _AT_ONCE = 1 << 20  # codes that are not packed yet
 
 def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:
     """Codes of a part as a device holds them: few rows at a time are one byte a code."""
+    scheme, width = matrix.scheme, columns.stop - columns.start
+    held = np.empty((rows.stop - rows.start, held_width(scheme, width)), scheme.stored)
+    if not held.size:
+        return held
     taken = matrix.take(rows, columns) if isinstance(matrix, Quantizing) else None
     if taken is not None:
         return taken
-    scheme, width = matrix.scheme, columns.stop - columns.start
     if scheme.bits == 8:
         return matrix.codes(rows, columns)
-    held = np.empty((rows.stop - rows.start, held_width(scheme, width)), np.uint8)
     if matrix.inputs_first:
         few = max(32, _AT_ONCE // max(1, len(held)) // 32 * 32)
         for i in range(0, width, few):

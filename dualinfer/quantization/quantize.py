@@ -260,7 +260,7 @@ class Recent:
 
 
 _SCALES = 32  # matrices of which anything is held
-_TAKEN = np.empty((0, 0), np.uint8)  # in the place of codes
+_TAKEN = np.empty((0, 0), np.uint8)  # in the place of what was taken
 _READ = 1 << 18  # elements that a thread reads at a time
 _SLAB = 1 << 24  # and of a transposed tensor: a few rows take as long to read as many
 
@@ -271,7 +271,7 @@ class Quantizing:
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
     have the tensor's dtype, unless they are of 8 bits. Only the rows that are asked for are read
     and quantized, and of their columns the groups that have one of those asked for; where a row has
-    one scale, all of it is read. Codes and scales come from one pass, in which each thread reads
+    one scale, all of it is read, and where there is a second factor, all rows are. Codes and scales come from one pass, in which each thread reads
     few rows at a time, and stay in `recent` until others are asked for.
     """
 
