@@ -271,8 +271,9 @@ class Quantizing:
     The matrix is the tensor, or its transpose where the tensor is [in, out] (`transposed`). Scales
     have the tensor's dtype, unless they are of 8 bits. Only the rows that are asked for are read
     and quantized, and of their columns the groups that have one of those asked for; where a row has
-    one scale, all of it is read, and where there is a second factor, all rows are. Codes and scales come from one pass, in which each thread reads
-    few rows at a time, and stay in `recent` until others are asked for.
+    one scale, all of it is read, and where there is a second factor, all rows are. Codes and scales
+    come from one pass, in which each thread reads few rows at a time, and stay in `recent` until
+    others are asked for.
     """
 
     inputs_first = False
