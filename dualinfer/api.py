@@ -21,7 +21,14 @@ from .checkpoint.hf_config import (
 )
 from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.quantized import open_as_held, quantize_by
-from .checkpoint.saving import Saved, Written, check_saving, save_checkpoint, save_folder
+from .checkpoint.saving import (
+    Saved,
+    Written,
+    check_content,
+    check_saving,
+    save_checkpoint,
+    save_folder,
+)
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
@@ -47,7 +54,6 @@ from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
 from .model.weights import WeightTable
 from .parallel.agreement import Peers, in_turn
-from .quantization import read_quantization
 from .quantization.formats import Opener
 from .quantization.recipe import Recipe, make_recipe
 
@@ -304,8 +310,8 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
     source = found.open_source()
     notes.extend(source.notes)
-    stored_as, recipe = read_quantization(found.config.to_dict()), make_recipe(settings.quant)
-    source, table, more = open_as_held(source, table, stored_as, recipe, found.quantize)
+    config, recipe = found.config.to_dict(), make_recipe(settings.quant)
+    source, table, more = open_as_held(source, table, config, recipe, found.quantize)
     notes.extend(more)
     plan = make_load_plan(table, source)
     if not found.class_names:
@@ -330,12 +336,15 @@ def _make_fused_engine(
             check_saving(saving, folder)
         described = _describe_fused(model, settings, notes)
         settings, hf_model, spec, plan, source = described
+        config, own = hf_model.config, hf_model.generation_config
+        saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
+        if saving:
+            check_content(saved)
         if not isinstance(model, Path | Opened):
             notes.extend(warn_of_hooks(model, hf_model.other_way))
             watch = Watch(model) if settings.checkpoint is None else None
         work.meet(lambda: (_shared(settings), spec, plan.rows, marks_of(source, plan)))
     origin = _origin(model, described, watch)
-    config, own = hf_model.config, hf_model.generation_config
     with ExitStack() as stack:
         with peers.together("Loading"):
             runner = backends.create_runner(settings, spec, plan, source, peers)
@@ -347,7 +356,6 @@ def _make_fused_engine(
             about = About(settings, peers, config, own, source.description, notes, load)
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
-            saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
         stack.pop_all()
     return engine

@@ -1,12 +1,12 @@
 """What tests of quantized checkpoints share: the values of a matrix, and tiny checkpoints."""
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 
 import dualinfer
+from dualinfer.checkpoint.hf_config import read_written
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization.codes import decode
 from dualinfer.quantization.formats import METHODS, find_method
@@ -19,7 +19,7 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 def open_folder(folder: Path, **changes):
     """The opener of a quantized checkpoint's folder, with `changes` to its config."""
-    config = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
+    config = read_written(folder)["quantization_config"] | changes
     return METHODS[find_method(config)](config, open_checkpoint(folder))
 
 
@@ -59,7 +59,7 @@ def dense_model(folder: Path):
     import transformers as hf
 
     config = hf.AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     opener, source = open_folder(folder), open_checkpoint(folder)
     state = {}
@@ -71,11 +71,14 @@ def dense_model(folder: Path):
     return model
 
 
-def check_logits(folder: Path, backend: str, **settings):
-    """Logits, and what is decoded with the cache, are those of the dequantized weights on HF."""
+def check_logits(folder: Path, backend: str, model=None, **settings):
+    """Logits, and what is decoded with the cache, are those of the dequantized weights on HF.
+
+    `model` is that HF model where it must round its inputs, too.
+    """
     import torch
 
-    model, ids = dense_model(folder), random_ids(2, 9)
+    model, ids = model or dense_model(folder), random_ids(2, 9)
     with (
         torch.no_grad(),
         dualinfer.init_inference(str(folder), backend=backend, dtype="fp32", **settings) as engine,

@@ -2,7 +2,7 @@
 
 import importlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,16 @@ import transformers as hf
 
 VOCAB, PAD, EOS = 1001, 0, 2
 BACKENDS = ("torch", "jax")
+
+
+def on_backends(cases: Iterable[str], repeating: Iterable[str] = ()) -> list[Any]:
+    """Each case on each backend; on JAX those slow that repeat there what others show."""
+    repeating = set(repeating)
+    return [
+        pytest.param(case, name, marks=[pytest.mark.slow] if case in repeating and late else [])
+        for case in cases
+        for late, name in enumerate(BACKENDS)
+    ]
 
 
 @dataclass(frozen=True)

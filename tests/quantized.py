@@ -112,6 +112,8 @@ def dequantize(scheme, arrays):
 class StoredMatrix:
     """A `QuantizedMatrix` of tensors beside one another; scales of 8 bits lie as their bytes."""
 
+    inputs_first = False
+
     def __init__(self, source, name, scheme, parts):
         self.source, self.name, self.scheme = source, name, scheme
         self.stored = tuple(f"{name}.{part}" for part in parts)

@@ -165,7 +165,11 @@ def test_plan_splits_by_the_grain(run, tmp_path):
         ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
         ({}, ("--tp", "2", "--dtype", "int8", "--quant", "int4"), "--dtype int8 asks for"),
         ({}, ("--tp", "2", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4'"),
-        ({"model_type": "phi"}, ("--tp", "2", "--quant", "int4"), "--quant int4: in module mode"),
+        (
+            {"model_type": "phi"},
+            ("--tp", "2", "--quant", "int4"),
+            "--quant int4: a plan of module mode",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             ("--tp", "2", "--quant", "int4"),
@@ -254,6 +258,18 @@ def test_a_plan_of_weights_to_be_quantized_needs_none(run, folders, tmp_path):
     shown = run("plan", folders / "llama-gqa", "--tp", 1, "--quant", "int8").stdout
     assert shown == run("plan", folders / "llama-gqa", "--tp", 1, "--dtype", "int8").stdout
     assert "weights, head: int8, rows" in shown and "weights, float16: " in shown
+
+
+def test_plan_of_a_quantized_model_says_that_it_needs_the_weights(run, tmp_path):
+    folder = write_llama(tmp_path, 101)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    result = run("plan", folder, "--tp", 2)
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "quantized, so that a plan needs its weights" in said
+    assert said.endswith("Copy them into that folder, and plan again.")
 
 
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):

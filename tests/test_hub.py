@@ -251,6 +251,16 @@ def test_commands_take_names(hub, folder):
     assert run("generate", NAME, *options) == run("generate", folder, *options)
 
 
+def test_plan_of_a_quantized_name_says_how_to_fetch_its_weights(hub):
+    config = json.loads(hub.models[NAME]["config.json"])
+    config["quantization_config"] = {"quant_method": "fp8"}
+    hub.models[NAME]["config.json"] = json.dumps(config).encode()
+    result = CliRunner().invoke(cli.app, ["plan", NAME, "--tp", "2", "--revision", "main"])
+    assert result.exit_code == 1 and hub.fetched() == ["config.json"]
+    command = f"Fetch them with `hf download {NAME} --revision main`, and plan again."
+    assert command in " ".join(result.stderr.split())
+
+
 def find_on_rank(url, cache, name):
     """What a rank finds; its error's text where it fails."""
     with pytest.MonkeyPatch.context() as patch:

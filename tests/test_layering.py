@@ -23,7 +23,7 @@ FLOORS: dict[str, str] = {
     "model": "quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
-    "backends": "config quantization model parallel",
+    "backends": "kernels.triton config quantization model parallel",
     "decoder": "model backends",
     "backends.torch": "system kernels.triton config quantization model "
     "parallel checkpoint backends decoder",
@@ -192,6 +192,7 @@ OTHER_DATA = {
     "kernels.xla.handler": "an address that XLA hands over",
     "backends.torch.adapter": "a torch Parameter",
     "checkpoint.files": "a NumPy array's memory",
+    "kernels.triton.quantized": "the codes of a Packed",
 }
 
 

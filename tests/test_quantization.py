@@ -1,5 +1,7 @@
 """Codes mean what their definitions say, and quantizers find scales as good as any."""
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from dualinfer import CheckpointError
 from dualinfer.quantization import BlockScheme
+from dualinfer.quantization import quantize as quantizers
 from dualinfer.quantization.codes import decode, dequantize, encode, spread
 from dualinfer.quantization.quantize import SCHEMES, Quantizing, outer_factor, quantize
 
@@ -151,6 +154,16 @@ def test_slices_and_transposes_are_parts_of_the_whole(name, monkeypatch):
     assert np.array_equal(part, one.codes(slice(0, 37), slice(0, 81))[5:9, 3:70])
     error = np.sqrt(((whole - matrix) ** 2).sum() / (matrix**2).sum())
     assert error < {"int8": 0.02, "int4": 0.13, "fp8": 0.04, "nvfp4": 0.13}[name]
+
+
+def test_rows_are_quantized_in_several_threads_at_once(monkeypatch):
+    monkeypatch.setattr(quantizers, "_THREADS", 2)
+    monkeypatch.setattr(quantizers, "_READ", 500)
+    meeting, own = threading.Barrier(2, timeout=60), quantizers.quantize
+    monkeypatch.setattr(quantizers, "quantize", lambda *given: meeting.wait() * 0 or own(*given))
+    matrix = weights(12, 250)
+    made = Quantizing(Plain(w=matrix), "w", SCHEMES["int4"])
+    assert np.array_equal(made.scale(), own(matrix, SCHEMES["int4"]).scale)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -1,5 +1,6 @@
 """Folders that engines and `dualinfer quantize` write mean the same to transformers and to us."""
 
+import copy
 import json
 import re
 
@@ -21,8 +22,9 @@ from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.quantization import METHODS  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402
 
+from .compressed import write  # noqa: E402
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
-from .test_compressed_tensors import logits_of_hf  # noqa: E402
+from .test_compressed_tensors import FORMS, emulated, logits_of_hf  # noqa: E402
 from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
 
 # Groups of 32 divide all of its widths; the head is a weight of its own.
@@ -42,7 +44,10 @@ def check_by_compressed_tensors(folder):
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     open_matrix = METHODS["compressed-tensors"](said, open_checkpoint(folder))
     tensors = load_file(folder / "model.safetensors")
-    for name in ("model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj", "lm_head"):
+    modules = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}
+    asked = ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
+    assert len(modules.intersection(asked)) > 1
+    for name in modules.intersection(asked):
         for group in said["config_groups"].values():
             if any(
                 re.match(t.removeprefix("re:"), name) or t == "Linear" for t in group["targets"]
@@ -78,6 +83,32 @@ def test_transformers_loads_the_same_values(asked, model, tmp_path):
             assert again.report().weights["head"] == "int8, rows"
     with engine(folder, "jax", tp=2) as again:
         assert relative_rms(again(ids).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["FP8", "FP8-blocks", "FP8-odd-blocks", "W4A16-tensor", "NVFP4", "MXFP4", "MXFP8", "MXFP4A16"],
+)
+def test_checkpoints_are_written_as_they_are(form, tmp_path):
+    """With what scales the inputs, and by two devices where groups of inputs can be shared."""
+    path, out, ids = tmp_path / "in", tmp_path / "out", random_ids(2, 9)
+    seed = 3 if form == "FP8-blocks" else 0  # so that no input lies near a tie
+    narrow = {"hidden_size": 32} if form == "MXFP4A16" else {}  # rows of one group
+    write(path, {"group_0": FORMS[form][0][0]}, seed=seed, **narrow)
+    with engine(path, "jax", tp=1 if form in ("FP8-blocks", "MXFP4", "MXFP8") else 2) as made:
+        made.save_pretrained(out)
+    with engine(path) as one, engine(out) as again:
+        expected = np.asarray(one(ids).logits)
+        assert hashes(again) == hashes(one)
+        assert relative_rms(again(ids).logits, expected) < 1e-6
+        assert again.report().weights == one.report().weights
+    check_by_compressed_tensors(out)
+    if form[:2] in ("NV", "MX"):  # which transformers 5.23 cannot run in float32
+        with torch.no_grad():
+            theirs = emulated(out)(torch.tensor(ids)).logits.numpy()
+    else:
+        theirs = logits_of_hf(out, ids, dequantize=False)
+    assert relative_rms(expected, theirs) < 1e-5
 
 
 def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
@@ -120,6 +151,30 @@ def test_quantized_inputs_are_said(model, tmp_path):
         assert hashes(again) == held
 
 
+def share_of(model, asked, out):
+    """What a rank has, which writes the model, too: while it is made, and when it is asked to."""
+    with engine(model, quant=asked, tp=2, save_mp_checkpoint_path=str(out / "mp")) as made:
+        made.save_pretrained(out / "whole")
+        return np.asarray(made(random_ids(2, 9)).logits), made.report().notes
+
+
+def test_several_devices_write_what_one_device_has(model, crew, tmp_path):
+    with engine(model, quant=INT4) as one:
+        held, ids = hashes(one), random_ids(2, 9)
+        expected = np.asarray(one(ids).logits)
+    # A copy: what goes to other processes is moved to memory that they share.
+    for logits, notes in crew.run(share_of, copy.deepcopy(model), INT4, tmp_path, world=2):
+        assert relative_rms(logits, expected) < 1e-5
+        assert any("saved quantized, in 1 file" in note for note in notes)
+    jax_out = str(tmp_path / "jax mp")
+    with engine(model, "jax", tp=2, quant=INT4, save_mp_checkpoint_path=jax_out) as made:
+        made.save_pretrained(tmp_path / "jax whole")
+    for name in ("mp", "whole", "jax mp", "jax whole"):
+        with engine(tmp_path / name) as again:
+            assert hashes(again) == held
+            assert relative_rms(again(ids).logits, expected) < 1e-6
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
     model, ids = make_model("gpt2"), random_ids(2, 9)
@@ -139,7 +194,11 @@ def test_a_plain_engine_writes_a_plain_folder(backend, tmp_path):
 @pytest.mark.parametrize(
     ("name", "asked", "said"),
     [
-        ("gpt2", "int8", "is a Conv1D of transformers"),
+        (
+            "gpt2",
+            "int8",
+            "is a Conv1D of transformers, which compressed-tensors.*Keep the plain model",
+        ),
         ("llama-gqa", "int4", "compressed-tensors has whole groups alone"),
     ],
 )
@@ -150,6 +209,8 @@ def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(name, asked, s
         pytest.raises(UnsupportedError, match=said),
     ):
         made.save_pretrained(tmp_path / "out")
+    with pytest.raises(UnsupportedError, match=said):
+        engine(model, quant=asked, save_mp_checkpoint_path=str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -162,6 +223,7 @@ def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkey
     assert done.exit_code == 0, done.output
     assert "down_proj" in done.output and "lm_head: int8, rows" in done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert "`dualinfer chat out` runs it." in " ".join(done.output.split())
     asked = "int8" if "int8" in options else ASYMMETRIC
     with engine("plain", quant=asked) as one, engine("out") as other:
         assert hashes(one) == hashes(other)

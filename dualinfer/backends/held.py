@@ -6,7 +6,7 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..model.weights import Leaf, Row, leaves_of, parts_of
 from ..parallel.sharding import Shard, fit_row
-from ..quantization.packing import packed_width
+from ..quantization.packing import held_width
 
 
 def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
@@ -39,8 +39,8 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
     sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
     for part, axes in row.parts.items():
         *rest, last = shard.shape(row, axes) or (1,)
-        if part == "data" and scheme.bits == 4:
-            last = packed_width(last)
+        if part == "data":
+            last = held_width(scheme, last)
         size += prod(rest) * last * sizes[part]
     return size
 

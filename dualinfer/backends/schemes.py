@@ -264,12 +264,18 @@ class BlockArithmetic:
             return m.along(a, group.reshape(*group.shape[:-1], *ones, group.shape[-1]))
         return m.repeat(a, columns, -1)[..., : shape[-1]] if columns > 1 else a
 
-    def implementations(self, leaves: Iterable[Leaf]) -> dict[str, str]:
-        """What serves the products of each scheme among a model's leaves, for people."""
+    def implementations(self, leaves: Iterable[Leaf], kernels: str | None = None) -> dict[str, str]:
+        """What serves the products of each scheme among a model's leaves, for people.
+
+        `kernels` says how those do it that read codes, None where there are none.
+        """
         ways: dict[str, str] = {}
         for leaf in (own for whole in leaves for own in leaves_of(whole)):
             if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
                 how = "made values within the product"
+                if kernels and packed(leaf) is not None:
+                    ways[f"matmul, {leaf.scheme.name}"] = kernels
+                    continue
                 if _scales_rows(leaf):
                     how = "codes multiplied, results scaled"
                 ways[f"matmul, {leaf.scheme.name}"] = f"plain {self._m.name}, {how}"
@@ -293,3 +299,35 @@ def _scales_rows(weight: Weight) -> bool:
 def _wide_dtype(maths: Maths, x: Any) -> Any:
     """The backend's float32."""
     return maths.wide(x[..., :0]).dtype
+
+
+def rounds_input(weight: Weight) -> bool:
+    """True if the input of a weight's products is quantized."""
+    return isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
+
+
+def packed(weight: Weight) -> Any:
+    """A quantized weight as the kernels take it, a `quantized.Packed`; None if they know no such.
+
+    Those of order by activation and small blocks, and weights of several pieces, are plain ops'.
+    """
+    from ..kernels.triton import quantized
+
+    scheme = weight.scheme
+    if not isinstance(scheme, BlockScheme) or scheme.groups:
+        return None
+    rows, columns, _ = weight.blocks
+    if not quantized.serves(scheme.codes, columns, scheme.zeros):
+        return None
+    return quantized.Packed(
+        weight.data,
+        weight.beside["scale"],
+        weight.beside.get("zero"),
+        weight.beside.get("outer"),
+        scheme.codes,
+        scheme.scale_dtype,
+        rows,
+        columns,
+        weight.shape[-1],
+        scheme.table,
+    )

@@ -23,7 +23,7 @@ from ..config import make_config
 from ..errors import ModelError
 from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
-from ..quantization import BlockScheme, QuantizedMatrix, read_quantization
+from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.codes import decode
 from ..quantization.formats import Opener
 from ..quantization.recipe import Recipe, make_recipe
@@ -107,6 +107,8 @@ class RandomMatrix:
     What they mean has the size of RandomSource's values.
     """
 
+    inputs_first = False
+
     def __init__(self, like: QuantizedMatrix) -> None:
         self.scheme, self.shape, self.stored = like.scheme, like.shape, like.stored
         assert self.scheme.rows == 1 and not (self.scheme.zeros or self.scheme.groups)
@@ -165,9 +167,8 @@ def plan_weights(model: Model, dtype: str, quant: str | None) -> LoadPlan:
         source: TensorSource = TableSource(table, dtype, model.name)
     else:
         source = open_checkpoint(model.folder)
-    stored_as = read_quantization(model.config.to_dict())
     recipe = make_recipe(make_config({"quant": quant}, {}).quant)
-    source, table, _ = open_as_held(source, table, stored_as, recipe)
+    source, table, _ = open_as_held(source, table, model.config.to_dict(), recipe)
     return make_load_plan(table, source)
 
 
@@ -204,5 +205,7 @@ def _part(
     rows, *rest = (slice(*i.indices(n)) for i, n in zip(index, shape, strict=True))
     width, count = prod(shape[1:]), max(0, rows.stop - rows.start)
     start = (crc32(name.encode()) + rows.start * width) % len(block)
-    flat = np.resize(np.roll(block, -start), count * width)
+    flat = block[start : start + count * width]
+    if len(flat) < count * width:
+        flat = np.resize(np.roll(block, -start), count * width)
     return flat.reshape(count, *shape[1:])[(slice(None), *rest)]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from ..errors import UnsupportedError
 from ..quantization import Activation, BlockScheme, QuantizedMatrix
 
 _WAY = "Keep the checkpoint that it was loaded from, or quantize the plain model by `quant`."
+_E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
+_TYPES = {_E4M3: "torch.float8_e4m3fn", _E8M0: "torch.uint8"}  # of scales that are no floats
 Spec = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of stored tensors, by name
 
 
@@ -32,10 +35,13 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
     Raises UnsupportedError for what that format has no words for.
     """
     scheme, (n, k) = matrix.scheme, matrix.shape
+    is_mx = scheme.codes == "fp4_e2m1" or (scheme.rows, scheme.columns) == (1, 32)
+    if scheme.scale_dtype == _E8M0 and not is_mx:
+        scheme = replace(scheme, scale_dtype="float32")  # which has all powers of two
     module = name.removesuffix(".weight")
     form = _form(name, scheme, k)
     weights = _weights(name, scheme, n, k)
-    inputs = None if scheme.activation is None else _inputs(name, scheme.activation)
+    inputs = None if scheme.activation is None else _inputs(name, scheme.activation, k)
     blocks = _count(n, scheme.rows), _count(k, scheme.columns)
     spec: Spec = {}
     if form == "pack-quantized":
@@ -47,10 +53,10 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
     elif form == "int-quantized":
         spec["weight"] = "int8", (n, k)
     elif form in ("float-quantized", "mxfp8-quantized"):
-        spec["weight"] = "float8_e4m3fn", (n, k)
+        spec["weight"] = _E4M3, (n, k)
     else:
         spec["weight_packed"] = "uint8", (n, k // 2)
-    is_power = scheme.scale_dtype == "float8_e8m0fnu"
+    is_power = scheme.scale_dtype == _E8M0
     scale = (1,) if weights["strategy"] == "tensor" else blocks
     spec["weight_scale"] = "uint8" if is_power else scheme.scale_dtype, scale
     if scheme.outer:
@@ -75,7 +81,7 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
         elif form == "int-quantized":
             made["weight"] = codes.astype(np.int8)
         elif form in ("float-quantized", "mxfp8-quantized"):
-            made["weight"] = np.ascontiguousarray(codes).view(numpy_dtype("float8_e4m3fn"))
+            made["weight"] = np.ascontiguousarray(codes).view(numpy_dtype(_E4M3))
         else:
             made["weight_packed"] = codes[:, ::2] | (codes[:, 1::2] << 4)
         if outer is not None:
@@ -150,7 +156,7 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
     if codes in ("int4", "uint4", "int8", "uint8") and scheme.rows <= 1:
         return "int-quantized" if codes == "int8" and rounds_inputs else "pack-quantized"
     if codes == "fp8_e4m3":
-        return "mxfp8-quantized" if scheme.scale_dtype == "float8_e8m0fnu" else "float-quantized"
+        return "mxfp8-quantized" if scheme.scale_dtype == _E8M0 else "float-quantized"
     if codes == "fp4_e2m1" and scheme.rows == 1 and not k % (scheme.columns or 1) and not k % 2:
         return "nvfp4-pack-quantized" if scheme.outer else "mxfp4-pack-quantized"
     raise _unsayable(name, scheme.name)
@@ -163,39 +169,47 @@ def _weights(name: str, scheme: BlockScheme, n: int, k: int) -> dict[str, Any]:
         "symmetric": not scheme.zeros,
         "dynamic": False,
     }
+    if scheme.scale_dtype in _TYPES:
+        said["scale_dtype"] = _TYPES[scheme.scale_dtype]
     if scheme.codes == "fp4_e2m1":
         said |= {"strategy": "tensor_group" if scheme.outer else "group"}
-        return said | {"group_size": scheme.columns}
+        return said | {"group_size": scheme.columns or k}
     if scheme.rows == 1 and not scheme.columns:
         return said | {"strategy": "channel"}
     if scheme.rows == 1:
-        if k % scheme.columns:
-            raise UnsupportedError(
-                f"{name} has rows of {k} elements, and compressed-tensors has whole groups alone, "
-                f"not of {scheme.columns} there. Use groups that divide {k}."
-            )
-        return said | {"strategy": "group", "group_size": scheme.columns}
+        return said | {"strategy": "group", "group_size": _whole(name, k, scheme.columns)}
     if not scheme.rows and not scheme.columns:
         return said | {"strategy": "tensor"}
     return said | {"strategy": "block", "block_structure": [scheme.rows or n, scheme.columns or k]}
 
 
-def _inputs(name: str, how: Activation) -> dict[str, Any]:
+def _inputs(name: str, how: Activation, k: int) -> dict[str, Any]:
     said: dict[str, Any] = {
         "num_bits": 4 if how.codes == "fp4_e2m1" else 8,
         "type": "float" if how.codes.startswith("fp") else "int",
         "symmetric": not how.zeros,
         "dynamic": how.dynamic,
     }
-    if how.powers:
-        raise _unsayable(name, how.name)
     if how.outer:
-        return said | {"strategy": "tensor_group", "group_size": how.block, "dynamic": "local"}
+        said |= {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": _TYPES[_E4M3]}
+        return said | {"group_size": how.block}
+    if how.powers:
+        said |= {"scale_dtype": _TYPES[_E8M0]}
     if not how.dynamic:
         return said | {"strategy": "tensor"}
-    if how.block:
-        return said | {"strategy": "group", "group_size": how.block}
-    return said | {"strategy": "token"}
+    if not how.block or (how.block >= k and not how.powers):
+        return said | {"strategy": "token"}
+    return said | {"strategy": "group", "group_size": _whole(name, k, how.block)}
+
+
+def _whole(name: str, k: int, size: int) -> int:
+    """The size of groups that divide a row of `k` elements; UnsupportedError for any other."""
+    if k % size:
+        raise UnsupportedError(
+            f"{name} has rows of {k} elements, and compressed-tensors has whole groups alone, not "
+            f"of {size} there. Use groups that divide {k}, or keep the checkpoint as it is."
+        )
+    return size
 
 
 def _words(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -312,16 +312,17 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     arrays: Iterable[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
     *,
     to_disk: bool = True,
 ) -> None:
     """Write a new safetensors file whose tensors, in order, are `arrays`, each asked for in turn.
 
-    `tensors` are the dtype, by NumPy's name, and the shape of each. With `to_disk` the bytes are on
-    the disk when this returns, not in the system's memory only. An OSError leaves a part of the
-    file.
+    `tensors` are the dtype, by NumPy's name, and the shape of each; the header holds `metadata`
+    beside them. With `to_disk` the bytes are on the disk when this returns, not in the system's
+    memory only. An OSError leaves a part of the file.
     """
-    header: dict[str, Any] = {"__metadata__": _FORMAT}
+    header: dict[str, Any] = {"__metadata__": {**(metadata or {}), **_FORMAT}}
     at = 0
     for name, (dtype, shape) in tensors.items():
         end = at + prod(shape) * numpy_dtype(dtype).itemsize

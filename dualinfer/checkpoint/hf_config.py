@@ -13,7 +13,7 @@ from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
 from ..model.generation import GENERATION
 from ..model.generation import check_types as check_generation_types
-from ..quantization import read_quantization
+from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
 from .files import read_json
 
@@ -53,9 +53,9 @@ def read_config(folder: Path) -> Any:
     path = folder / "config.json"
     written = read_written(folder)
     model_type = check_model_type(written.get("model_type"))
-    quantization = read_quantization(written)
+    read_quantization(written)
     fields = usable_fields(model_type, written)
-    if quantization is not None:
+    if written.get("quantization_config"):
         fields["quantization_config"] = written["quantization_config"]
     from transformers import AutoConfig
 
@@ -73,10 +73,11 @@ def read_other_config(folder: Path) -> Any:
     """
     path = folder / "config.json"
     written = _without_code(read_written(folder))
-    if read_quantization(written) is not None:
+    quantization = quantization_of(written)
+    if quantization is not None:
         raise UnsupportedError(
-            f"{path} has a quantization_config, which is served in fused mode only, and its family "
-            "is not. Pass the model that the weights were made from."
+            f"{path} has a quantization_config ({find_method(quantization)}), which is served in "
+            "fused mode only, and its family is not. Pass the model that it was made from."
         )
     from transformers import CONFIG_MAPPING
 

@@ -232,6 +232,7 @@ class ShardedSource:
         self._tensors = _read_index(index)
         files = {piece.file for tensor in self._tensors.values() for piece in tensor.pieces}
         self._files = {file: TensorFile(folder / file) for file in sorted(files)}
+        self.metadata = {k: v for own in self._files.values() for k, v in own.metadata.items()}
         for name, tensor in self._tensors.items():
             tensor.check(name, index)
             for box, file, key in tensor.pieces:

@@ -1,17 +1,25 @@
 """Quantized weights of a checkpoint as canonical codes and scales, under names of their own."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ..arrays import numpy_dtype
 from ..errors import CheckpointError, ConfigError, counted
 from ..model.load_plan import TensorSource
 from ..model.weights import FLOATS, WeightTable
-from ..quantization import BlockScheme, QuantizedMatrix
+from ..quantization import (
+    BlockScheme,
+    QuantizedMatrix,
+    find_method,
+    quantization_of,
+    read_quantization,
+)
 from ..quantization.formats import Opener
+from ..quantization.packing import held_width, pack, raised
 from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 
@@ -81,7 +89,7 @@ class QuantizedSource:
         return names.get(part, "float32")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
-        """The tensor or part, or what of it is at `index`; signed codes of 4 bits as nibbles."""
+        """The tensor or part, or what of it is at `index`; codes as devices hold them."""
         matrix, part, blocks = self._find(name)
         if matrix is None:
             return self._source.read(name, index)
@@ -89,21 +97,28 @@ class QuantizedSource:
         whole = (slice(None),) * len(shape)
         index = tuple(slice(*i.indices(n)) for i, n in zip(index or whole, shape, strict=True))
         if not part:
-            return _nibbles(matrix.codes(*index), matrix)
+            return _codes(matrix, *index)
         if part not in ("scale", "zero"):
             values = getattr(matrix, "input_scale" if part == "input" else part)()
             dtype = "int32" if part == "group" else "float32"
             return np.asarray(np.asarray(values, dtype).reshape(shape)[index])
-        held = self._whole(name.partition("@")[0], matrix, part)
         own = matrix.scheme.rows, 1 if matrix.scheme.groups else matrix.scheme.columns
         steps = blocks[0], 1 if matrix.scheme.groups else blocks[1]
         places = [
             np.arange(i.start, i.stop) * step // block if block else np.zeros(i.stop - i.start, int)
             for i, step, block in zip(index, steps, own, strict=True)
         ]
+        if not all(at.size for at in places):
+            return np.empty([at.size for at in places], numpy_dtype(self.dtype(name)))
+        if isinstance(matrix, Quantizing):  # which makes no more than what is read
+            spans = [slice(at[0], at[-1] + 1) for at in places]
+            held = matrix.take_blocks(part, *spans)
+            places = [at - span.start for at, span in zip(places, spans, strict=True)]
+        else:
+            held = self._whole(name.partition("@")[0], matrix, part)
         array = held[np.ix_(*places)]
         if part == "zero":
-            return _nibbles(array, matrix)
+            return array.view(np.uint8) + np.uint8(raised(matrix.scheme))
         return array.view(np.uint8) if matrix.scheme.scale_dtype.startswith("float8") else array
 
     def _whole(self, key: str, matrix: QuantizedMatrix, part: str) -> np.ndarray:
@@ -184,21 +199,22 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
 def open_as_held(
     source: TensorSource,
     table: WeightTable,
-    stored: Callable[[Any], Opener] | None,
+    config: Mapping[str, Any],
     recipe: Recipe | None,
     quantize: Callable[[Recipe, WeightTable, TensorSource], Opener] = quantize_by,
 ) -> tuple[TensorSource, WeightTable, tuple[str, ...]]:
     """The source and the table of weights as a device holds them, and notes for people.
 
-    `stored` opens the quantized weights of a checkpoint (`read_quantization`), `quantize` makes
-    them as `recipe` asks. Raises ConfigError where there is something of both.
+    They are quantized where the model's HF config says so, or where there is a `recipe`, by which
+    `quantize` makes them. Raises ConfigError where both ask for it.
     """
-    if recipe is not None and stored is not None:
-        raise ConfigError(
-            f"quant is given, and the weights of {source.description} are quantized already. "
-            "Leave it unset, or pass the model that they were made from."
-        )
+    own, stored = quantization_of(config), read_quantization(config)
     if recipe is not None:
+        if own is not None:
+            raise ConfigError(
+                f"quant is given, and the weights of {source.description} are quantized already "
+                f"({find_method(own)}). Leave it unset, or pass the model that they were made from."
+            )
         return *open_quantized(source, table, quantize(recipe, table, source)), ()
     if stored is None:
         return source, table, ()
@@ -226,8 +242,28 @@ def _count(size: int, block: int) -> int:
     return -(-size // block) if block else 1
 
 
-def _nibbles(codes: np.ndarray, matrix: QuantizedMatrix) -> np.ndarray:
-    """Codes or zeros as the bytes that are read: signed ones of 4 bits as two's complement."""
-    if matrix.scheme.codes == "int4":
-        return codes.view(np.uint8) & 15
-    return codes
+_AT_ONCE = 1 << 20  # codes that are not packed yet
+
+
+def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:
+    """Codes of a part as a device holds them: few rows at a time are one byte a code."""
+    scheme, width = matrix.scheme, columns.stop - columns.start
+    held = np.empty((rows.stop - rows.start, held_width(scheme, width)), scheme.stored)
+    if not held.size:
+        return held
+    taken = matrix.take(rows, columns) if isinstance(matrix, Quantizing) else None
+    if taken is not None:
+        return taken
+    if scheme.bits == 8:
+        return matrix.codes(rows, columns)
+    if matrix.inputs_first:
+        few = max(32, _AT_ONCE // max(1, len(held)) // 32 * 32)
+        for i in range(0, width, few):
+            part = slice(columns.start + i, min(columns.start + i + few, columns.stop))
+            held[:, i // 2 :][:, : few // 2] = pack(matrix.codes(rows, part), scheme)
+        return held
+    few = max(1, _AT_ONCE // max(1, width))
+    for i in range(0, len(held), few):
+        part = slice(rows.start + i, min(rows.start + i + few, rows.stop))
+        held[i : i + few] = pack(matrix.codes(part, columns), scheme)
+    return held

@@ -76,11 +76,11 @@ class RowReader:
                 started.append((order, self._begin(order)))
             order, reading = started.popleft()
             done = {}
-            for key, future in reading.items():
-                done[key], odd = future.result()
+            while reading:  # a future holds what it has read
+                key = next(iter(reading))
+                done[key], odd = reading.pop(key).result()
                 if odd:
                     self._odd[key[0]] = None
-            reading.clear()
             self._copied += sum(a.nbytes for a in done.values() if isinstance(a, np.ndarray))
             found = [[Found(r, done[name, box]) for r, name, box in own] for own in order.reads]
             done.clear()

@@ -24,7 +24,7 @@ from ..model.load_plan import LoadPlan, MadeSource, TensorSource
 from ..model.spec import ModelSpec
 from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
-from ..quantization import QuantizedMatrix
+from ..quantization import QuantizedMatrix, quantization_of
 from ..quantization.codes import dequantize
 from ..system.new_folder import NewFolder, write_synced
 from ..system.progress import track_bytes
@@ -57,6 +57,19 @@ class Saved:
 _OPTION = "save_mp_checkpoint_path"  # how messages call the path
 
 
+def _quantizes(saved: Saved) -> bool:
+    """True if the weights are quantized here, and no checkpoint holds them so."""
+    if not isinstance(saved.source, QuantizedSource):
+        return False
+    return quantization_of(saved.config.to_dict()) is None
+
+
+def check_content(saved: Saved) -> None:
+    """Raise UnsupportedError for what is quantized here and cannot be written so."""
+    if _quantizes(saved):
+        _entries(saved)
+
+
 def check_saving(path: str, folder: Any, option: str = _OPTION) -> None:
     """Raise what saving to `path` would: it is not free, or tokenizer files cannot be copied.
 
@@ -82,9 +95,15 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
 
     Each process of `peers`, which must share the file system, writes its part of the files. That of
     one device is a checkpoint that transformers reads; those of several dualinfer reads, at any
-    degree. Raises CheckpointError or DistributedError, and then leaves nothing at `path`.
+    degree. What is quantized here is written as `save_folder` does, by the first process. Raises
+    CheckpointError or DistributedError, and then leaves nothing at `path`.
     """
     target = _resolved(path)
+    if _quantizes(saved):
+        with peers.together("Saving"):
+            if peers.rank == 0:
+                save_folder(path, saved, option=_OPTION)
+        return f"saved quantized, in 1 file of weights, to {target}"
     tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan, saved.source, saved.dtype)
     with ExitStack() as stack:
@@ -208,7 +227,7 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             if own in turned:
                 raise UnsupportedError(
                     f"{name} is a Conv1D of transformers, which compressed-tensors does not hold. "
-                    "Quantize this model while it is loaded, by `quant`."
+                    "Keep the plain model, and quantize it while it is loaded, by `quant`."
                 )
             if row.layer is None and row.name != "head.weight":
                 entries[name] = _dense_entry(name, matrix, saved.dtype)
@@ -285,7 +304,10 @@ def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
     if not cuts:
         return
     tensors = {cut.piece.key: (cut.dtype, cut.piece.box.shape) for cut in cuts}
-    source = saved.source.plain() if isinstance(saved.source, MadeSource) else saved.source
+    source, metadata = saved.source, {}
+    if isinstance(source, MadeSource):  # of a quantized checkpoint, whose header may describe it
+        source = source.plain()
+        metadata = getattr(source, "metadata", {})
 
     def arrays() -> Iterator[np.ndarray]:
         for cut in cuts:
@@ -294,7 +316,7 @@ def _write_shard(folder: Path, cuts: Sequence[Cut], saved: Saved) -> None:
                 array = array.astype(numpy_dtype(cut.dtype), copy=False)
             yield array
 
-    write_tensors(folder / cuts[0].piece.file, tensors, arrays())
+    write_tensors(folder / cuts[0].piece.file, tensors, arrays(), metadata)
 
 
 def _check_complete(folder: Path, cuts: Sequence[Sequence[Cut]]) -> None:

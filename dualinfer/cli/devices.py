@@ -18,7 +18,6 @@ from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held
 from ..checkpoint.sources import open_checkpoint
 from ..config import InferenceConfig, TensorParallelConfig, make_config, serving_dtype
-from ..config.refusals import check_config
 from ..errors import CheckpointNotFoundError, ConfigError, ModelError, UnservedError, printable
 from ..model.families import check_model_type, describe_model
 from ..model.load_plan import TableSource, TensorSource, make_load_plan
@@ -45,7 +44,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a config.json, or a model of the hub; no weights needed.",
+            help="A folder with a config.json, or a model of the hub; weights are needed of "
+            "quantized ones alone.",
         ),
     ],
     tp: Annotated[
@@ -91,8 +91,15 @@ def plan(
     name, why = _dtype(settings.dtype, written)
     try:
         plan, notes = plan_folder(folder, written, settings, name)
+    except CheckpointNotFoundError as error:
+        raise _needs_weights(error, model, revision) from error
     except UnservedError as error:
-        check_config(settings, "module", "cpu")
+        asked = settings.quant
+        if asked is not None:
+            raise ConfigError(
+                f"quant={asked.scheme!r}: a plan of module mode counts plain weights "
+                f"alone, and the model runs in it. Leave quant unset. {error}"
+            ) from error
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
     console = Console()
@@ -122,14 +129,26 @@ def plan_folder(
     config = read_config(folder)
     _, table = describe_model(config.to_dict(), config.architectures)
     rows, notes = table.rows, ()
-    if (
-        stored_as is not None or recipe is not None
-    ):  # their tensors say which rows have which scheme
+    if stored_as is not None or recipe is not None:  # which rows have which scheme tensors say
         source = _open(folder, table, written, may_lack=stored_as is None)
-        source, table, notes = open_as_held(source, table, stored_as, recipe)
+        source, table, notes = open_as_held(source, table, written, recipe)
         rows = tuple(row for row, _ in make_load_plan(table, source).rows)
     tp, on_jax = settings.tensor_parallel, settings.backend == "jax"
     return make_plan_table(table, tp.tp_size, dtype, tp.tp_grain_size, on_jax, rows), notes
+
+
+def _needs_weights(
+    error: CheckpointNotFoundError, model: str, revision: str | None
+) -> CheckpointNotFoundError:
+    """What a quantized model without weights needs for a plan, and how to get it."""
+    way = "Copy them into that folder"
+    if not os.path.exists(os.path.expanduser(model)):
+        of = f" --revision {revision}" if revision else ""
+        way = f"Fetch them with `hf download {model}{of}`"
+    return CheckpointNotFoundError(
+        f"{model} is quantized, so that a plan needs its weights, which say how each of them "
+        f"is stored, and not config.json alone. {error} {way}, and plan again."
+    )
 
 
 def _many(tp: int) -> str:

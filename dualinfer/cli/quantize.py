@@ -85,6 +85,6 @@ def quantize(
     before = sum(own.nbytes for own in stored)
     print_folded(
         console,
-        f"{total / 1e6:,.1f} MB in {out}, of {before / 1e6:,.1f} MB. The error is "
-        f"the RMS of what is lost, relative to the weights' own. `dualinfer chat {out}` runs it.",
+        f"{total / 1e6:,.1f} MB in {out}, of {before / 1e6:,.1f} MB. The error is the RMS of what "
+        f"is lost, relative to the weights' own. `dualinfer chat {out}` runs it.",
     )

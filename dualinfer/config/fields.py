@@ -111,8 +111,9 @@ class InferenceConfig(StaleFields):
     straight on the device."""
 
     quant: QuantizationConfig | None = None
-    """Weights quantized while the model is loaded, in fused mode: "int8", "int4", "fp8", "nvfp4",
-    or a block of what is asked for. {} asks for nothing. DeepSpeed never reads it."""
+    """Weights quantized while the model is loaded: "int8", "int4", "fp8", "nvfp4", or a block of
+    what is asked for. {} asks for nothing. In module mode the linear layers of a torch module
+    become quantized in place; a Flax module is refused. DeepSpeed never reads it."""
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
     """What fills the module, one on the meta device too: a HF folder, a hub id or a state-dict file

@@ -100,11 +100,11 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
-    if config.quant is not None and config.quant.enabled:
+    if config.backend == "jax" and config.quant is not None and config.quant.enabled:
         reason = (
-            "in module mode a module keeps its own weights (dtype=int8 asks for quant, too). Set "
-            "replace_with_kernel_inject=True if dualinfer knows the model's family, or leave quant "
-            "unset."
+            "a Flax module multiplies by arrays of its own, in code that takes no codes and scales "
+            "(dtype=int8 asks for quant, too). Use backend='torch', pass a HF model that fused "
+            "mode serves, or leave quant unset."
         )
         asked = config.quant.scheme or config.quant.model_dump(exclude_unset=True)
         _refuse("quant", asked, reason)

@@ -160,7 +160,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     stored = set(source.names())
     missing: list[str] = []
     mistyped: list[str] = []
-    misshaped: list[str] = []
+    misshaped: dict[str, str] = {}  # by the name of the matrix, whose scales go with its codes
     used: set[str] = set()
     matched: dict[str, tuple[Row, tuple[str, ...]]] = {}
 
@@ -183,8 +183,10 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
                 missing.append(part.name)
                 continue
             expected = table.shape(r, part.axes)
-            if tuple(source.shape(name)) != expected:
-                misshaped.append(f"{name} is {tuple(source.shape(name))}, expected {expected}")
+            found = tuple(source.shape(name))
+            if found != expected:
+                fault = f"{name} is {found}, expected {expected}"
+                misshaped.setdefault(name.partition(":")[0], fault)
             if source.dtype(name) not in part.dtypes:
                 expected = " or ".join(part.dtypes)
                 mistyped.append(f"{name} is {source.dtype(name)}, expected {expected}")
@@ -214,7 +216,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         f"{what} {counted(names)}"
         for what, names in (
             ("missing", missing),
-            ("misshaped", misshaped),
+            ("misshaped", [*misshaped.values()]),
             ("of another dtype", mistyped),
             ("left over", extra),
         )

@@ -18,6 +18,8 @@ __all__ = [
     "Blocks",
     "Matrices",
     "QuantizedMatrix",
+    "find_method",
+    "quantization_of",
     "read_quantization",
 ]
 
@@ -27,9 +29,18 @@ def read_quantization(config: Mapping[str, Any]) -> Callable[[Any], Opener] | No
 
     Raises UnsupportedError for a quantization that is not known.
     """
-    quantization = config.get("quantization_config")
-    if not quantization:
+    quantization = quantization_of(config)
+    if quantization is None:
         return None
-    if not isinstance(quantization, Mapping):
-        quantization = {"quant_method": None}
     return partial(METHODS[find_method(quantization)], quantization)
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A HF config's quantization_config; a multimodal model's may stand in its text_config."""
+    configs = [config]
+    for own in configs:
+        found = own.get("quantization_config")
+        if found:
+            return found if isinstance(found, Mapping) else {"quant_method": None}
+        configs += [inner for inner in own.values() if isinstance(inner, Mapping)]
+    return None

@@ -1,5 +1,7 @@
 """What codes and scales mean, in NumPy: the reference of both backends' arithmetic."""
 
+from functools import cache
+
 import ml_dtypes
 import numpy as np
 
@@ -8,11 +10,17 @@ from .scheme import BlockScheme, QuantizedMatrix
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-size for size in _SIZES))  # the values of fp4's codes
 _FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+_FLOATS = {**_FLOAT8, "fp4_e2m1": ml_dtypes.float4_e2m1fn}
 # The least and the most value of codes that are numbers themselves.
 RANGES = {
     **{"int4": (-8, 7), "uint4": (0, 15), "int8": (-128, 127), "uint8": (0, 255)},
     **{"fp8_e4m3": (-448, 448), "fp8_e5m2": (-57344, 57344), "fp4_e2m1": (-6, 6)},
 }
+
+
+def code_dtype(scheme: BlockScheme) -> np.dtype:
+    """NumPy's dtype of codes, one byte each: int8 of signed ones, else uint8."""
+    return np.dtype(np.int8 if scheme.codes in ("int4", "int8") else np.uint8)
 
 
 def decode(codes: np.ndarray, scheme: BlockScheme) -> np.ndarray:
@@ -34,13 +42,23 @@ def encode(values: np.ndarray, scheme: BlockScheme) -> np.ndarray:
         order = np.argsort(table, kind="stable")
         places = np.searchsorted((table[order][1:] + table[order][:-1]) / 2, values)
         return order[places].astype(np.uint8)
+    if scheme.codes in _FLOATS:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        # Its upper half, made odd where something is cut off, rounds as the whole does.
+        half = ((bits & 0xFFFF) + np.uint32(0xFFFF) | bits) >> 16
+        return np.take(_nearest(scheme.codes), half.astype(np.uint16))
     low, high = RANGES[scheme.codes]
     values = values.clip(low, high)
-    if scheme.codes in _FLOAT8:
-        return values.astype(_FLOAT8[scheme.codes]).view(np.uint8)
-    if scheme.codes == "fp4_e2m1":
-        return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    return np.rint(values).astype(np.int8 if low < 0 else np.uint8)
+    return np.rint(values, out=values).astype(code_dtype(scheme))
+
+
+@cache
+def _nearest(codes: str) -> np.ndarray:
+    """The codes nearest to float32 by their upper 16 bits."""
+    low, high = RANGES[codes]
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).clip(low, high)
+    with np.errstate(invalid="ignore"):
+        return values.astype(_FLOATS[codes]).view(np.uint8)
 
 
 def spread(

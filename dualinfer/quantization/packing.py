@@ -6,6 +6,8 @@ Within 32 columns, as four little-endian words of 32 bits, nibble j of word c is
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from .scheme import BlockScheme
 
 _COLUMNS = 32  # that are packed together, into 16 bytes
@@ -16,15 +18,28 @@ def packed_width(columns: int) -> int:
     return -(-columns // _COLUMNS) * _COLUMNS // 2
 
 
-def pack(codes: Any) -> Any:
-    """Codes 0 to 15, uint8 [..., columns], as bytes; of NumPy, torch or JAX.
+def held_width(scheme: BlockScheme, columns: int) -> int:
+    """Bytes of a row of as many codes, as a device holds them."""
+    return columns if scheme.bits == 8 else packed_width(columns)
 
-    The columns are a multiple of 32: `packed_width` bytes, doubled.
+
+def pack(codes: np.ndarray, scheme: BlockScheme) -> np.ndarray:
+    """NumPy's codes [n, columns] as a device holds them: those of 4 bits packed.
+
+    Behind them come codes of zero, up to a multiple of 32.
     """
-    *lead, columns = codes.shape
-    parts = codes.reshape(*lead, columns // _COLUMNS, 4, 2, 4)
-    pairs = parts[..., 0, :] | (parts[..., 1, :] << 4)
-    return pairs.swapaxes(-1, -2).reshape(*lead, columns // 2)
+    if scheme.bits == 8:
+        return codes
+    count, columns = codes.shape
+    wide = np.full((count, 2 * packed_width(columns)), raised(scheme), np.uint8)
+    np.add(codes.view(np.uint8), np.uint8(raised(scheme)), out=wide[:, :columns])
+    words = wide.view(np.uint32).reshape(-1, 4, 2)
+    pairs = (words[..., 0] | (words[..., 1] << 4)).view(np.uint8).reshape(-1, 4, 4)
+    packed = np.empty_like(pairs)
+    for i in range(4):
+        for j in range(4):  # each a long row, along which NumPy is fast
+            packed[:, i, j] = pairs[:, j, i]
+    return packed.reshape(count, packed_width(columns))
 
 
 def unpack(packed: Any, stack: Callable[[list[Any], int], Any]) -> Any:
@@ -34,22 +49,23 @@ def unpack(packed: Any, stack: Callable[[list[Any], int], Any]) -> Any:
     return stack([pairs & 15, pairs >> 4], -2).reshape(*lead, 2 * width)
 
 
-def hold(
-    scheme: BlockScheme | None,
-    parts: dict[str, Any],
-    pad: Callable[[Any, tuple[int, ...]], Any],
-) -> dict[str, Any]:
-    """A weight's arrays, cut, joined and padded, as a device holds them.
+def raised(scheme: BlockScheme) -> int:
+    """By how much held codes and zeros are higher than they are: signed ones of 4 bits by 8."""
+    return 8 if scheme.codes == "int4" else 0
 
-    Codes of 4 bits are packed, signed ones as code + 8. `pad` adds zeros up to a shape.
+
+def padding(
+    scheme: BlockScheme | None, part: str, pad: Callable[[Any, tuple[int, ...], int], Any]
+) -> Callable[[Any, tuple[int, ...]], Any]:
+    """Adds to a part of a weight, as it is held, codes of zero or else zeros, up to a shape.
+
+    The shape counts elements. `pad` adds a value up to the shape of an array.
     """
-    if scheme is None or scheme.bits == 8:
-        return parts
-    flip = 8 if scheme.codes == "int4" else 0
-    held = dict(parts)
-    if "zero" in parts:
-        held["zero"] = parts["zero"] ^ flip
-    if "data" in parts:
-        *lead, columns = parts["data"].shape
-        held["data"] = pack(pad(parts["data"], (*lead, 2 * packed_width(columns))) ^ flip)
-    return held
+    raise_by = raised(scheme) if scheme is not None and part in ("data", "zero") else 0
+
+    def padded(block: Any, shape: tuple[int, ...]) -> Any:
+        if scheme is None or part != "data" or scheme.bits == 8:
+            return pad(block, shape, raise_by)
+        return pad(block, (*shape[:-1], packed_width(shape[-1])), raise_by * 0x11)
+
+    return padded

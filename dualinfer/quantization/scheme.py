@@ -112,8 +112,11 @@ class QuantizedMatrix(Protocol):
     """One matrix [out N, in K] as a checkpoint or a quantizer gives it, in canonical parts.
 
     Nothing is read before it is asked for. `stored` are the names of the tensors that it takes.
+    `inputs_first`: the codes are stored [in K, out N], so that few columns are read in less time
+    than few rows.
     """
 
+    inputs_first: bool
     scheme: BlockScheme
     shape: tuple[int, int]
     stored: tuple[str, ...]

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from dualinfer.kernels.triton import (
     decode_attention,
     filters,
     linear,
+    operands,
+    quantized,
 )
 from dualinfer.kernels.triton.launch import next_power_of_2
 
@@ -39,6 +42,7 @@ GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H"
 EXCHANGE = {"RANK": 1, "SIZE": 4, "RANKS": 4, "BLOCK": 512}
 ROW = dict.fromkeys(("RANK", "words_ptr", "state_ptr")) | {"peers_ptr": "*i32"}
 
+FOUR = ("int4", "uint4", "fp4_e2m1", "table")
 HALF, BFLOAT16, WHOLE = ("fp16",), ("bf16",), ("fp32",)
 Variant = tuple[str, str, dict[str, Any]]
 
@@ -67,6 +71,53 @@ def product(
     splits = {"SPLITS": config.splits, "SPLIT_K": share * config.k, "STAGES": config.stages}
     blocks = {"BLOCK_M": config.m, "BLOCK_N": config.n, "BLOCK_K": config.k}
     return "linear_kernels", "tile_kernel", splits | blocks | arguments
+
+
+def reading(
+    codes: str,
+    features: int,
+    width: int,
+    columns: int = 128,
+    count: int = 1,
+    config: quantized.QuantizedConfig | None = None,
+    scales: str = "bfloat16",
+    dtypes: Any = BFLOAT16,
+    zeros: bool = False,
+    **options: Any,
+) -> Variant:
+    """A product with quantized weights, as it is launched where nobody measured."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    held = "uint8" if scales.startswith("float8") else scales
+    groups = -(-width // columns) if columns else 1
+    weight = quantized.Packed(
+        new(features, width * (4 if codes in FOUR else 8) // 8, dtype="uint8"),
+        new(features, groups, dtype=held),
+        new(features, groups, dtype="uint8") if zeros else None,
+        new(features, dtype="float32") if scales == "float8_e4m3fn" else None,
+        *(codes, scales, 1, columns, width, tuple(i / 8 for i in range(16))),
+    )
+    x = new(count, width, dtype="float32" if dtypes == WHOLE else "bfloat16")
+    if options.pop("normed", False):
+        options["norm"] = linear.NormArguments("rms", new(width, dtype=x.dtype), None, 1e-5)
+    if options.get("gated"):
+        options["activation"] = "silu"
+    counters = new(linear.MOST_TILES, dtype="int32")
+    quantized.linear(x, weight, config=config, counters=counters, **options)
+    (launch,) = recording.launches
+    types = {"float32": "*fp32", "int32": "*i32", "uint8": "*u8", "uint32": "*u32"}
+    types |= {"float16": "*fp16", "bfloat16": "*bf16"}
+    arguments: dict[str, Any] = dict(launch.options) | {"dtypes": dtypes}
+    for name, value in launch.arguments:
+        if isinstance(value, operands.Pointer):
+            value = types[value.dtype]
+        elif name in ("count", "features", "x_stride", "residual_stride", "eps", "mask"):
+            continue
+        arguments[name] = value
+    return "quantized_kernels", launch.kernel.__name__, arguments
 
 
 def decoding(
@@ -123,6 +174,8 @@ NORMED = {"NORM": "rms"}
 BIASED = {"NORM": "layer", "bias_ptr": "*x"}
 SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
 ADDED = {"residual_ptr": "*x"}
+
+VECTOR = quantized.QuantizedVectorConfig(8, 32, 1)
 
 # Arguments: "*x" is a pointer to the variant's dtype, "*i64" one to that type, a type a scalar that
 # is no multiple of 16 ("i32/16" is one), anything else a constant. PDL is on. What is not named is
@@ -182,6 +235,19 @@ VARIANTS: list[Variant] = [
     product(64, 16384, 4096, bias_ptr="*x", ACTIVATION="gelu_tanh"),
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
     product(128, 4096, 4096, **ADDED),
+    reading("int4", 4096, 16384, config=VECTOR),
+    reading("int4", 28672, 4096, config=VECTOR._replace(rows=4), gated=True, normed=True),
+    reading("int4", 128256, 4096, normed=True),
+    reading("uint4", 4096, 14336, zeros=True, scales="float16", dtypes=WHOLE),
+    reading("int8", 4096, 16384, 0, config=VECTOR._replace(rows=4, quads=64), scales="float32"),
+    reading("int8", 28672, 4096, 0, gated=True, normed=True, scales="float32"),
+    reading("fp8_e4m3", 4096, 14336, 128, scales="float32"),
+    reading("fp4_e2m1", 28672, 4096, 16, gated=True, normed=True, scales="float8_e4m3fn"),
+    reading("fp4_e2m1", 4096, 14336, 32, scales="float8_e8m0fnu"),
+    reading("int4", 28672, 4096, count=8, gated=True),
+    reading("int4", 4096, 14336, count=32),
+    reading("int8", 4096, 14336, 0, count=64, scales="float32"),
+    reading("fp4_e2m1", 4096, 14336, 16, count=8, scales="float8_e4m3fn"),
     decoding(1, 8, 4, 128),
     decoding(32, 8, 4, 128),
     decoding(1, 32, 1, 128),
@@ -291,6 +357,7 @@ def compile_all() -> None:
                 json.dumps(
                     {"kernel": kernel_name, "variant": repr(variant), "dtype": dtype}
                     | facts(log.getvalue(), compiled.asm["ptx"])
+                    | loop(compiled.asm["cubin"] if "CODES" in variant else b"")
                 )
             )
 
@@ -307,6 +374,28 @@ def facts(log: str, ptx: str) -> dict[str, int]:
         "wide": len(re.findall(wide, ptx)),
         "wgmma": ptx.count("wgmma.mma_async"),
     }
+
+
+def loop(cubin: bytes) -> dict[str, int]:
+    """Instructions in the longest loop of a kernel, and those that convert integers to floats."""
+    if not cubin:
+        return {}
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+    longest: list[str] = []
+    for at, code in lines:
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", code)
+        if target and int(target[1], 16) < at:
+            body = [own for place, own in lines if int(target[1], 16) <= place <= at]
+            longest = max(longest, body, key=len)
+    conversions = sum("I2F" in code for code in longest)
+    return {"loop": len(longest), "conversions": conversions}
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +420,20 @@ def test_kernels_load_16_bytes_at_a_time(report):
     latency_bound = ("_sum_kernel", "_gather_kernel")  # a few words a thread, polled for
     rest = [line for line in report if line["kernel"] not in latency_bound]
     assert not [line for line in rest if not line["wide"]]
+
+
+def test_codes_become_values_by_few_instructions(report):
+    """Above five instructions a weight of 4 bits an H100 could not keep up with its memory."""
+    lines = {line["variant"]: line for line in report if "loop" in line}
+    four, eight = (
+        lines[repr(reading(codes, 4096, 16384, columns, config=config, scales=scales)[2])]
+        for codes, columns, config, scales in (
+            ("int4", 128, VECTOR, "bfloat16"),
+            ("int8", 0, VECTOR._replace(rows=4, quads=64), "float32"),
+        )
+    )
+    assert 0 < four["loop"] / 256 <= 4.0 and not four["conversions"]
+    assert 0 < eight["loop"] / 128 <= 4.5
 
 
 def test_attention_of_prompts_runs_on_the_matrix_units(report):

@@ -24,7 +24,7 @@ from ...model.weights import (
     with_parts,
 )
 from ...parallel.sharding import Found, Shard, ShardingPlan, fit_blocks
-from ...quantization.packing import hold
+from ...quantization.packing import padding
 from .mesh import Place
 from .ops.primitives import dequantize
 
@@ -307,15 +307,15 @@ def _assemble(
         return turned.astype(dtype) if row.scheme is None else turned
 
     own = [one for one in found if one.read.source.part == part]
-    array = shard.assemble(row, own, put, _padded, jnp.concatenate)
-    return hold(row.scheme, {part: array}, _padded)[part]
+    return shard.assemble(row, own, put, padding(row.scheme, part, _padded), jnp.concatenate)
 
 
-def _padded(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`block` with zeros behind its elements, up to `shape`."""
+def _padded(block: jax.Array, shape: tuple[int, ...], value: int) -> jax.Array:
+    """`block` with `value` behind its elements, up to `shape`."""
     if block.shape == shape:
         return block
-    return jnp.pad(block, [(0, n - m) for n, m in zip(shape, block.shape, strict=True)])
+    missing = [(0, n - m) for n, m in zip(shape, block.shape, strict=True)]
+    return jnp.pad(block, missing, constant_values=value)
 
 
 def split_notes(

@@ -430,7 +430,10 @@ class JaxRunner:
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
-            "ops": {**served(*ways, known, kinds), **SCHEMES.implementations(leaves)},
+            "ops": {
+                **served(*ways, known, kinds),
+                **SCHEMES.implementations(leaves, self.steps.ops.reads_codes),
+            },
             "weights": describe_weights({**params.outer, **inner}),
             **count_leaves(leaves),
             **self._executables.facts,

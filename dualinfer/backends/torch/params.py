@@ -11,7 +11,7 @@ from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import Rope
 from ...model.weights import Leaf, Row, get_leaf, make_leaf, parts_of, put_leaf, with_parts
 from ...parallel.sharding import Found, Shard, fit_blocks
-from ...quantization.packing import hold
+from ...quantization.packing import padding
 
 Weights = dict[str, Leaf]
 
@@ -120,16 +120,18 @@ def _assemble(
     while found:
         one = found.pop(0)
         by_part.setdefault(one.read.source.part, []).append(one)
-    parts = {
-        part: shard.assemble(row, own, place, _padded, torch.cat).contiguous()
-        for part, own in by_part.items()
-    }
-    return hold(row.scheme, parts, _padded)
+    parts = {}
+    for part, own in by_part.items():
+        pad = padding(row.scheme, part, _padded)
+        parts[part] = shard.assemble(row, own, place, pad, torch.cat).contiguous()
+    return parts
 
 
-def _padded(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`block` with zeros behind its elements, up to `shape`."""
+def _padded(block: torch.Tensor, shape: tuple[int, ...], value: int) -> torch.Tensor:
+    """`block` with `value` behind its elements, up to `shape`."""
     missing = [n - m for n, m in zip(shape, block.shape, strict=True)]
     if not any(missing):
         return block
-    return torch.nn.functional.pad(block, [n for m in reversed(missing) for n in (0, m)])
+    return torch.nn.functional.pad(
+        block, [n for m in reversed(missing) for n in (0, m)], value=value
+    )

@@ -335,7 +335,7 @@ class TorchRunner:
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": {**ops, **SCHEMES.implementations(leaves)},
+            "ops": {**ops, **SCHEMES.implementations(leaves, self.ops.reads_codes)},
             "weights": describe_weights({**self.params.outer, **inner}),
             **count_leaves(leaves),
             "cache_bytes": self._cache.bytes,

@@ -98,7 +98,7 @@ def linear(
     width = x.shape[-1]
     count = x.numel() // width
     features = weight.shape[0] // 2 if gated else weight.shape[0]
-    _check(x, weight, bias, activation, gated, residual, norm, count, features)
+    _check(x, weight, bias, activation, gated, residual, norm, features)
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
     if y.numel() == 0:
         return y
@@ -281,7 +281,6 @@ def _check(
     gated: bool,
     residual: Any,
     norm: NormArguments | None,
-    count: int,
     features: int,
 ) -> None:
     """Raise ValueError for arguments that the kernels would misread."""
@@ -291,25 +290,39 @@ def _check(
             f"weight {tuple(weight.shape)} with strides {tuple(weight.stride())} does not fit x "
             f"{tuple(x.shape)}: a contiguous [out, {width}] is expected."
         )
-    if gated and (weight.shape[0] % 2 or activation is None):
+    if weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; one dtype is expected.")
+    check_neighbours(x, weight.shape[0], bias, activation, gated, residual, norm, features)
+
+
+def check_neighbours(
+    x: Any,
+    rows: int,
+    bias: Any,
+    activation: str | None,
+    gated: bool,
+    residual: Any,
+    norm: NormArguments | None,
+    features: int,
+) -> None:
+    """Raise ValueError for what does not fit a product of x with a matrix of so many rows."""
+    if gated and (rows % 2 or activation is None):
         raise ValueError(
             f"A gated product needs an activation and an even number of rows, gate and up; it has "
-            f"{activation!r} and {weight.shape[0]}."
+            f"{activation!r} and {rows}."
         )
     if activation is not None and activation not in KINDS:
         raise ValueError(f"The activation is {activation!r}; one of {', '.join(KINDS)} is known.")
     if x.stride(-1) != 1:
         raise ValueError(f"x has stride {x.stride(-1)} along its last axis; 1 is expected.")
-    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or bias.stride(0) != 1):
-        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}.")
+    if bias is not None and (tuple(bias.shape) != (rows,) or bias.stride(0) != 1):
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight of {rows} rows.")
     if residual is not None:
         expected = (*x.shape[:-1], features)
         if tuple(residual.shape) != expected or residual.stride(-1) != 1:
             raise ValueError(f"residual is {tuple(residual.shape)}; {expected} is expected.")
-    if weight.dtype != x.dtype:
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; one dtype is expected.")
     if norm is not None:
-        _check_norm(norm, count, width)
+        _check_norm(norm, x.numel() // x.shape[-1], x.shape[-1])
 
 
 def _check_norm(norm: NormArguments, count: int, width: int) -> None:

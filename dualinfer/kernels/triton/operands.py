@@ -19,6 +19,15 @@ def dtype_name(dtype: Any) -> str:
     return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
 
 
+def as_words(data: Any) -> Any:
+    """The bytes of a tensor or an Operand as words of 32 bits."""
+    if isinstance(data, Operand):
+        return data.view("uint32")
+    import torch
+
+    return data.view(torch.uint32)
+
+
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     """New memory where `like` lies, a tensor or an Operand."""
     if isinstance(like, Operand):

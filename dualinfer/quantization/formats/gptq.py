@@ -35,6 +35,8 @@ class PackedWords(StoredMatrix):
     are the middle the codes are signed and there are none.
     """
 
+    inputs_first = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,

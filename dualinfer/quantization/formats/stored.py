@@ -110,6 +110,7 @@ class StoredMatrix:
     scheme: BlockScheme
     shape: tuple[int, int]
     stored: tuple[str, ...]
+    inputs_first = False
 
     def zero(self) -> np.ndarray | None:
         """See QuantizedMatrix."""

@@ -23,6 +23,7 @@ from ....kernels.triton import (
     embedding,
     filters,
     linear,
+    quantized,
     rotary,
     sampling,
     thresholds,
@@ -38,6 +39,7 @@ from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...schemes import packed, rounds_input
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
@@ -65,6 +67,7 @@ class KernelOps(PlainOps):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
+    reads_codes = f"Triton, fused, up to {linear.MOST_ROWS} rows; above XLA, with values by Triton"
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
     implementations: Mapping[str, str] = {
@@ -162,9 +165,14 @@ class KernelOps(PlainOps):
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        if not self._serves_product(x, weight, by):
-            return super().linear(x, weight, by)
+        codes = packed(weight)
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
+        if by.norm is not None and rounds_input(weight):
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
+        if not self._serves_product(x, weight, by):
+            return super().linear(*self._with_values(x, weight), by)
+        if rounds_input(weight):
+            x = primitives.SCHEMES.quantize_input(x, weight)
         fused_norm = None
         if by.norm is not None and count == 1:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
@@ -172,12 +180,17 @@ class KernelOps(PlainOps):
         elif by.norm is not None:
             x = self.norm(x, by.norm)
         features = features // 2 if by.gated else features
-        key = linear.tuning_key(count, features, width, x.dtype.itemsize, by.gated)
+        size = x.dtype.itemsize
+        if codes is None:
+            product, key = linear.linear, linear.tuning_key(count, features, width, size, by.gated)
+        else:
+            product = quantized.linear
+            key = quantized.tuning_key(count, features, codes, size, by.gated)
         with jax.named_scope("matmul"):
             y, (self._counters,) = call(
-                linear.linear,
+                product,
                 x,
-                weight.data,
+                weight.data if codes is None else codes,
                 by.bias,
                 norm=fused_norm,
                 activation=by.activation,
@@ -196,14 +209,32 @@ class KernelOps(PlainOps):
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
         if not self._serves_product(x, weight, ALONE):
-            return super().partial_product(x, weight)
+            return super().partial_product(*self._with_values(x, weight))
         return self.linear(x, weight, Neighbours(wide=True))
 
+    def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+        """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
+        if not weight.pieces:
+            return super().matmul(x, weight, bias)
+        y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
+        return y if bias is None else y + bias
+
+    def _with_values(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
+        """The operands of a plain product, without the codes that a kernel knows."""
+        codes = packed(weight)
+        if codes is None:
+            return x, weight
+        x = primitives.SCHEMES.quantize_input(x, weight)
+        with jax.named_scope("values"):
+            matrix, _ = call(quantized.values, codes, x, capability=self.capability)
+        return x, Weight(matrix, weight.axes)
+
     def _serves_product(self, x: jax.Array, weight: Weight, by: Neighbours) -> bool:
-        """Whether a kernel serves a product; none reads quantized weights yet."""
-        if weight.scheme is not None:
-            return False
+        """Whether a kernel for few rows serves a product."""
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
+        if weight.scheme is not None:
+            known = packed(weight) is not None
+            return known and count <= (1 if x.dtype.itemsize == 4 else linear.MOST_ROWS)
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.dtype.itemsize, fused)
 

@@ -34,6 +34,7 @@ class PlainOps:
     cache_kinds: frozenset[str] = frozenset()  # that kernels know
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
+    reads_codes: str | None = None  # by kernels: how, for people
     holds_scores = True  # of all pairs of tokens, while a layer attends
     modes: tuple[int, ...] = ()  # of sampling, that want loops of their own; none: one has them all
 
@@ -108,7 +109,7 @@ class PlainOps:
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        y = primitives.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
+        y = self.matmul(PlainOps.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
         if by.activation is not None:
             y = (primitives.gated_activation if by.gated else primitives.activation)(
                 y, by.activation
@@ -116,6 +117,10 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.astype(jnp.float32) if by.wide else y
+
+    def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+        """x [..., in] times weight [out, in], plus bias [out]."""
+        return primitives.matmul(x, weight, bias)
 
     def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.row_product`."""

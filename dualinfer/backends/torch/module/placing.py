@@ -1,7 +1,7 @@
 """Casting and moving a module in place, after a look at the memory it needs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,19 +43,24 @@ def check_room(
 
 def convert_module(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Cast and move in place, with nn.Module's own machinery; tied tensors stay tied."""
-    kept = _kept_in_float32(module, dtype)
+    dtype_of = dtypes_of(module, dtype)
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in done:  # a buffer of two names
             return done[id(tensor)][1]
-        casts = tensor.is_floating_point() and id(tensor) not in kept
-        new = tensor.to(device, dtype if casts else None)
+        new = tensor.to(device, dtype_of(tensor) if tensor.is_floating_point() else None)
         if not isinstance(tensor, torch.nn.Parameter):
             done[id(tensor)] = tensor, new
         return new
 
     module._apply(convert)
+
+
+def dtypes_of(module: torch.nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
+    """In which dtype `convert_module` leaves a floating tensor of the module."""
+    kept = _kept_in_float32(module, dtype)
+    return lambda tensor: tensor.dtype if id(tensor) in kept else dtype
 
 
 def _kept_in_float32(module: torch.nn.Module, dtype: torch.dtype) -> set[int]:

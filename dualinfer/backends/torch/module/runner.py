@@ -1,6 +1,7 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,10 +10,14 @@ from pydantic import TypeAdapter
 from ....config import InferenceConfig
 from ....errors import ConfigError, ModelError, UnsupportedError, counted
 from ....model.load_plan import TensorSource
+from ....model.weights import count_leaves
+from ....quantization.recipe import make_recipe
+from ...held import describe_weights
 from ...profiling import Profiler, Stopwatch
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name
 from ..graphs import CallGraphs, graph_facts
+from ..ops.primitives import SCHEMES
 from ..parallel import Ranks
 from ..precision import own_precision
 from ..process_groups import forget_graphs_at_exit
@@ -23,7 +28,16 @@ from .autotp.plan import check_whole, kept_sizes, make_plan
 from .autotp.policy import check_policy
 from .autotp.surgery import split_module
 from .fill import check_values, fill, slots
-from .placing import check_room, convert_module
+from .placing import check_room, convert_module, dtypes_of
+from .quantized import (
+    choose_layers,
+    held_leaves,
+    held_sizes,
+    is_scale,
+    put_layers,
+    quantize_layers,
+    restored,
+)
 from .watch import ModuleWatch, compiled_call
 
 _MARKED = 8  # values of a row
@@ -40,46 +54,57 @@ def create_module_runner(
     Floating parameters and buffers are cast, integer and complex ones stay, as with half(); in HF
     models also what from_pretrained(dtype=...) leaves in float32. With `keep_module_on_host` it
     stays where it is. `source` fills it, on the meta device or not. With several ranks it is split
-    in place, and stays so when the engine is closed: each rank's part is of no use alone. All is
-    checked first: what fails leaves the module as it was. The random state of torch becomes rank
+    in place, and stays so when the engine is closed: each rank's part is of no use alone. By
+    `quant` its linear layers become quantized in place, and stay so, too. All is checked, and codes
+    are made, first: what fails leaves the module as it was. The random state of torch becomes rank
     0's, so that all sample alike. Raises ConfigError, ModelError, CheckpointError,
     UnsupportedError, DistributedError or OutOfMemoryError.
     """
     dtype = getattr(torch, config.dtype or default_dtype())
     policy, grain = config.injection_policy or {}, config.tensor_parallel.tp_grain_size
-    with peers.together("The modules") as work:
-        _check_module(module)
-        check_whole(module)
-        notes = check_policy(module, policy, peers.size)
-        own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
-        device = peers.device
-        if config.keep_module_on_host:
-            device = own or torch.device("cpu")
-        if config.enable_cuda_graph:
-            _check_graph_device(module, device)
-        if source is None:
-            check_values(module)
-        if peers.size == 1:
-            check_room(module, device, dtype)
-        if source is not None:
-            notes += fill(module, source, dtype)
-            check_values(module)
-        work.meet(lambda: _marks(module))
-    inner = module._orig_mod if is_optimized(module) else module
+    recipe, targets, weights = make_recipe(config.quant), {}, {}
     seam = plan = None
-    if peers.size > 1:
-        with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
-            result = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
-            text = None if result is None else _SHARED_PLAN.dump_json(result).decode()
-            plan, plan_notes = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
-        notes += plan_notes
-        sizes = kept_sizes(inner, plan, peers.rank)
-        with peers.together("Room for the parts"):
-            check_room(module, device, dtype, sizes)
-        seam = RanksSeam(peers)
+    with nullcontext() if source is None else restored(module):
+        with peers.together("The modules") as work:
+            _check_module(module)
+            check_whole(module)
+            inner = module._orig_mod if is_optimized(module) else module
+            notes = check_policy(module, policy, peers.size)
+            own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
+            device = peers.device
+            if config.keep_module_on_host:
+                device = own or torch.device("cpu")
+            if config.enable_cuda_graph:
+                _check_graph_device(module, device)
+            if source is None:
+                check_values(module)
+            if recipe is not None:
+                targets, plain_notes = choose_layers(inner, recipe)
+                notes += plain_notes
+            if peers.size == 1:
+                check_room(module, device, dtype, held_sizes(inner, targets, dtype, {}))
+            if source is not None:
+                notes += fill(module, source, torch.float32 if targets else dtype)
+                check_values(module)
+            work.meet(lambda: _marks(module))
+        if peers.size > 1:
+            with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
+                result = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
+                text = None if result is None else _SHARED_PLAN.dump_json(result).decode()
+                plan, plan_notes = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
+            notes += plan_notes
+            sizes = held_sizes(inner, targets, dtype, kept_sizes(inner, plan, peers.rank))
+            with peers.together("Room for the parts"):
+                check_room(module, device, dtype, sizes)
+            seam = RanksSeam(peers)
+        with peers.together("Quantizing"):
+            if targets:
+                casts = dtypes_of(module, dtype)
+                weights = quantize_layers(inner, targets, plan, peers.rank, source, casts)
     with peers.together("Splitting the module"):
         if seam is not None and plan is not None:
             split_module(inner, plan.changes, peers.rank, seam)
+        put_layers(inner, weights)
         convert_module(module, device, dtype)
     _share_random_state(peers, device)
     graphs = config.enable_cuda_graph is True
@@ -178,7 +203,8 @@ class TorchModuleRunner:
 
     def _choose_sample(self) -> torch.Tensor | None:
         """One in the engine's dtype if there is one: HF keeps some in float32."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        buffers = (own for own in self.module.named_buffers() if not is_scale(self.module, own[0]))
+        tensors = [*self.module.named_parameters(), *buffers]
         ranks = [2 * t.is_floating_point() + (t.dtype == self.dtype) for _, t in tensors]
         if not ranks:
             return None
@@ -321,13 +347,16 @@ class TorchModuleRunner:
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`; a tied parameter counts once."""
-        parameters = list(self.module.parameters())
+        leaves = held_leaves(self.module)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": {"forward": "the module's own"},
-            "parameters": sum(p.numel() for p in parameters),
-            "parameter_bytes": sum(p.nbytes for p in parameters),
+            "ops": {
+                "forward": "the module's own",
+                **SCHEMES.implementations(leaves.values()),
+            },
+            "weights": describe_weights(leaves),
+            **count_leaves(leaves.values()),
             "cache_bytes": 0,
             **graph_facts(self._calls),
         }

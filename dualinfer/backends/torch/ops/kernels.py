@@ -18,6 +18,7 @@ from ....kernels.triton import (
     decode_attention,
     embedding,
     linear,
+    quantized,
     rotary,
     sampling,
     thresholds,
@@ -25,12 +26,14 @@ from ....kernels.triton import (
 from ....kernels.triton import norm as norms
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
+from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.tuning import Configurations, Key
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...schemes import packed, rounds_input
 from ...slots import bucket
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
@@ -60,6 +63,9 @@ class KernelOps(PlainOps):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
+    reads_codes = (
+        f"Triton, fused, up to {linear.MOST_ROWS} rows; above cuBLAS, with values by Triton"
+    )
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
@@ -141,28 +147,30 @@ class KernelOps(PlainOps):
         x: torch.Tensor,
         weight: Weight,
         by: Neighbours = ALONE,
-        config: LinearConfig | None = None,
+        config: LinearConfig | QuantizedConfig | None = None,
     ) -> torch.Tensor:
-        """See `contract.BlockOps.linear`; `config` None is the one for these shapes.
-
-        No kernel reads quantized weights yet: `PlainOps` serves their products.
-        """
-        if weight.scheme is not None:
+        """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
+        codes = packed(weight)
+        if weight.scheme is not None and codes is None:
             return super().linear(x, weight, by)
-        count = x.numel() // x.shape[-1]
-        if by.norm is not None and count != 1:
+        count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
+        if by.norm is not None and (count != 1 or rounds):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
+        if rounds:
+            x = primitives.SCHEMES.quantize_input(x, weight)
         if not self.is_narrow(x, weight, by):
-            return self._wide_product(x, weight, by)
+            matrix = weight.data if codes is None else quantized.values(codes, x)
+            return self._wide_product(x, matrix, by)
         if config is None:
             config = self.configurations.find(linear_key(x, weight, by))
         fused_norm = None
         if by.norm is not None:
             kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
             fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
-        return linear.linear(
+        product: Any = linear.linear if codes is None else quantized.linear
+        return product(
             x,
-            weight.data,
+            weight.data if codes is None else codes,
             by.bias,
             norm=fused_norm,
             activation=by.activation,
@@ -177,21 +185,29 @@ class KernelOps(PlainOps):
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
-        if weight.scheme is not None:
-            return False
         count, (features, width) = x.numel() // x.shape[-1], weight.shape
+        if weight.scheme is not None:
+            known = packed(weight) is not None
+            return known and count <= (1 if x.element_size() == 4 else linear.MOST_ROWS)
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.element_size(), fused)
 
-    def _wide_product(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
+        if not weight.pieces:
+            return super().matmul(x, weight, bias)
+        y = torch.cat([self.linear(x, piece) for piece in weight.pieces], -1)
+        return y if bias is None else y + bias
+
+    def _wide_product(self, x: torch.Tensor, matrix: torch.Tensor, by: Neighbours) -> torch.Tensor:
         """Many rows, by cuBLAS."""
         bias, residual = by.bias, by.residual
         if residual is not None and bias is None and by.activation is None:
             # addmm copies the residual first.
             add = torch.Tensor.addmm_ if by.spend else torch.addmm
-            y = add(residual.flatten(0, -2), x.flatten(0, -2), weight.data.t()).view(residual.shape)
+            y = add(residual.flatten(0, -2), x.flatten(0, -2), matrix.t()).view(residual.shape)
         else:
-            y = F.linear(x, weight.data, bias)
+            y = F.linear(x, matrix, bias)
             if by.activation is not None:
                 act = activations.gated_activation if by.gated else activations.activation
                 y = act(y, by.activation, pdl=self.pdl)
@@ -400,6 +416,9 @@ def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
     """The tuning key of a product with few rows."""
     count, (features, width) = x.numel() // x.shape[-1], weight.shape
     features = features // 2 if by.gated else features
+    codes = packed(weight)
+    if codes is not None:
+        return quantized.tuning_key(count, features, codes, x.element_size(), by.gated)
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
 
 

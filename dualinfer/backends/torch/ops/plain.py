@@ -35,6 +35,7 @@ class PlainOps:
     cache_kinds: frozenset[str] = frozenset()  # that kernels know; with them `attend` takes chunks
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
+    reads_codes: str | None = None  # by kernels: how, for people
 
     def __init__(self, split: Split | None = None):
         self.split = split  # None: one rank has the whole model
@@ -92,7 +93,7 @@ class PlainOps:
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
-        y = primitives.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
+        y = self.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
         if by.activation is not None:
             y = (primitives.gated_activation if by.gated else primitives.activation)(
                 y, by.activation
@@ -100,6 +101,10 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.float() if by.wide else y
+
+    def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., in] times weight [out, in], plus bias [out]."""
+        return primitives.matmul(x, weight, bias)
 
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.row_product`."""

@@ -1,4 +1,4 @@
-"""What a split HF model refuses: it holds one rank's part, and would act on that alone."""
+"""What a split or quantized HF model refuses: it would act on parts of weights, or on codes."""
 
 import inspect
 from typing import Any
@@ -26,29 +26,34 @@ def guard(module: nn.Module, heads_are_split: bool) -> None:
     With `heads_are_split` also the attention's weights as outputs, which each rank has of its own
     heads.
     """
+    refuse_changes(module, "split over ranks", "one rank's part of the weights")
     for part in module.modules():
-        if not is_hf(part):
-            continue
-        for name, way in _REFUSED.items():
-            if callable(getattr(part, name, None)):
-                vars(part)[name] = _Refusal(type(part).__name__, name, way)
-        if heads_are_split:
+        if is_hf(part) and heads_are_split:
             names = tuple(inspect.signature(part.forward).parameters)
             part.register_forward_pre_hook(_AttentionsCheck(names), with_kwargs=True, prepend=True)
+
+
+def refuse_changes(module: nn.Module, state: str, acts_on: str) -> None:
+    """Make the HF models in a module refuse to be saved or resized in the `state` they are in.
+
+    They would act on what `acts_on` says.
+    """
+    for part in module.modules():
+        for name, way in _REFUSED.items() if is_hf(part) else ():
+            if callable(getattr(part, name, None)):
+                why = f"This {type(part).__name__} is {state}, and {name}() would act on {acts_on}."
+                vars(part)[name] = _Refusal(f"{why} {way}")
 
 
 class _Refusal:
     """Stands in for a method."""
 
-    def __init__(self, kind: str, name: str, way: str) -> None:
-        self.kind, self.name, self.way = kind, name, way
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """UnsupportedError."""
-        raise UnsupportedError(
-            f"This {self.kind} is split over ranks, and {self.name}() would act on one rank's part "
-            f"of the weights. {self.way}"
-        )
+        raise UnsupportedError(self.text)
 
 
 class _AttentionsCheck:

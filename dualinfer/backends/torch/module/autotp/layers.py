@@ -22,6 +22,10 @@ class Seam(Protocol):
         """Every rank's `x` [..., width] side by side, [..., sum of widths]."""
         ...
 
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of every rank's `x`, element by element."""
+        ...
+
 
 class RanksSeam:
     """The processes of an engine; tensors on the host go over the host's group.
@@ -46,6 +50,10 @@ class RanksSeam:
     def join_last(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """See `Seam`."""
         return self._carrier(x).join_last(x, widths)
+
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Seam`."""
+        return self._carrier(x).most(x)
 
     def _carrier(self, x: torch.Tensor) -> Ranks:
         if self._closed:
@@ -80,6 +88,10 @@ def _bare(layer: Any, like: nn.Module, **fields: Any) -> Any:
 class ColumnLinear(nn.Linear, Part):
     """x [..., in] to this rank's outputs [..., local out]."""
 
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """The input times this rank's part of the weight."""
+        return functional.linear(input, self.weight)
+
     def extra_repr(self) -> str:
         """Sizes here and of the whole."""
         return f"{super().extra_repr()}, whole={self.whole}"
@@ -93,7 +105,7 @@ class GatheredLinear(ColumnLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The outputs of all ranks."""
-        local = functional.linear(input, self.weight)
+        local = self.product(input)
         output = self.seam.join_last(local, self.widths)
         return output if self.bias is None else output + self.bias
 
@@ -105,7 +117,7 @@ class RowLinear(ColumnLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        output = self.seam.sum(functional.linear(input, self.weight))
+        output = self.seam.sum(self.product(input))
         return output if self.bias is None else output + self.bias
 
 

@@ -164,6 +164,9 @@ class _ThreadSeam:
     def join_last(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         return torch.cat(self._exchange(x), -1)
 
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x)).amax(0)
+
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,296 @@
+"""Products with quantized weights, which read their codes as they lie, and matrices made of them.
+
+What `linear.py` does with weights of 16 bits: one row of x is a matrix-vector product on the plain
+cores, more rows go to the matrix units, and norm, bias, activation, gate and residual are fused.
+Codes become values in registers. Prompts' products take the matrix that `values` makes.
+"""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import triton
+
+from . import linear as plain
+from .launch import launch, next_power_of_2
+from .linear import MOST_ROWS, MOST_TILES, NormArguments
+from .operands import as_words, empty
+from .quantized_kernels import matvec_kernel, tile_kernel, values_kernel
+from .tunable import Key, Kind, Tunable, powers
+
+_PARTS = 16  # the least columns that kernels find a scale for, and what a multiple of they take
+_MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
+_VALUES = 4096  # codes that a program of `values` reads
+
+
+class Packed(NamedTuple):
+    """A quantized matrix [out, width] as a backend holds it: see `model.weights.Weight`.
+
+    `data` are codes, a byte each or packed, uint8 or int8 [out, bytes]; `scale` and `zero` [blocks,
+    blocks] and `outer` [out] lie beside it. `rows` and `columns` are those of a block, 0 for all.
+    """
+
+    data: Any
+    scale: Any
+    zero: Any
+    outer: Any
+    codes: str
+    scale_dtype: str
+    rows: int
+    columns: int
+    width: int
+    table: tuple[float, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.codes.startswith(("int8", "uint8", "fp8")) else 4
+
+
+def serves(codes: str, columns: int, zeros: bool) -> bool:
+    """Whether the kernels know blocks of so many columns, 0 for all."""
+    quad = 16 if codes.startswith(("int8", "uint8", "fp8")) else 32
+    return columns % quad == 0 or (columns == _PARTS and not zeros)
+
+
+class QuantizedVectorConfig(NamedTuple):
+    """How the matrix-vector kernel runs: `rows` results a program, `quads` of 16 bytes at a time.
+
+    `splits` programs share the sums of the same results. With `ahead` 1 the next quads are on their
+    way while these are summed, in registers of their own.
+    """
+
+    rows: int
+    quads: int
+    warps: int
+    splits: int = 1
+    ahead: int = 0
+
+
+class QuantizedTileConfig(NamedTuple):
+    """Tile of the matrix-unit kernel: `m` rows of x by `n` results, `quads` at a time."""
+
+    m: int
+    n: int
+    quads: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+QuantizedConfig: TypeAlias = QuantizedVectorConfig | QuantizedTileConfig
+
+
+def linear(
+    x: Any,
+    weight: Packed,
+    bias: Any = None,
+    *,
+    norm: NormArguments | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Any = None,
+    dtype: Any = None,
+    config: QuantizedConfig | None = None,
+    counters: Any = None,
+    sms: int = 132,
+    pdl: bool = False,
+) -> Any:
+    """`linear.linear` of the matrix that `weight` stands for; its rows may be up to MOST_ROWS.
+
+    Values are exact in float32 where x is; else each product errs by less than x's own rounding.
+    """
+    width = x.shape[-1]
+    count = x.numel() // width
+    stored = weight.data.shape[0]
+    features = stored // 2 if gated else stored
+    _check(x, weight, count)
+    plain.check_neighbours(x, stored, bias, activation, gated, residual, norm, features)
+    y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
+    if y.numel() == 0:
+        return y
+    if config is None:
+        config = default_config(count, features, width, weight.bits, gated, sms)
+    rows = x.reshape(count, width)
+    residual = None if residual is None else residual.reshape(count, features)
+    quads = triton.cdiv(width, 128 // weight.bits)
+    turns = triton.cdiv(quads, config.quads)
+    parts = 2 if gated else 1
+    if isinstance(config, QuantizedVectorConfig):
+        tiles, area = (triton.cdiv(features, config.rows),), config.rows * parts
+    else:
+        tiles = triton.cdiv(count, config.m), triton.cdiv(features, config.n)
+        area = config.m * config.n * parts
+    alone = counters is None or norm is not None or math.prod(tiles) > MOST_TILES
+    share = triton.cdiv(turns, 1 if alone else min(config.splits, turns))
+    splits = triton.cdiv(turns, share)  # none is left without work
+    partial = empty(counters, (math.prod(tiles) * splits * area,), "float32") if splits > 1 else y
+    arrays = rows, *_arrays(weight), bias, residual
+    meant = {**_meaning(weight), "QUADS": config.quads, "TURNS": share, "SPLITS": splits}
+    how = {"ACTIVATION": activation, "GATED": gated, "num_warps": config.warps, "pdl": pdl}
+    if isinstance(config, QuantizedVectorConfig):
+        kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+        launch(
+            matvec_kernel,
+            (*tiles, splits),
+            *(*arrays, norm_weight, norm_bias, y, partial, counters, features, eps, _MASK),
+            **{**meant, "ROWS": config.rows, "AHEAD": config.ahead, "NORM": kind, **how},
+        )
+        return y
+    if norm is not None:
+        raise ValueError(f"{config} has no place for a norm; a QuantizedVectorConfig has.")
+    strides = rows.stride(0), 0 if residual is None else residual.stride(0)
+    launch(
+        tile_kernel,
+        (*tiles, splits),
+        *(*arrays, y, partial, counters, count, features, *strides),
+        **{**meant, "BLOCK_M": config.m, "BLOCK_N": config.n, "STAGES": config.stages, **how},
+    )
+    return y
+
+
+def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False) -> Any:
+    """The matrix [out, width] that a weight stands for, in `dtype`, by default that of `like`."""
+    features = weight.data.shape[0]
+    y = like.new_empty((features, weight.width), dtype=dtype or like.dtype)
+    per = 128 // weight.bits
+    quads = min(next_power_of_2(triton.cdiv(weight.width, per)), 64)
+    rows = max(1, _VALUES // (quads * per))
+    grid = triton.cdiv(features, rows), triton.cdiv(weight.width, quads * per)
+    launch(
+        values_kernel,
+        grid,
+        *(*_arrays(weight), y, features),
+        **{**_meaning(weight), "ROWS": rows, "QUADS": quads, "num_warps": 4, "pdl": pdl},
+    )
+    return y
+
+
+def _arrays(weight: Packed) -> tuple[Any, ...]:
+    """What the kernels get of a weight: its codes as words, where rows begin at a word."""
+    data = weight.data
+    if weight.bits == 4 or weight.width % 16 == 0:
+        data = as_words(data)
+    return data, weight.scale, weight.zero, weight.outer
+
+
+def _meaning(weight: Packed) -> dict[str, Any]:
+    """The kernels' constants that say what the codes mean."""
+    rows = weight.rows if weight.scale.shape[0] > 1 else 0
+    # Signed codes of 4 bits are held as code + 8, and so are their zeros.
+    unsigned = weight.codes == "int4" and weight.zero is not None
+    return {
+        "K": weight.width,
+        "CODES": "uint4" if unsigned else weight.codes,
+        "BITS": weight.bits,
+        "TABLE": weight.table,
+        "SCALES": weight.scale_dtype,
+        "BLOCK": (rows, weight.columns),
+    }
+
+
+def default_config(
+    count: int, features: int, width: int, bits: int, gated: bool, sms: int
+) -> QuantizedConfig:
+    """A configuration for a shape that nobody measured."""
+    quads = next_power_of_2(triton.cdiv(width, 128 // bits))
+    if count == 1:
+        rows = 2 if gated else 4
+        while rows > 1 and features // rows < 4 * sms:
+            rows //= 2
+        return QuantizedVectorConfig(rows, min(quads, 64 if bits == 4 else 128), 1)
+    m = 16 if count <= 16 else 32 if count <= 32 else 64
+    n = 32 if gated else 64
+    tiles = triton.cdiv(count, m) * triton.cdiv(features, n)
+    least = 4 if bits == 4 else 2
+    splits = max(1, min(round(1.5 * sms / tiles), quads // (4 * least), 8))
+    return QuantizedTileConfig(m, n, max(4, least), 4, 3, splits)
+
+
+def tuning_key(rows: int, features: int, weight: Packed, itemsize: int, gated: bool) -> Key:
+    """Of a product of x [rows, width] with `features` results a row; gate and up count once."""
+    number = _CODES.index(weight.codes) + 1
+    shape = next_power_of_2(rows), features, weight.width
+    return "quantized_linear", *shape, number, weight.columns or weight.width, itemsize, gated
+
+
+_CODES = ("int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "table")
+
+
+def _fits(key: Key, config: QuantizedConfig) -> bool:
+    _, rows, _, _, number, _, _, gated = key
+    bits = 8 if 3 <= number <= 6 else 4
+    if isinstance(config, QuantizedVectorConfig):
+        words = config.rows * (2 if gated else 1) * config.quads * 4
+        return rows == 1 and words <= 32 * 32 * config.warps
+    if bits == 4 and config.quads < 4:
+        return False
+    return rows > 1 and config.m * config.n * (2 if gated else 1) <= 16384
+
+
+def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
+    _, rows, features, width, number, _, _, gated = key
+    bits = 8 if 3 <= number <= 6 else 4
+    default = default_config(rows, features, width, bits, gated, sms)
+    if rows == 1:
+        vectors = [
+            QuantizedVectorConfig(r, quads, warps, splits)
+            for r, quads, warps in (
+                (4, 64, 1), (2, 128, 1), (8, 64, 2), (8, 32, 1), (4, 128, 2), (1, 128, 1),
+                (2, 64, 1), (8, 64, 1), (16, 64, 4), (4, 256, 4),
+            )
+            for splits in (1, 2)
+            if features >= r * sms // 2 and (splits == 1 or features < 16 * sms)
+        ]  # fmt: skip
+        return [default, *vectors]
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles = []
+    for n, quads, warps, stages in ((64, 4, 4, 3), (64, 8, 4, 2), (32, 8, 4, 3), (128, 4, 8, 3)):
+        n = n // 2 if gated else n
+        programs = triton.cdiv(rows, m) * triton.cdiv(features, n)
+        for wave in (0, 1, 2):
+            splits = max(1, min(round(wave * sms / programs), 8))
+            tiles.append(QuantizedTileConfig(m, n, quads, warps, stages, splits))
+    return [default, *tiles]
+
+
+TUNABLE = Tunable(
+    op="quantized_linear",
+    fields=("rows", "features", "width", "codes", "columns", "itemsize", "gated"),
+    flags=("gated",),
+    kinds={
+        "quantized_vector": Kind(
+            QuantizedVectorConfig,
+            {
+                **{"rows": powers(1, 32), "quads": powers(1, 512), "warps": powers(1, 16)},
+                "splits": range(1, 17),
+            },
+            bound_by_memory=True,
+        ),
+        "quantized_tile": Kind(
+            QuantizedTileConfig,
+            {
+                **{"m": powers(16, 128), "n": powers(16, 256), "quads": powers(1, 32)},
+                **{"warps": powers(1, 16), "stages": range(1, 9), "splits": range(1, 17)},
+            },
+        ),
+    },
+    fits=_fits,
+    candidates=_candidates,
+)
+
+
+def _check(x: Any, weight: Packed, count: int) -> None:
+    """Raise ValueError for a weight that the kernels would misread."""
+    rows, bits, width = weight.data.shape[0], weight.bits, weight.width
+    held = triton.cdiv(width, 32) * 16 if bits == 4 else width
+    if tuple(weight.data.shape) != (rows, held) or not weight.data.is_contiguous():
+        raise ValueError(
+            f"codes {tuple(weight.data.shape)} with strides {tuple(weight.data.stride())} do not "
+            f"fit x {tuple(x.shape)}: contiguous ones [out, {held}] are expected."
+        )
+    if width != x.shape[-1] or count > MOST_ROWS:
+        raise ValueError(
+            f"x is {tuple(x.shape)}; up to {MOST_ROWS} rows of {width} values are expected."
+        )
+    if not serves(weight.codes, weight.columns, weight.zero is not None):
+        raise ValueError(f"No kernel reads {weight.codes} in blocks of {weight.columns} columns.")
