@@ -272,13 +272,12 @@ class BlockArithmetic:
         ways: dict[str, str] = {}
         for leaf in (own for whole in leaves for own in leaves_of(whole)):
             if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
-                how = "made values within the product"
+                how = f"plain {self._m.name}, made values within the product"
                 if kernels and packed(leaf) is not None:
-                    ways[f"matmul, {leaf.scheme.name}"] = kernels
-                    continue
-                if _scales_rows(leaf):
-                    how = "codes multiplied, results scaled"
-                ways[f"matmul, {leaf.scheme.name}"] = f"plain {self._m.name}, {how}"
+                    how = kernels
+                elif _scales_rows(leaf):
+                    how = f"plain {self._m.name}, codes multiplied, results scaled"
+                ways[f"matmul, {leaf.scheme.name}"] = how
         return ways
 
 
@@ -309,7 +308,7 @@ def rounds_input(weight: Weight) -> bool:
 def packed(weight: Weight) -> Any:
     """A quantized weight as the kernels take it, a `quantized.Packed`; None if they know no such.
 
-    Those of order by activation and small blocks, and weights of several pieces, are plain ops'.
+    Plain ops serve orders by activation, small blocks, and weights of several pieces.
     """
     from ..kernels.triton import quantized
 

@@ -53,7 +53,7 @@ def read_config(folder: Path) -> Any:
     path = folder / "config.json"
     written = read_written(folder)
     model_type = check_model_type(written.get("model_type"))
-    read_quantization(written)
+    read_quantization(written)  # which refuses what is not known
     fields = usable_fields(model_type, written)
     if written.get("quantization_config"):
         fields["quantization_config"] = written["quantization_config"]

@@ -17,7 +17,7 @@ from .operands import as_words, empty
 from .quantized_kernels import matvec_kernel, tile_kernel, values_kernel
 from .tunable import Key, Kind, Tunable, powers
 
-_PARTS = 16  # the least columns that kernels find a scale for, and what a multiple of they take
+_HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _VALUES = 4096  # codes that a program of `values` reads
 
@@ -43,13 +43,18 @@ class Packed(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 if self.codes.startswith(("int8", "uint8", "fp8")) else 4
+        return bits_of(self.codes)
+
+
+def bits_of(codes: str) -> int:
+    """Bits of a code of a kind."""
+    return 8 if codes.startswith(("int8", "uint8", "fp8")) else 4
 
 
 def serves(codes: str, columns: int, zeros: bool) -> bool:
     """Whether the kernels know blocks of so many columns, 0 for all."""
-    quad = 16 if codes.startswith(("int8", "uint8", "fp8")) else 32
-    return columns % quad == 0 or (columns == _PARTS and not zeros)
+    quad = 128 // bits_of(codes)
+    return columns % quad == 0 or (columns == _HALF and not zeros)
 
 
 class QuantizedVectorConfig(NamedTuple):
@@ -218,7 +223,7 @@ _CODES = ("int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", 
 
 def _fits(key: Key, config: QuantizedConfig) -> bool:
     _, rows, _, _, number, _, _, gated = key
-    bits = 8 if 3 <= number <= 6 else 4
+    bits = bits_of(_CODES[number - 1])
     if isinstance(config, QuantizedVectorConfig):
         words = config.rows * (2 if gated else 1) * config.quads * 4
         return rows == 1 and words <= 32 * 32 * config.warps
@@ -229,7 +234,7 @@ def _fits(key: Key, config: QuantizedConfig) -> bool:
 
 def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
     _, rows, features, width, number, _, _, gated = key
-    bits = 8 if 3 <= number <= 6 else 4
+    bits = bits_of(_CODES[number - 1])
     default = default_config(rows, features, width, bits, gated, sms)
     if rows == 1:
         vectors = [
