@@ -176,6 +176,7 @@ SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
 ADDED = {"residual_ptr": "*x"}
 
 VECTOR = quantized.QuantizedVectorConfig(8, 32, 1)
+INT4, INT8 = ("int4", 128, "bfloat16"), ("int8", 0, "float32")
 
 # Arguments: "*x" is a pointer to the variant's dtype, "*i64" one to that type, a type a scalar that
 # is no multiple of 16 ("i32/16" is one), anything else a constant. PDL is on. What is not named is
@@ -236,7 +237,8 @@ VARIANTS: list[Variant] = [
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
     product(128, 4096, 4096, **ADDED),
     reading("int4", 4096, 16384, config=VECTOR),
-    reading("int4", 28672, 4096, config=VECTOR._replace(rows=4), gated=True, normed=True),
+    reading("int4", 4096, 4096),
+    reading("int8", 4096, 4096, 0, scales="float32"),
     reading("int4", 128256, 4096, normed=True),
     reading("uint4", 4096, 14336, zeros=True, scales="float16", dtypes=WHOLE),
     reading("int8", 4096, 16384, 0, config=VECTOR._replace(rows=4, quads=64), scales="float32"),
@@ -425,15 +427,20 @@ def test_kernels_load_16_bytes_at_a_time(report):
 def test_codes_become_values_by_few_instructions(report):
     """Above five instructions a weight of 4 bits an H100 could not keep up with its memory."""
     lines = {line["variant"]: line for line in report if "loop" in line}
-    four, eight = (
-        lines[repr(reading(codes, 4096, 16384, columns, config=config, scales=scales)[2])]
-        for codes, columns, config, scales in (
-            ("int4", 128, VECTOR, "bfloat16"),
-            ("int8", 0, VECTOR._replace(rows=4, quads=64), "float32"),
-        )
-    )
+
+    def line(
+        config: quantized.QuantizedConfig | None, codes: str, columns: int, scales: str
+    ) -> Any:
+        width = 4096 if config is None else 16384
+        case = reading(codes, 4096, width, columns, config=config, scales=scales)
+        return lines[repr(case[2])]
+
+    # By the weights that a thread has of each turn.
+    four, stream = line(VECTOR, *INT4), line(None, *INT4)
     assert 0 < four["loop"] / 256 <= 4.0 and not four["conversions"]
-    assert 0 < eight["loop"] / 128 <= 4.5
+    assert 0 < stream["loop"] / 64 <= 4.0 and not stream["conversions"]
+    assert 0 < line(VECTOR._replace(rows=4, quads=64), *INT8)["loop"] / 128 <= 4.5
+    assert 0 < line(None, *INT8)["loop"] / 64 <= 4.0
 
 
 def test_attention_of_prompts_runs_on_the_matrix_units(report):

@@ -19,6 +19,7 @@ from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
 from dualinfer.kernels.triton.linear import MOST_TILES, NormArguments  # isort: skip
 from dualinfer.kernels.triton.quantized import (  # isort: skip
     Packed,
+    QuantizedStreamConfig,
     QuantizedTileConfig,
     QuantizedVectorConfig,
     default_config,
@@ -48,6 +49,7 @@ FORMS = {
     "mxfp4": SCHEMES["mxfp4"],
     "table": replace(SCHEMES["table"], table=NF),
 }
+STREAM = QuantizedStreamConfig(2, 2, 1)
 VECTOR, TILE = QuantizedVectorConfig(4, 2, 1, 2), QuantizedTileConfig(16, 16, 4, 4, 2, 2)
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -85,11 +87,12 @@ def run(x: Any, weight: Packed, norm: tuple[Any, ...] | None = None, **options: 
     return get(y)
 
 
+@pytest.mark.parametrize("config", [STREAM, VECTOR], ids=["stream", "vector"])
 @forms
-def test_a_row_in_float32_is_the_product_with_what_codes_mean(form):
+def test_a_row_in_float32_is_the_product_with_what_codes_mean(form, config):
     weight, meant = make(form, 38, 100)
     x, residual = normal(2, 1, 100, dtype=FLOAT32), normal(3, 1, 38, dtype=FLOAT32)
-    found = run(x, weight, residual=residual, config=VECTOR)
+    found = run(x, weight, residual=residual, config=config)
     assert_close(found, wanted(x, meant, residual=residual), FLOAT32, length=100)
 
 
@@ -98,19 +101,22 @@ def test_a_row_in_float32_is_the_product_with_what_codes_mean(form):
 def test_a_row_in_16_bits_errs_by_less_than_its_rounding(form, dtype):
     weight, meant = make(form, 38, 160)
     x, bias = normal(2, 1, 160, dtype=dtype), normal(3, 38, dtype=dtype)
-    found = run(x, weight, bias=bias, dtype=torch.float32, config=QuantizedVectorConfig(8, 4, 1))
-    error = found - wanted(x, meant, bias)
-    assert np.sqrt((error**2).mean()) < 3e-4 * meant.std() * 160**0.5
+    for config in (QuantizedVectorConfig(8, 4, 1), STREAM):
+        found = run(x, weight, bias=bias, dtype=torch.float32, config=config)
+        error = found - wanted(x, meant, bias)
+        assert np.sqrt((error**2).mean()) < 3e-4 * meant.std() * 160**0.5
 
 
 @pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer"])
 @pytest.mark.parametrize("form", ["int8", "uint4", "nvfp4"])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_norms_activations_and_gates_are_fused(form, kind, ahead):
+@pytest.mark.parametrize(
+    "config", [STREAM, QuantizedVectorConfig(4, 2, 1)], ids=["stream", "vector"]
+)
+def test_norms_activations_and_gates_are_fused(form, kind, config):
     weight, meant = make(form, 38, 100)
     x, norm = normal(2, 1, 100, dtype=FLOAT32, scale=2), norm_of(kind, FLOAT32, 100)
     how = {"norm": norm, "activation": "silu", "gated": True}
-    found = run(x, weight, **how, config=QuantizedVectorConfig(4, 2, 1, ahead=ahead))
+    found = run(x, weight, **how, config=config)
     assert_close(found, wanted(x, meant, **how), FLOAT32, length=100)
 
 

@@ -14,11 +14,12 @@ from . import linear as plain
 from .launch import launch, next_power_of_2
 from .linear import MOST_ROWS, MOST_TILES, NormArguments
 from .operands import as_words, empty
-from .quantized_kernels import matvec_kernel, tile_kernel, values_kernel
+from .quantized_kernels import matvec_kernel, stream_kernel, tile_kernel, values_kernel
 from .tunable import Key, Kind, Tunable, powers
 
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
+_WIDEST = {4: 512, 8: 512}  # quads of a row of x that the default keeps in registers
 _VALUES = 4096  # codes that a program of `values` reads
 
 
@@ -57,18 +58,27 @@ def serves(codes: str, columns: int, zeros: bool) -> bool:
     return columns % quad == 0 or (columns == _HALF and not zeros)
 
 
+class QuantizedStreamConfig(NamedTuple):
+    """How the kernel runs that keeps one row of x in registers: `rows` results at a time.
+
+    `programs` on each multiprocessor go through all of them, the whole width at once.
+    """
+
+    rows: int
+    warps: int
+    programs: int
+
+
 class QuantizedVectorConfig(NamedTuple):
     """How the matrix-vector kernel runs: `rows` results a program, `quads` of 16 bytes at a time.
 
-    `splits` programs share the sums of the same results. With `ahead` 1 the next quads are on their
-    way while these are summed, in registers of their own.
+    `splits` programs share the sums of the same results.
     """
 
     rows: int
     quads: int
     warps: int
     splits: int = 1
-    ahead: int = 0
 
 
 class QuantizedTileConfig(NamedTuple):
@@ -82,7 +92,7 @@ class QuantizedTileConfig(NamedTuple):
     splits: int = 1
 
 
-QuantizedConfig: TypeAlias = QuantizedVectorConfig | QuantizedTileConfig
+QuantizedConfig: TypeAlias = QuantizedStreamConfig | QuantizedVectorConfig | QuantizedTileConfig
 
 
 def linear(
@@ -117,7 +127,19 @@ def linear(
         config = default_config(count, features, width, weight.bits, gated, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, features)
+    arrays, ends = (rows, *_arrays(weight)), (bias, residual)
+    meant = _meaning(weight)
+    how = {"ACTIVATION": activation, "GATED": gated, "num_warps": config.warps, "pdl": pdl}
+    kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
     quads = triton.cdiv(width, 128 // weight.bits)
+    if isinstance(config, QuantizedStreamConfig):
+        launch(
+            stream_kernel,
+            (min(triton.cdiv(features, config.rows), sms * config.programs),),
+            *(*arrays, *ends, *norm_arrays, y, features, eps, _MASK),
+            **{**meant, "ROWS": config.rows, "QUADS": next_power_of_2(quads), "NORM": kind, **how},
+        )
+        return y
     turns = triton.cdiv(quads, config.quads)
     parts = 2 if gated else 1
     if isinstance(config, QuantizedVectorConfig):
@@ -129,25 +151,22 @@ def linear(
     share = triton.cdiv(turns, 1 if alone else min(config.splits, turns))
     splits = triton.cdiv(turns, share)  # none is left without work
     partial = empty(counters, (math.prod(tiles) * splits * area,), "float32") if splits > 1 else y
-    arrays = rows, *_arrays(weight), bias, residual
-    meant = {**_meaning(weight), "QUADS": config.quads, "TURNS": share, "SPLITS": splits}
-    how = {"ACTIVATION": activation, "GATED": gated, "num_warps": config.warps, "pdl": pdl}
+    meant |= {"QUADS": config.quads, "TURNS": share, "SPLITS": splits}
     if isinstance(config, QuantizedVectorConfig):
-        kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
         launch(
             matvec_kernel,
             (*tiles, splits),
-            *(*arrays, norm_weight, norm_bias, y, partial, counters, features, eps, _MASK),
-            **{**meant, "ROWS": config.rows, "AHEAD": config.ahead, "NORM": kind, **how},
+            *(*arrays, *ends, *norm_arrays, y, partial, counters, features, eps, _MASK),
+            **{**meant, "ROWS": config.rows, "NORM": kind, **how},
         )
         return y
     if norm is not None:
-        raise ValueError(f"{config} has no place for a norm; a QuantizedVectorConfig has.")
+        raise ValueError(f"{config} has no place for a norm; those of one row have.")
     strides = rows.stride(0), 0 if residual is None else residual.stride(0)
     launch(
         tile_kernel,
         (*tiles, splits),
-        *(*arrays, y, partial, counters, count, features, *strides),
+        *(*arrays, *ends, y, partial, counters, count, features, *strides),
         **{**meant, "BLOCK_M": config.m, "BLOCK_N": config.n, "STAGES": config.stages, **how},
     )
     return y
@@ -199,10 +218,16 @@ def default_config(
     """A configuration for a shape that nobody measured."""
     quads = next_power_of_2(triton.cdiv(width, 128 // bits))
     if count == 1:
-        rows = 2 if gated else 4
-        while rows > 1 and features // rows < 4 * sms:
+        parts = 2 if gated else 1
+        if quads > _WIDEST[bits]:
+            rows, quads, warps = (8, 64, 4) if bits == 4 else (2, 128, 2)
+            return QuantizedVectorConfig(rows // parts, quads, warps)
+        # Words of codes a thread, and warps a program, of which 16 fill a multiprocessor.
+        words, warps = (8, 8) if bits == 4 else (16, 4)
+        rows = max(1, words * 8 * warps // (quads * parts))
+        while rows > 1 and features < 2 * sms * rows:
             rows //= 2
-        return QuantizedVectorConfig(rows, min(quads, 64 if bits == 4 else 128), 1)
+        return QuantizedStreamConfig(rows, warps, 16 // warps)
     m = 16 if count <= 16 else 32 if count <= 32 else 64
     n = 32 if gated else 64
     tiles = triton.cdiv(count, m) * triton.cdiv(features, n)
@@ -222,11 +247,15 @@ _CODES = ("int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", 
 
 
 def _fits(key: Key, config: QuantizedConfig) -> bool:
-    _, rows, _, _, number, _, _, gated = key
+    _, rows, _, width, number, _, _, gated = key
     bits = bits_of(_CODES[number - 1])
-    if isinstance(config, QuantizedVectorConfig):
-        words = config.rows * (2 if gated else 1) * config.quads * 4
-        return rows == 1 and words <= 32 * 32 * config.warps
+    if not isinstance(config, QuantizedTileConfig):
+        stream = isinstance(config, QuantizedStreamConfig)
+        quads = next_power_of_2(triton.cdiv(width, 128 // bits)) if stream else config.quads
+        words = config.rows * (2 if gated else 1) * quads * 4
+        inputs = quads * 128 // bits if stream else 0
+        most = 32 * config.warps  # threads
+        return rows == 1 and words <= 32 * most and inputs <= 64 * most
     if bits == 4 and config.quads < 4:
         return False
     return rows > 1 and config.m * config.n * (2 if gated else 1) <= 16384
@@ -237,16 +266,22 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
     bits = bits_of(_CODES[number - 1])
     default = default_config(rows, features, width, bits, gated, sms)
     if rows == 1:
-        vectors = [
-            QuantizedVectorConfig(r, quads, warps, splits)
-            for r, quads, warps in (
-                (4, 64, 1), (2, 128, 1), (8, 64, 2), (8, 32, 1), (4, 128, 2), (1, 128, 1),
-                (2, 64, 1), (8, 64, 1), (16, 64, 4), (4, 256, 4),
+        quads, parts = next_power_of_2(triton.cdiv(width, 128 // bits)), 2 if gated else 1
+        streams = [
+            QuantizedStreamConfig(max(1, words * 8 * warps // (quads * parts)), warps, programs)
+            for words, warps, programs in (
+                (8, 8, 2), (8, 4, 4), (8, 2, 8), (16, 4, 4), (16, 8, 2), (16, 16, 1), (16, 8, 3),
             )
-            for splits in (1, 2)
-            if features >= r * sms // 2 and (splits == 1 or features < 16 * sms)
         ]  # fmt: skip
-        return [default, *vectors]
+        vectors = [
+            QuantizedVectorConfig(r // parts, q, warps, splits)
+            for r, q, warps, splits in (
+                (2, 128, 2, 1), (4, 64, 1, 1), (2, 128, 1, 1), (8, 64, 4, 1), (2, 256, 4, 1),
+                (4, 128, 4, 1), (4, 64, 1, 2), (8, 64, 4, 2),
+            )
+            if splits == 1 or features < 16 * sms
+        ]  # fmt: skip
+        return [default, *streams, *vectors]
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = []
     for n, quads, warps, stages in ((64, 4, 4, 3), (64, 8, 4, 2), (32, 8, 4, 3), (128, 4, 8, 3)):
@@ -263,6 +298,11 @@ TUNABLE = Tunable(
     fields=("rows", "features", "width", "codes", "columns", "itemsize", "gated"),
     flags=("gated",),
     kinds={
+        "quantized_stream": Kind(
+            QuantizedStreamConfig,
+            {"rows": powers(1, 64), "warps": powers(1, 16), "programs": range(1, 33)},
+            bound_by_memory=True,
+        ),
         "quantized_vector": Kind(
             QuantizedVectorConfig,
             {

@@ -8,6 +8,7 @@ whose rows do not begin at a multiple of 16 bytes are gathered into words byte b
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -186,13 +187,184 @@ def _input(x_ptr, k, norm, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _bytes_apart(x):
-    """Values [Q, 16] as the planes of bytes 0 to 3, [Q, 4]."""
-    x = tl.reshape(x, (x.shape[0], 4, 2, 2))
-    even, odd = tl.split(x)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
+def _inputs(x_ptr, q, norm, K: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr):
+    """Values of a row of x that quads are multiplied by, a tuple of planes [Q, 4]."""
+    if BITS == 8:
+        k = q[:, None] * 16 + tl.arange(0, 16)[None, :]
+        x = tl.reshape(_input(x_ptr, k, norm, K, NORM), (q.shape[0], 4, 2, 2))
+        even, odd = tl.split(x)
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0, x1, x2, x3
+    else:
+        k = q[:, None] * 32 + tl.arange(0, 4)[None, :]
+        x0 = _input(x_ptr, k, norm, K, NORM)
+        x1 = _input(x_ptr, k + 4, norm, K, NORM)
+        x2 = _input(x_ptr, k + 8, norm, K, NORM)
+        x3 = _input(x_ptr, k + 12, norm, K, NORM)
+        x4 = _input(x_ptr, k + 16, norm, K, NORM)
+        x5 = _input(x_ptr, k + 20, norm, K, NORM)
+        x6 = _input(x_ptr, k + 24, norm, K, NORM)
+        x7 = _input(x_ptr, k + 28, norm, K, NORM)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _beside(
+    scale_ptr, zero_ptr, rows, inside, q, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Scales of quads and of their second halves, and zeros, as they lie, [R, Q]."""
+    s = 0.0
+    s2 = 0.0
+    z = 0.0
+    if BLOCK[1]:
+        s = _lying(scale_ptr, rows, inside, q, 0, K, BITS, BLOCK)
+        if BITS == 4 and BLOCK[1] == 16:
+            s2 = _lying(scale_ptr, rows, inside, q, 1, K, BITS, BLOCK)
+        if zero_ptr is not None:
+            z = _lying(zero_ptr, rows, inside, q, 0, K, BITS, BLOCK)
+    return s, s2, z
+
+
+@triton.jit
+def _sums(x, BITS: tl.constexpr):
+    """Of planes of x, by quads, [Q]."""
+    total = x[0]
+    for j in tl.static_range(1, 32 // BITS):
+        total += x[j]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _offsets(x, CODES: tl.constexpr):
+    """What `_nibble` adds to the products of quads with planes of x, [Q]."""
+    total = (_offset(0) + (8 if CODES == "int4" else 0)) * x[0]
+    for j in tl.static_range(1, 8):
+        total += (_offset(j) + (8 if CODES == "int4" else 0)) * x[j]
+    return tl.sum(total, 1)
+
+
+@triton.constexpr_function
+def _offset_leaves_last(codes, columns, dtype):
+    """Whether codes of x's dtype are multiplied with what `_nibble` adds, which `_offsets` takes.
+
+    Float32 is to be exact, and half a quad has no sum of its own.
+    """
+    return codes in ("int4", "uint4") and columns != 16 and dtype != tl.float32
+
+
+@triton.jit
+def _products(
+    w, x, beside, sums, offsets, mask, zero_ptr, CODES: tl.constexpr, BITS: tl.constexpr,
+    TABLE: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Products of quads with planes of x, [R, Q], by their blocks' scales and zeros."""
+    s, s2, z = beside
+    HALVES: tl.constexpr = 2 if BITS == 4 and BLOCK[1] == 16 else 1
+    part = tl.zeros(w.shape, tl.float32)
+    other = tl.zeros(w.shape, tl.float32)
+    for j in tl.static_range(32 // BITS):
+        if OFFSET:
+            part += _nibble(w, j, mask.to(tl.uint32)) * x[j][None, :, :]
+        elif HALVES == 2 and j >= 4:
+            other += _plane(w, j, CODES, TABLE) * x[j][None, :, :]
+        else:
+            part += _plane(w, j, CODES, TABLE) * x[j][None, :, :]
+    p = tl.sum(part, 2)
+    if OFFSET:
+        p -= offsets[None, :]
+    if BLOCK[1]:
+        if zero_ptr is not None:
+            p -= z.to(tl.float32) * sums[None, :]
+        p *= _scale(s, SCALES)
+        if HALVES == 2:
+            p += tl.sum(other, 2) * _scale(s2, SCALES)
+    return p
+
+
+@triton.jit
+def _of_whole_rows(
+    y, total, factor, scale_ptr, zero_ptr, outer_ptr, rows, inside,
+    CODES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of rows, by their scales and zeros; `total` is the sum of x, `factor` its norm's."""
+    if BLOCK[1] == 0:
+        if zero_ptr is not None:
+            y -= _of_rows(zero_ptr, rows, inside, BLOCK).to(tl.float32) * total
+        y *= _scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES)
+    y *= _unit(CODES) * factor
+    if outer_ptr is not None:
+        y *= tl.load(outer_ptr + rows, mask=inside, other=0.0)
+    return y
+
+
+@triton.jit
+def _end(
+    y, block, ends, features, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Write the sums of one block of rows; those of gate come before those of up."""
+    own = block * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
+        _finish(gate, up, own, features, ends, (0, 0), ACTIVATION, GATED)
+    else:
+        _finish(y, y, own, features, ends, (0, 0), ACTIVATION, GATED)
+
+
+@triton.jit
+def _rows_of(block, features, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Rows of the matrix that a block of results needs, and which of them there are."""
+    r = tl.arange(0, ROWS * PARTS)
+    own = block * ROWS + r % ROWS
+    return own.to(tl.int64) + (r // ROWS) * features, own < features
+
+
+@triton.jit
+def stream_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, residual_ptr, norm_weight_ptr,
+    norm_bias_ptr, y_ptr, features, eps, mask,
+    K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [features] of one row x [K], which QUADS cover: it stays in registers.
+
+    A program goes through blocks of ROWS results, and fetches the next one's codes while it sums.
+    """
+    let_next_start(PDL)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    OFFSET: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], x_ptr.dtype.element_ty)
+    q = tl.arange(0, QUADS)
+    first = tl.program_id(0)
+    rows, inside = _rows_of(first, features, ROWS, PARTS)
+    # Codes and scales are on their way before the kernel in front has ended.
+    w = _quads(weight_ptr, rows, inside, q, K, BITS)
+    beside = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+    wait_for_inputs(PDL)
+    mean = 0.0
+    factor = 1.0
+    if NORM is not None:
+        mean, factor = _statistics(x_ptr, eps, K, NORM)
+    x = _inputs(x_ptr, q, (norm_weight_ptr, norm_bias_ptr, mean, factor), K, BITS, NORM)
+    factor = 1.0 if NORM == "layer" else factor
+    sums = _sums(x, BITS) if zero_ptr is not None else 0.0
+    total = tl.sum(sums, 0) if zero_ptr is not None else 0.0
+    offsets = _offsets(x, CODES) if OFFSET else 0.0
+    ends = (bias_ptr, residual_ptr, y_ptr)
+    for block in range(first, tl.cdiv(features, ROWS), tl.num_programs(0)):
+        rows, inside = _rows_of(block + tl.num_programs(0), features, ROWS, PARTS)
+        w_next = _quads(weight_ptr, rows, inside, q, K, BITS)
+        beside_next = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+        p = _products(
+            *(w, x, beside, sums, offsets, mask, zero_ptr),
+            *(CODES, BITS, TABLE, SCALES, BLOCK, OFFSET),
+        )
+        rows, inside = _rows_of(block, features, ROWS, PARTS)
+        about = (scale_ptr, zero_ptr, outer_ptr)
+        y = _of_whole_rows(tl.sum(p, 1), total, factor, *about, rows, inside, CODES, SCALES, BLOCK)
+        _end(y, block, ends, features, ROWS, ACTIVATION, GATED)
+        w = w_next
+        beside = beside_next
 
 
 @triton.jit
@@ -201,7 +373,7 @@ def matvec_kernel(
     norm_bias_ptr, y_ptr, partial_ptr, counter_ptr, features, eps, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
-    TURNS: tl.constexpr, AHEAD: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    TURNS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [features] of one row x [K]; a program sums ROWS of them over TURNS times QUADS quads.
@@ -210,26 +382,14 @@ def matvec_kernel(
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
-    PLANES: tl.constexpr = 32 // BITS
-    HALVES: tl.constexpr = 2 if BITS == 4 and BLOCK[1] == 16 else 1
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    INTEGERS: tl.constexpr = CODES == "int4" or CODES == "uint4"
-    OFFSET: tl.constexpr = INTEGERS and HALVES == 1 and not EXACT  # leaves by one sum of x
+    OFFSET: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], x_ptr.dtype.element_ty)
     pid = tl.program_id(0)
     split = tl.program_id(1)
-    r = tl.arange(0, ROWS * PARTS)
-    own = pid * ROWS + r % ROWS
-    inside = own < features
-    rows = own.to(tl.int64) + (r // ROWS) * features
+    rows, inside = _rows_of(pid, features, ROWS, PARTS)
     first = split * (TURNS * QUADS) + tl.arange(0, QUADS)
     # Codes and scales are on their way before the kernel in front has ended.
     w = _quads(weight_ptr, rows, inside, first, K, BITS)
-    if BLOCK[1]:
-        s = _lying(scale_ptr, rows, inside, first, 0, K, BITS, BLOCK)
-        if HALVES == 2:
-            s2 = _lying(scale_ptr, rows, inside, first, 1, K, BITS, BLOCK)
-        if zero_ptr is not None:
-            z = _lying(zero_ptr, rows, inside, first, 0, K, BITS, BLOCK)
+    beside = _beside(scale_ptr, zero_ptr, rows, inside, first, K, BITS, BLOCK)
     wait_for_inputs(PDL)
     mean = 0.0
     factor = 1.0
@@ -240,100 +400,39 @@ def matvec_kernel(
     total = tl.zeros((QUADS,), tl.float32)  # of x, where rows have zeros
     for turn in range(TURNS):
         q = first + turn * QUADS
-        if TURNS > 1 and AHEAD:
-            after = q + QUADS
-            there = inside & (turn + 1 < TURNS)
-            w_next = _quads(weight_ptr, rows, there, after, K, BITS)
-            if BLOCK[1]:
-                s_next = _lying(scale_ptr, rows, there, after, 0, K, BITS, BLOCK)
-                if HALVES == 2:
-                    s2_next = _lying(scale_ptr, rows, there, after, 1, K, BITS, BLOCK)
-                if zero_ptr is not None:
-                    z_next = _lying(zero_ptr, rows, there, after, 0, K, BITS, BLOCK)
-        part = tl.zeros((ROWS * PARTS, QUADS, 4), tl.float32)
-        other = tl.zeros((ROWS * PARTS, QUADS, 4), tl.float32)
-        sums = tl.zeros((QUADS, 4), tl.float32)
-        offset = tl.zeros((QUADS, 4), tl.float32)
-        if BITS == 8:
-            k = q[:, None] * 16 + tl.arange(0, 16)[None, :]
-            planes = _bytes_apart(_input(x_ptr, k, norm, K, NORM))
-        for j in tl.static_range(PLANES):
-            if BITS == 8:
-                x = planes[j]
-            else:
-                k = q[:, None] * 32 + 4 * j + tl.arange(0, 4)[None, :]
-                x = _input(x_ptr, k, norm, K, NORM)
-            if OFFSET:
-                part += _nibble(w, j, mask.to(tl.uint32)) * x[None, :, :]
-                offset += (_offset(j) + (8 if CODES == "int4" else 0)) * x
-            elif HALVES == 2 and j >= 4:
-                other += _plane(w, j, CODES, TABLE) * x[None, :, :]
-            else:
-                part += _plane(w, j, CODES, TABLE) * x[None, :, :]
-            if zero_ptr is not None:
-                sums += x
-        p = tl.sum(part, 2)
-        if OFFSET:
-            p -= tl.sum(offset, 1)[None, :]
-        if BLOCK[1]:
-            if zero_ptr is not None:
-                p -= z.to(tl.float32) * tl.sum(sums, 1)[None, :]
-            acc += p * _scale(s, SCALES)
-            if HALVES == 2:
-                acc += tl.sum(other, 2) * _scale(s2, SCALES)
-        else:
-            acc += p
-            if zero_ptr is not None:
-                total += tl.sum(sums, 1)
-        if TURNS > 1 and not AHEAD:
-            after = q + QUADS
-            there = inside & (turn + 1 < TURNS)
-            w = _quads(weight_ptr, rows, there, after, K, BITS)
-            if BLOCK[1]:
-                s = _lying(scale_ptr, rows, there, after, 0, K, BITS, BLOCK)
-                if HALVES == 2:
-                    s2 = _lying(scale_ptr, rows, there, after, 1, K, BITS, BLOCK)
-                if zero_ptr is not None:
-                    z = _lying(zero_ptr, rows, there, after, 0, K, BITS, BLOCK)
-        elif TURNS > 1:
-            w = w_next
-            if BLOCK[1]:
-                s = s_next
-                if HALVES == 2:
-                    s2 = s2_next
-                if zero_ptr is not None:
-                    z = z_next
-    y = tl.sum(acc, 1)
-    if BLOCK[1] == 0:
+        x = _inputs(x_ptr, q, norm, K, BITS, NORM)
+        sums = 0.0
         if zero_ptr is not None:
-            y -= _of_rows(zero_ptr, rows, inside, BLOCK).to(tl.float32) * tl.sum(total, 0)
-        y *= _scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES)
-    y *= _unit(CODES)
-    if outer_ptr is not None:
-        y *= tl.load(outer_ptr + rows, mask=inside, other=0.0)
-    if NORM is not None and NORM != "layer":
-        y *= factor
+            sums = _sums(x, BITS)
+            total += sums
+        offsets = _offsets(x, CODES) if OFFSET else 0.0
+        acc += _products(
+            *(w, x, beside, sums, offsets, mask, zero_ptr),
+            *(CODES, BITS, TABLE, SCALES, BLOCK, OFFSET),
+        )
+        if TURNS > 1:
+            there = inside & (turn + 1 < TURNS)
+            w = _quads(weight_ptr, rows, there, q + QUADS, K, BITS)
+            beside = _beside(scale_ptr, zero_ptr, rows, there, q + QUADS, K, BITS, BLOCK)
+    factor = 1.0 if NORM == "layer" else factor
+    about = (scale_ptr, zero_ptr, outer_ptr)
+    whole = tl.sum(total, 0)
+    y = _of_whole_rows(tl.sum(acc, 1), whole, factor, *about, rows, inside, CODES, SCALES, BLOCK)
     ended = 0
     if SPLITS > 1:
         area: tl.constexpr = ROWS * PARTS
-        theirs = partial_ptr + pid * (SPLITS * area) + r
+        theirs = partial_ptr + pid * (SPLITS * area) + tl.arange(0, area)
         tl.store(theirs + split * area, y)
         tl.debug_barrier()  # all of the program's writes, before it says that they are there
         ended = tl.atomic_add(counter_ptr + pid, 1, sem="acq_rel")
         if ended == SPLITS - 1:
             tl.store(counter_ptr + pid, 0)
             tl.debug_barrier()
-            y = tl.zeros((ROWS * PARTS,), tl.float32)
+            y = tl.zeros((area,), tl.float32)
             for i in tl.static_range(SPLITS):
                 y += tl.load(theirs + i * area, cache_modifier=".cg")
     if ended == SPLITS - 1:
-        ends = (bias_ptr, residual_ptr, y_ptr)
-        mine = pid * ROWS + tl.arange(0, ROWS)
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
-            _finish(gate, up, mine, features, ends, (0, 0), ACTIVATION, GATED)
-        else:
-            _finish(y, y, mine, features, ends, (0, 0), ACTIVATION, GATED)
+        _end(y, pid, (bias_ptr, residual_ptr, y_ptr), features, ROWS, ACTIVATION, GATED)
 
 
 @triton.jit
@@ -411,18 +510,13 @@ def _all_lying(
     SCALES: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Scales of quads and of their second halves, and zeros; [R, Q, 1] in float32."""
-    s = 1.0
-    s2 = 1.0
-    z = 0.0
+    s, s2, z = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
     if BLOCK[1]:
-        s = _scale(_lying(scale_ptr, rows, inside, q, 0, K, BITS, BLOCK), SCALES) * _unit(CODES)
-        s = s[:, :, None]
-        s2 = s
-        if BITS == 4 and BLOCK[1] == 16:
-            s2 = _lying(scale_ptr, rows, inside, q, 1, K, BITS, BLOCK)
-            s2 = (_scale(s2, SCALES) * _unit(CODES))[:, :, None]
+        s = (_scale(s, SCALES) * _unit(CODES))[:, :, None]
+        halves: tl.constexpr = BITS == 4 and BLOCK[1] == 16
+        s2 = (_scale(s2, SCALES) * _unit(CODES))[:, :, None] if halves else s
         if zero_ptr is not None:
-            z = _lying(zero_ptr, rows, inside, q, 0, K, BITS, BLOCK).to(tl.float32)[:, :, None]
+            z = z.to(tl.float32)[:, :, None]
     elif zero_ptr is not None:
         z = _of_rows(zero_ptr, rows, inside, BLOCK).to(tl.float32)[:, None, None]
     return s, s2, z
