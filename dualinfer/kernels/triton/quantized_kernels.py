@@ -467,13 +467,10 @@ def tile_kernel(
         q = first + turn * QUADS
         w = _quads(weight_ptr, rows, inside, q, K, BITS)
         beside = _all_lying(scale_ptr, zero_ptr, rows, inside, q, K, BITS, SCALES, BLOCK, CODES)
-        i = tl.arange(0, QUADS * 4)
-        begin = (split * TURNS + turn) * (QUADS * 4 * PLANES)
-        for j in tl.static_range(PLANES):
-            k = begin + (4 * i + j if BITS == 8 else i // 4 * 32 + i % 4 + 4 * j)
-            x = tl.load(x_row + k[:, None], mask=(k < K)[:, None], other=0.0)
-            v = _meant(_plane(w, j, CODES, TABLE), beside, j // 4, zero_ptr, BLOCK)
-            acc = dot(tl.reshape(v.to(x.dtype), (BLOCK_N * PARTS, QUADS * 4)), x, acc)
+        k = (split * TURNS + turn) * (QUADS * 4 * PLANES) + tl.arange(0, QUADS * 4 * PLANES)
+        x = tl.load(x_row + k[:, None], mask=(k < K)[:, None], other=0.0)
+        v = _all_planes(w, beside, zero_ptr, x.dtype, CODES, BITS, TABLE, BLOCK)
+        acc = dot(tl.reshape(v, (BLOCK_N * PARTS, QUADS * 4 * PLANES)), x, acc)
     if BLOCK[1] == 0:
         acc *= (_scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES) * _unit(CODES))[:, None]
     if outer_ptr is not None:
@@ -534,6 +531,29 @@ def _meant(v, beside, HALF: tl.constexpr, zero_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _all_planes(
+    w, beside, zero_ptr, dtype: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What quads of codes mean, in the order of a matrix's columns, in `dtype`."""
+    v0 = _meant(_plane(w, 0, CODES, TABLE), beside, 0, zero_ptr, BLOCK).to(dtype)
+    v1 = _meant(_plane(w, 1, CODES, TABLE), beside, 0, zero_ptr, BLOCK).to(dtype)
+    v2 = _meant(_plane(w, 2, CODES, TABLE), beside, 0, zero_ptr, BLOCK).to(dtype)
+    v3 = _meant(_plane(w, 3, CODES, TABLE), beside, 0, zero_ptr, BLOCK).to(dtype)
+    lower = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+    if BITS == 8:
+        return lower  # planes are bytes, of words in their order
+    else:
+        v4 = _meant(_plane(w, 4, CODES, TABLE), beside, 1, zero_ptr, BLOCK).to(dtype)
+        v5 = _meant(_plane(w, 5, CODES, TABLE), beside, 1, zero_ptr, BLOCK).to(dtype)
+        v6 = _meant(_plane(w, 6, CODES, TABLE), beside, 1, zero_ptr, BLOCK).to(dtype)
+        v7 = _meant(_plane(w, 7, CODES, TABLE), beside, 1, zero_ptr, BLOCK).to(dtype)
+        upper = tl.join(tl.join(v4, v6), tl.join(v5, v7))
+        # [R, Q, word, j % 4 // 2, j % 2, j // 4]: columns are numbered by nibbles, then words.
+        return tl.permute(tl.join(lower, upper), (0, 1, 5, 3, 4, 2))
+
+
+@triton.jit
 def values_kernel(
     weight_ptr, scale_ptr, zero_ptr, outer_ptr, y_ptr, features,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
@@ -552,13 +572,10 @@ def values_kernel(
         last = _scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES) * _unit(CODES)
     if outer_ptr is not None:
         last *= tl.load(outer_ptr + rows, mask=inside, other=0.0)
-    last = last[:, None, None]
     wait_for_inputs(PDL)  # what reads the memory that is written here has ended
-    y_row = y_ptr + rows[:, None, None] * K
-    dtype = y_ptr.dtype.element_ty
-    for j in tl.static_range(32 // BITS):
-        c = tl.arange(0, 4)[None, :]
-        k = q[:, None] * 16 + 4 * c + j if BITS == 8 else q[:, None] * 32 + 4 * j + c
-        v = _meant(_plane(w, j, CODES, TABLE), beside, j // 4, zero_ptr, BLOCK) * last
-        mask = inside[:, None, None] & (k < K)[None, :, :]
-        tl.store(y_row + k[None, :, :], v.to(dtype), mask=mask)
+    PER: tl.constexpr = 128 // BITS
+    v = _all_planes(w, beside, zero_ptr, tl.float32, CODES, BITS, TABLE, BLOCK)
+    v = tl.reshape(v, (ROWS, QUADS * PER)) * last[:, None]
+    k = tl.program_id(1) * (QUADS * PER) + tl.arange(0, QUADS * PER)
+    y_at = y_ptr + rows[:, None] * K + k[None, :]
+    tl.store(y_at, v.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])
