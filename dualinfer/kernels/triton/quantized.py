@@ -12,11 +12,13 @@ import triton
 
 from . import linear as plain
 from .launch import launch, next_power_of_2
-from .linear import MOST_ROWS, MOST_TILES, NormArguments
+from .linear import MOST_TILES, NormArguments
 from .operands import as_words, empty
 from .quantized_kernels import matvec_kernel, stream_kernel, tile_kernel, values_kernel
 from .tunable import Key, Kind, Tunable, powers
 
+# Rows of x: with more, an H100 is sooner done with a matrix that `values` makes.
+MOST_ROWS = 64
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _WIDEST = {4: 512, 8: 512}  # quads of a row of x that the default keeps in registers
@@ -231,9 +233,9 @@ def default_config(
     m = 16 if count <= 16 else 32 if count <= 32 else 64
     n = 32 if gated else 64
     tiles = triton.cdiv(count, m) * triton.cdiv(features, n)
-    least = 4 if bits == 4 else 2
-    splits = max(1, min(round(1.5 * sms / tiles), quads // (4 * least), 8))
-    return QuantizedTileConfig(m, n, max(4, least), 4, 3, splits)
+    waves = 1.5 if bits == 4 else 4 if m < 64 else 2
+    splits = max(1, min(round(waves * sms / tiles), quads // 16, 8))
+    return QuantizedTileConfig(m, n, 4, 4, 3, splits)
 
 
 def tuning_key(rows: int, features: int, weight: Packed, itemsize: int, gated: bool) -> Key:

@@ -67,7 +67,9 @@ class KernelOps(PlainOps):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
-    reads_codes = f"Triton, fused, up to {linear.MOST_ROWS} rows; above XLA, with values by Triton"
+    reads_codes = (
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton"
+    )
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
     implementations: Mapping[str, str] = {
@@ -234,7 +236,7 @@ class KernelOps(PlainOps):
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
         if weight.scheme is not None:
             known = packed(weight) is not None
-            return known and count <= (1 if x.dtype.itemsize == 4 else linear.MOST_ROWS)
+            return known and count <= (1 if x.dtype.itemsize == 4 else quantized.MOST_ROWS)
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.dtype.itemsize, fused)
 

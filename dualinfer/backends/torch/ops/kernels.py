@@ -64,7 +64,7 @@ class KernelOps(PlainOps):
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     reads_codes = (
-        f"Triton, fused, up to {linear.MOST_ROWS} rows; above cuBLAS, with values by Triton"
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton"
     )
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
@@ -188,7 +188,7 @@ class KernelOps(PlainOps):
         count, (features, width) = x.numel() // x.shape[-1], weight.shape
         if weight.scheme is not None:
             known = packed(weight) is not None
-            return known and count <= (1 if x.element_size() == 4 else linear.MOST_ROWS)
+            return known and count <= (1 if x.element_size() == 4 else quantized.MOST_ROWS)
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.element_size(), fused)
 
