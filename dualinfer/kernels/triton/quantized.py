@@ -21,7 +21,7 @@ from .tunable import Key, Kind, Tunable, powers
 MOST_ROWS = 64
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
-_WIDEST = {4: 512, 8: 512}  # quads of a row of x that the default keeps in registers
+_WIDEST = 512  # quads of a row of x that the default keeps in registers
 _VALUES = 4096  # codes that a program of `values` reads
 
 
@@ -221,12 +221,12 @@ def default_config(
     quads = next_power_of_2(triton.cdiv(width, 128 // bits))
     if count == 1:
         parts = 2 if gated else 1
-        if quads > _WIDEST[bits]:
+        if quads > _WIDEST:
             rows, quads, warps = (8, 64, 4) if bits == 4 else (2, 128, 2)
             return QuantizedVectorConfig(rows // parts, quads, warps)
         # Words of codes a thread, and warps a program, of which 16 fill a multiprocessor.
         words, warps = (8, 8) if bits == 4 else (16, 4)
-        rows = max(1, words * 8 * warps // (quads * parts))
+        rows = _stream_rows(words, warps, quads * parts)
         while rows > 1 and features < 2 * sms * rows:
             rows //= 2
         return QuantizedStreamConfig(rows, warps, 16 // warps)
@@ -236,6 +236,11 @@ def default_config(
     waves = 1.5 if bits == 4 else 4 if m < 64 else 2
     splits = max(1, min(round(waves * sms / tiles), quads // 16, 8))
     return QuantizedTileConfig(m, n, 4, 4, 3, splits)
+
+
+def _stream_rows(words: int, warps: int, quads: int) -> int:
+    """Results a program, of `quads` each, that give each of its threads so many words of codes."""
+    return min(max(1, words * 8 * warps // quads), 64)
 
 
 def tuning_key(rows: int, features: int, weight: Packed, itemsize: int, gated: bool) -> Key:
@@ -270,7 +275,7 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
     if rows == 1:
         quads, parts = next_power_of_2(triton.cdiv(width, 128 // bits)), 2 if gated else 1
         streams = [
-            QuantizedStreamConfig(max(1, words * 8 * warps // (quads * parts)), warps, programs)
+            QuantizedStreamConfig(_stream_rows(words, warps, quads * parts), warps, programs)
             for words, warps, programs in (
                 (8, 8, 2), (8, 4, 4), (8, 2, 8), (16, 4, 4), (16, 8, 2), (16, 16, 1), (16, 8, 3),
             )
