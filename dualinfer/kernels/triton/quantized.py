@@ -17,8 +17,7 @@ from .operands import as_words, empty
 from .quantized_kernels import matvec_kernel, stream_kernel, tile_kernel, values_kernel
 from .tunable import Key, Kind, Tunable, powers
 
-# Rows of x: with more, an H100 is sooner done with a matrix that `values` makes.
-MOST_ROWS = 64
+MOST_ROWS = 64  # of x; more are multiplied with a matrix that `values` makes
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
@@ -239,7 +238,7 @@ def default_config(
 
 
 def _stream_rows(words: int, warps: int, quads: int) -> int:
-    """Results a program, of `quads` each, that give each of its threads so many words of codes."""
+    """Results at a time, each of so many quads, that give every thread `words` words of codes."""
     return min(max(1, words * 8 * warps // quads), 64)
 
 
