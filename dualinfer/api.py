@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import backends
-from .checkpoint.files import read_json
+from .checkpoint.gguf import is_gguf
 from .checkpoint.hf_config import (
     check_sizes,
     read_config,
     read_generation_config,
     read_other_config,
+    read_written,
 )
 from .checkpoint.hub import find_checkpoint, find_weights
 from .checkpoint.quantized import open_as_held, quantize_by
@@ -71,16 +72,16 @@ def init_inference(
 ) -> FusedEngine | ModuleEngine:
     """An engine that runs `model` on `backend`, "torch" or "jax"; unset: what is installed.
 
-    `model` is the folder of a HF checkpoint, the name of a model of the hub, which is fetched where
-    the local cache does not hold it (`revision` is its branch, tag or commit), a live HF module,
-    any other nn.Module (torch), or a Flax module (JAX): nnx, Linen bound to its variables, or Linen
-    with them as `params`. A checkpoint runs in fused mode, by dualinfer's own decoder; so do HF
-    modules on JAX, and on torch with `replace_with_kernel_inject=True`, and stay as they are, their
-    weights shared where layout, dtype and device agree. Everything else runs in module mode: on
-    torch the module itself, cast and moved in place, or one that is made of a checkpoint whose
-    family fused mode does not know. `config` is a dict, an InferenceConfig or the path of a JSON
-    file; keyword arguments are its fields. Raises ConfigError, ModelError, CheckpointError,
-    BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
+    `model` is the folder of a HF checkpoint, a GGUF file, the name of a model of the hub, which is
+    fetched where the local cache does not hold it (`revision` is its branch, tag or commit), a live
+    HF module, any other nn.Module (torch), or a Flax module (JAX): nnx, Linen bound to its
+    variables, or Linen with them as `params`. A checkpoint runs in fused mode, by dualinfer's own
+    decoder; so do HF modules on JAX, and on torch with `replace_with_kernel_inject=True`, and stay
+    as they are, their weights shared where layout, dtype and device agree. Everything else runs in
+    module mode: on torch the module itself, cast and moved in place, or one that is made of a
+    checkpoint whose family fused mode does not know. `config` is a dict, an InferenceConfig or the
+    path of a JSON file; keyword arguments are its fields. Raises ConfigError, ModelError,
+    CheckpointError, BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
     settings = make_config(config, overrides).with_int8_as_quant()
@@ -102,7 +103,7 @@ def init_inference(
             f"revision={revision!r} is that of a model of the hub; a {_class_name(model)} has "
             "none. Leave revision out."
         )
-    peers = backends.join(settings)
+    peers = backends.join(settings, is_module=kind == "flax")
     try:
         find = partial(_find, model, kind, settings, revision)
         model, settings = in_turn(peers, "Finding the model", find)
@@ -156,7 +157,7 @@ def _choose_mode(
             "it is. Leave it unset."
         )
     if unknown is not None:
-        if knows_family(read_json(model / "config.json")):
+        if knows_family(read_written(model)):
             warn_caller(f"The model runs in module mode, without kernels: {unknown}")
         make = partial(_make_module_engine, is_checkpoint=True)
         return make, *_module_of_folder(model, settings, unknown)
@@ -183,7 +184,7 @@ def _module_of_folder(
 ) -> tuple[Any, InferenceConfig, list[str]]:
     """The HF model that config.json describes, without values yet, to be filled from the folder."""
     _refuse_checkpoint(settings)
-    names = read_json(folder / "config.json").get("architectures")
+    names = read_written(folder).get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
         raise unknown
@@ -241,8 +242,10 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
     if isinstance(model, Path):
         return partial(load_tokenizer, model)
     for place in (getattr(model, "name_or_path", None), settings.checkpoint):
-        if isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place)):
-            return partial(load_tokenizer, place)
+        if isinstance(place, str | os.PathLike):
+            path = os.path.expanduser(place)
+            if is_gguf(path) or os.path.isdir(path):
+                return partial(load_tokenizer, path)
     return None
 
 
@@ -593,7 +596,7 @@ def _from_module(module: Any, other_way: str) -> _Model:
 
 
 def _from_folder(folder: Path, other_way: str) -> _Model:
-    check_folder(folder)
+    folder = check_folder(folder)
     config = read_config(folder)
     names = config.architectures
     source = partial(open_checkpoint, folder)

@@ -26,6 +26,15 @@ def on_backends(cases: Iterable[str], repeating: Iterable[str] = ()) -> list[Any
     ]
 
 
+def slow_but(quick: Iterable[str], cases: Iterable[str], *more: str) -> list[Any]:
+    """Each case, with `more` parameters; those that are not `quick` show the same and are slow."""
+    quick = set(quick)
+    return [
+        pytest.param(case, *more, marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     """One tiny model: its HF classes and the config fields that make it odd."""

@@ -30,7 +30,7 @@ from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
-from dualinfer.bench.measure import Task, decode_row, measure
+from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import (
     RandomMatrix,
@@ -155,6 +155,29 @@ def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama
     kv = 4 * 20.5 * LAYERS * 2 * KV * 2
     assert row["kv_bytes"] == pytest.approx(kv)
     assert row["of_limit"] == pytest.approx((counts.weight_bytes + kv) / 0.030 / 1e9)
+
+
+def test_a_row_of_streamed_layers_is_divided_by_the_slower_of_reading_and_copying():
+    row = {"limit_ms": 2.0, "ms_per_token": 10.0}
+    assert streaming_figures(row, 8 * 10**6, 1e9)["of_limit"] == pytest.approx(0.8)
+    assert streaming_figures(row, 10**6, 1e9)["of_limit"] == pytest.approx(0.2)
+
+
+@pytest.mark.slow
+def test_bench_decode_of_streamed_layers_measures_the_rate_that_it_divides_by(tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("decode", "--resident-layers", 1, "--backend", "both", "--batch", 1, "--batch", 3),
+        *("--prompt", 9, "--new-tokens", 4, "--repeats", 1, "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 and "GB/s from the host" in " ".join(result.stdout.split())
+    for row in rows:
+        assert row["streamed_bytes"] == row["system_facts"]["streamed_bytes"] > 0
+        read = (row["weight_bytes"] + row["kv_bytes"]) / row["read_bandwidth"]
+        least = max(read, row["streamed_bytes"] / row["host_rate"])
+        assert row["of_limit"] == pytest.approx(least / row["ms_per_token"] * 1e3)
 
 
 def test_warm_ups_do_not_count(monkeypatch):
@@ -858,6 +881,7 @@ def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, se
         assert row["limit_ms"] == pytest.approx(seconds / tp * 1e3)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_two_processes_share_a_model_and_one_speaks(tmp_path):
     tasks = [Task("decode", "torch", "tiny", "float32", 1, 8, 4, 1, True, tp) for tp in (2, 1)]

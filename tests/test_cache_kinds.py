@@ -31,7 +31,9 @@ IN_ORDER = caches.block_table
 OPTIONS = {"dtype": "fp32", "replace_with_kernel_inject": True}
 FAMILIES = {case.family: case.name for case in reversed(CASES.values()) if case.generates}
 # Families that on JAX show what others show.
-REPEATING = ("mistral", "qwen2", "qwen3", "opt", "gptj", "gpt_neo")
+REPEATING = (
+    *("mistral", "qwen2", "qwen3", "opt", "gptj", "gpt_neo", "gpt_neox", "gpt2", "gemma3_text"),
+)
 PROMPTS = [random_ids(1, tokens, seed=tokens)[0].tolist() for tokens in (5, 9, 2)]
 
 

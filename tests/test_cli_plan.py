@@ -396,6 +396,24 @@ def test_plan_of_very_many_devices_answers_at_once(run, tmp_path):
     assert result.exit_code == 2 and "1024" in result.stderr
 
 
+def test_plan_says_what_is_streamed_and_how_long_it_takes(run, tmp_path):
+    make_model("llama-gqa", num_hidden_layers=5).config.save_pretrained(tmp_path)
+    table = table_of("llama-gqa", 1)
+    layer = sum(row.size // row.count for row in table.rows if ".0-2." in row.name)
+    asked = "plan", tmp_path, "--tp", 1, "--dtype", "float32"
+    result = run(*asked, "--resident-layers", 1, "--host-rate", 0.001)
+    matrices = layer - sum(
+        r.size // r.count for r in table.rows if "norm" in r.name and r.count > 1
+    )
+    text = " ".join(result.output.split())
+    assert f"the matrices of 4 of 5 layers, {4 * matrices / 2**20:,.1f} MiB, stay" in text
+    assert f"at least {4 * matrices / 1e3:,.1f} ms at 0.001 GB/s" in text
+    text = " ".join(run(*asked, "--device-memory", 1000).output.split())
+    assert "all 5 layers fit on the device" in text and "per token" not in text.partition("fit")[2]
+    result = run(*asked, "--host-rate", 3)
+    assert result.exit_code == 1 and "Pass --resident-layers or" in " ".join(result.stderr.split())
+
+
 def test_plan_needs_a_folder(run, tmp_path):
     result = run("plan", tmp_path / "nowhere", "--tp", 2)
     assert result.exit_code == 1 and "does not exist" in " ".join(result.stderr.split())

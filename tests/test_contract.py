@@ -252,7 +252,7 @@ def test_old_calls_run_and_warn_at_the_callers_line(call, backend, hf_model):
         ({"tp_size": 1}, r"did you mean 'tensor_parallel\.tp_size'"),
         ({"tensor_parallel": 1}, "tensor_parallel=1.*expected a dict"),
         ({"mp_size": 99}, r"tp_size=99"),  # processes on torch, devices on JAX
-        ({"zero": {"stage": 3}}, "zero=.*ZeRO is for training"),
+        ({"zero": {"stage": 2}}, r"zero\.stage=2.*expected 0 or 3"),
         ({"fp16": {"enabled": True}}, "unknown key 'fp16'"),
         ({"cpu_offload": True}, "unknown key 'cpu_offload'"),
         ({"max_out_tokens": -1}, "max_out_tokens=-1"),

@@ -608,6 +608,13 @@ def test_a_quantized_text_model_within_another_is_not_taken_for_a_plain_one(meth
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic'.*stale"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "'longrope'"),
+        (
+            {
+                **{"rope_type": "longrope", "attention_factor": 1.0},
+                **{"short_factor": [1.0], "long_factor": [2.0]},
+            },
+            "same factors for short and long.*stale",
+        ),
         ({"rope_type": "proportional"}, "'proportional'"),
         ({"rope_type": "nonsense"}, "'nonsense'.*Honoured: default, linear"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -70,6 +70,7 @@ def test_two_devices_share_a_model():
     assert result.stdout.startswith("import sys\n") and result.stdout.count("fused mode") == 1
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_stores():
     cells = json.loads((EXAMPLES / "jax.ipynb").read_text(encoding="utf-8"))["cells"]
     names = {}

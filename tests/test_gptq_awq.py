@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.files import TensorFile
-from dualinfer.checkpoint.sources import FilesSource, check_folder, open_checkpoint
-from dualinfer.errors import CheckpointNotFoundError
+from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 
 from .formats import check_logits, check_slices, values
@@ -240,15 +239,6 @@ def test_what_is_not_read_is_refused_by_name(case):
     name, fields, message = REFUSED[case]
     with pytest.raises(UnsupportedError, match=f"(?s){message}"):
         Golden(name).open(**fields)
-
-
-def test_gguf_files_are_refused_by_name(tmp_path):
-    file = tmp_path / "small.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointNotFoundError, match=r"GGUF file.*HF checkpoint"):
-        check_folder(file)
-    with pytest.raises(CheckpointNotFoundError, match=r"small.gguf.*HF checkpoint"):
-        open_checkpoint(tmp_path)
 
 
 NAN = np.full((3, 24), np.nan, np.float16)

@@ -222,6 +222,28 @@ def test_graphs_give_what_the_same_launches_give_uncaptured(family):
     assert first + list(stream) == plain.generate([[5, 6, 7]], max_new_tokens=20)[0, 3:].tolist()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_streamed_layers_answer_as_those_on_the_card(backend, quant):
+    import dualinfer
+
+    settings = dict(backend=backend, dtype="bf16", replace_with_kernel_inject=True, quant=quant)
+    on_host = dict(keep_module_on_host=True, resident_layers=0)
+    ids = np.random.default_rng(0).integers(0, 4001, (3, 70))
+    answers = []
+    for more in ({}, on_host):
+        with dualinfer.init_inference(make_model("llama"), **settings, **more) as engine:
+            for _ in range(2):  # the second time buffers are used again
+                logits = np.asarray(engine(ids).logits, np.float32)
+                answers.append([logits, engine.generate(ids, max_new_tokens=20)])
+            assert bool(engine.report().streamed_bytes) == bool(more)
+            if more and backend == "torch":
+                assert all(block.is_pinned() for block in engine.runner.params.blocks.values())
+    for other in answers[1:]:
+        np.testing.assert_array_equal(answers[0][1], other[1])
+        np.testing.assert_array_equal(answers[0][0], other[0])
+
+
 def test_close_frees_the_card():
     import dualinfer
 

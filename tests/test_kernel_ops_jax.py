@@ -26,7 +26,7 @@ from dualinfer.kernels.xla import grouping, handler  # noqa: E402
 
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
-from .models import make_model, relative_rms  # noqa: E402
+from .models import make_model, relative_rms, slow_but  # noqa: E402
 from .test_kernel_ops import CASES, ENCODER, VOCAB, assert_same_outputs, batch  # noqa: E402
 
 pytestmark = [
@@ -65,7 +65,10 @@ def assert_same_text(fast: Any, plain: Any, prompts: Any, new: int, **options: A
     return text
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("llama-gqa", "gpt2", "opt", "neox", "bloom", "gemma2")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
     """Two prompts of different lengths, into the cache and on, with all products by the kernels."""
     monkeypatch.setattr(linear, "serves", lambda *shape: True)

@@ -190,9 +190,12 @@ READS_WEIGHTS = ("backends.torch.ops", "backends.jax.ops", "backends.schemes", "
 OTHER_DATA = {
     "backends.jax.exchange": "a shard of a jax.Array",
     "kernels.xla.handler": "an address that XLA hands over",
+    "backends.jax.streaming": "a shard of a jax.Array",
     "backends.torch.adapter": "a torch Parameter",
+    "backends.torch.streaming": "an address of a NumPy array",
     "checkpoint.files": "a NumPy array's memory",
     "kernels.triton.quantized": "the codes of a Packed",
+    "kernels.triton.eight_bit": "the codes of a Packed, and of an input",
 }
 
 

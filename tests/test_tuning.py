@@ -349,6 +349,7 @@ def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypa
     assert len(asked) > 2 and set(asked) <= set(keys)
 
 
+@pytest.mark.slow
 def test_search_runs_a_models_own_products_and_attention(runner_of):
     spec, params = runner_of("llama-gqa")
     ops = KernelOps(torch.device("cpu"))

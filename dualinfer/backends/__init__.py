@@ -65,13 +65,13 @@ def make_empty_module(class_name: str, config: Any) -> Any:
     return _import("torch").make_empty_module(class_name, config)
 
 
-def join(config: InferenceConfig) -> Peers:
+def join(config: InferenceConfig, is_module: bool = False) -> Peers:
     """This process among those that share the model, as `tensor_parallel` says; all must call it.
 
     On torch every device has its own process; on JAX one process drives several, and there are
-    others only in jax.distributed.
+    others only in jax.distributed. `is_module`: in module mode, where that is known before.
     """
-    return _import(config.backend).join(config)
+    return _import(config.backend).join(config, is_module)
 
 
 def create_runner(

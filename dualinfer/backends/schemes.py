@@ -6,7 +6,7 @@ Values are made in float32 and rounded once. Inputs are quantized and made value
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
@@ -303,6 +303,38 @@ def _wide_dtype(maths: Maths, x: Any) -> Any:
 def rounds_input(weight: Weight) -> bool:
     """True if the input of a weight's products is quantized."""
     return isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
+
+
+class EightBit(NamedTuple):
+    """A weight whose codes are multiplied with those of its input, as kernels take both.
+
+    `weight` is a `quantized.Packed`; `block` and `scale` are the input's, see `eight_bit.quantize`.
+    """
+
+    weight: Any
+    block: int
+    scale: Any
+
+
+def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
+    """How `count` rows of elements of so many bytes are multiplied in 8 bits; None if they are not.
+
+    Zeros, second scales and powers of two are plain ops'.
+    """
+    from ..kernels.triton import eight_bit
+
+    scheme = weight.scheme
+    if not isinstance(scheme, BlockScheme):
+        return None
+    how, known = scheme.activation, packed(weight)
+    if how is None or known is None or how.zeros or how.outer or how.powers:
+        return None
+    block = how.block if how.dynamic else 0
+    if not eight_bit.serves(known, how.codes, block):
+        return None
+    if not eight_bit.pays(count, itemsize, known, block):
+        return None
+    return EightBit(known, block, None if how.dynamic else weight.beside["input"])
 
 
 def packed(weight: Weight) -> Any:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from .. import backends
 from ..config import make_config
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
-from ..system.command_options import QuantOption, with_options
+from ..system.command_options import QuantOption, ResidentOption, with_options
 from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -122,12 +122,20 @@ def decode(
         int, typer.Option(metavar="COUNT", min=2, help="Tokens to generate.")
     ] = 128,
     repeats: RepeatsOption = 5,
+    resident_layers: ResidentOption = None,
     *,
     asked: _Measured,
 ) -> None:
-    """Time of each new token, as a fraction of the read bandwidth."""
+    """Time of each new token, as a fraction of the read bandwidth.
+
+    Where layers are streamed, of the rate from host to device, if that takes longer.
+    """
     tasks = _tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
-    _bench("decode", tasks, asked.json, asked.plot)
+    own = [
+        replace(task, resident=resident_layers) if task.system in backends.BACKENDS else task
+        for task in tasks
+    ]
+    _bench("decode", own, asked.json, asked.plot)
 
 
 @app.command(cls=Command)

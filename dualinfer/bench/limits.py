@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from .case import TracedCall
 from .chain import chain_seconds
 
 Call = Callable[[], Any]
 
 _STREAM_BYTES = {"cpu": 2**26, "gpu": 2**32}
+_COPY_BYTES = {"cpu": 2**24, "gpu": 2**30}
 _SIDE = {"cpu": 512, "gpu": 8192}
 _REPEATS = 8
 _CPU_CALLS = 20  # of an op whose time is taken
@@ -47,6 +50,10 @@ class Device(Protocol):
 
     def limits(self, dtype: str) -> Limits:
         """The limits, measured once a process and dtype."""
+        ...
+
+    def host_rate(self) -> float:
+        """Bytes per second of a copy from pinned host memory, measured once a process."""
         ...
 
     def op_seconds(self, prepare: Callable[[], Call], nbytes: int) -> float:
@@ -89,6 +96,20 @@ class TorchDevice:
 
         x = torch.rand(_STREAM_BYTES[self.kind] // 4, device=self.place)
         return x.nbytes / min(self._times(x.sum))
+
+    def host_rate(self) -> float:
+        """See `Device`."""
+        return self._host_rate
+
+    @cached_property
+    def _host_rate(self) -> float:
+        """One large block, by torch; on a CPU from memory to memory."""
+        import torch
+
+        size = _COPY_BYTES[self.kind]
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self.kind == "gpu")
+        there = torch.empty(size, dtype=torch.uint8, device=self.place)
+        return size / min(self._times(lambda: there.copy_(host, non_blocking=True)))
 
     def limits(self, dtype: str) -> Limits:
         """The read-only stream of a float32 sum, and the rate of a square product."""
@@ -195,6 +216,22 @@ class JaxDevice:
             best = max(best, nbytes / min(self._times(prepare, 1, nbytes / _FASTEST_READ)))
             self.settle()
         return best
+
+    def host_rate(self) -> float:
+        """See `Device`."""
+        return self._host_rate
+
+    @cached_property
+    def _host_rate(self) -> float:
+        """One large block, by JAX's runtime; on a CPU from memory to memory."""
+        import jax
+        from jax.sharding import SingleDeviceSharding
+
+        kinds = "pinned_host", self._device.default_memory().kind
+        host, there = (SingleDeviceSharding(self._device, memory_kind=kind) for kind in kinds)
+        block = jax.device_put(np.zeros(_COPY_BYTES[self.kind], np.uint8), host)
+        times = _cpu_times(lambda: lambda: jax.device_put(block, there), 1)  # by the clock
+        return block.nbytes / min(times)
 
     def limits(self, dtype: str) -> Limits:
         """The best of several read-only streams, and the rate of a square product.

@@ -22,6 +22,7 @@ class Task:
 
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
+    `resident` layers lie on the device and the others are streamed; None: all lie there.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Task:
     kernels: bool
     tp: int = 1
     quant: str | None = None
+    resident: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""
@@ -53,7 +55,24 @@ def measure(
     }
     device.start_peak()
     row = rules[task.kind](task, ids, counts, system, limits)
-    return row | {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}
+    row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}
+    if task.resident is not None:
+        row |= streaming_figures(row, row["system_facts"]["streamed_bytes"], device.host_rate())
+    return row
+
+
+def streaming_figures(row: dict[str, Any], nbytes: int, rate: float) -> dict[str, Any]:
+    """What changes in a row of decode where each token has `nbytes` copied to the device.
+
+    `rate` is in bytes per second. The copies run beside everything else.
+    """
+    least = max(row["limit_ms"], nbytes / rate * 1e3)
+    return {
+        "streamed_bytes": nbytes,
+        "host_rate": rate,
+        "limit_ms": least,
+        "of_limit": least / row["ms_per_token"],
+    }
 
 
 def _decode(

@@ -17,6 +17,7 @@ import numpy as np
 from ..api import Opened
 from ..arrays import numpy_dtype
 from ..checkpoint.files import write_tensors
+from ..checkpoint.gguf import is_gguf
 from ..checkpoint.quantized import open_as_held, quantize_by
 from ..checkpoint.sources import open_checkpoint
 from ..config import make_config
@@ -44,8 +45,10 @@ def make_module(model: Model, dtype: str, device: str) -> Any:
             f"transformers {transformers.__version__} has no model {model.class_name}."
         )
     if model.folder is not None:
+        packed = is_gguf(model.folder)
         module = kind.from_pretrained(
-            model.folder,
+            model.folder.parent if packed else model.folder,
+            gguf_file=model.folder.name if packed else None,
             config=model.config,
             dtype=getattr(torch, dtype),
             local_files_only=True,

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded
+from ..checkpoint.hf_config import read_config
 from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.sources import is_checkpoint
 from ..errors import ArgumentError, ModelError
 from ..model.families import describe_model
 from ..model.spec import ModelSpec
@@ -200,14 +202,15 @@ def check_model(name: str) -> None:
 
     The last is fetched where the local cache does not hold it.
     """
-    if find_shape(name) or name == EMBEDDED or (Path(name) / "config.json").is_file():
+    if find_shape(name) or name == EMBEDDED or is_checkpoint(name):
         return
     if "/" in name:
         find_checkpoint(name)
         return
     near = difflib.get_close_matches(name, [*SHAPES, EMBEDDED], 1)
     raise ArgumentError(
-        f"{name!r} is no folder with a config.json, no owner/name of the hub and no shape's name."
+        f"{name!r} is no folder with a config.json, no GGUF file, no owner/name of the hub and no "
+        "shape's name."
         + (f" Did you mean {near[0]}?" if near else "")
         + f" Shapes: {', '.join([*SHAPES, EMBEDDED])}."
     )
@@ -224,8 +227,7 @@ def open_model(name: str) -> Model:
     shape = find_shape(name)
     if shape is None:
         folder = embedded.path() if name == EMBEDDED else find_checkpoint(name)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        config._attn_implementation = None  # HF would fetch one that it does not have
+        config = read_config(folder)
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)

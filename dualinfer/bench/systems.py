@@ -61,6 +61,7 @@ def opened(
     kind: str,
     tp: int = 1,
     quant: str | None = None,
+    resident: int | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
 
@@ -68,7 +69,7 @@ def opened(
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp, quant)
+        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident)
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -89,9 +90,12 @@ class Engine:
         kind: str,
         tp: int = 1,
         quant: str | None = None,
+        resident: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
         options["quant"] = quant
+        if resident is not None:
+            options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:
             options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
         device = backends.device_kind(backend)
@@ -99,7 +103,7 @@ class Engine:
             options["enable_cuda_graph"] = True
         self._backend = backend
         self._load_seconds = None
-        if quant is not None and model.folder is None:
+        if model.folder is None and (quant is not None or resident is not None):
             given = random_model(model, dtype)
             self._engine: Any = init_inference(given, backend=backend, **options)
         elif backend == "torch" and kernels and model.folder is None:
@@ -157,6 +161,7 @@ class Engine:
             "parameter_bytes": report.parameter_bytes,
             "weights": dict(report.weights),
             "cache_bytes": report.cache_bytes,
+            "streamed_bytes": report.streamed_bytes,
             "notes": list(report.notes),
             "load_seconds": self._load_seconds,
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -51,6 +51,7 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
         "ms/token": _ms("ms_per_token"),
         "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
         "of\nlimit": _share,
+        "streamed,\nGB": lambda row: _gb("streamed_bytes")({"streamed_bytes": None, **row}),
         "first\ntoken, ms": _ms("first_token_ms"),
         "to read,\nGB": _gb("weight_bytes", "kv_bytes"),
         "peak,\nGB": _gb("peak_bytes"),
@@ -194,10 +195,19 @@ def limit_lines(rows: Iterable[Row]) -> list[str]:
         f"{'torch' if row['system'].startswith(('torch', 'hf')) else 'jax'}: "
         f"reads {row['read_bandwidth'] / 1e12:.3g} TB/s, "
         f"multiplies {row['matrix_rate'] / 1e12:.3g} TFLOP/s"
+        + (
+            f", copies {row['host_rate'] / 1e9:.3g} GB/s from the host"
+            if "host_rate" in row
+            else ""
+        )
         for row in rows
         if "read_bandwidth" in row
     }
     return sorted(lines)
+
+
+def _copies(row: Row) -> str:
+    return f", copies {row['host_rate'] / 1e9:.3g} GB/s from the host" if "host_rate" in row else ""
 
 
 def write_plot(kind: str, rows: Sequence[Row], path: Path) -> None:

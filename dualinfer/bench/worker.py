@@ -65,7 +65,7 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp", "quant")
+    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp", "quant", "resident")
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
         if group[0][1].kind == "ops":
@@ -98,7 +98,9 @@ def _measure_group(
         counts = Counts.of(plan, dtype)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
-        how = task.kernels, task.kind, task.tp, task.quant
+        how = task.kernels, task.kind, task.tp, task.quant, task.resident
+        if task.resident is not None:
+            device.host_rate()  # likewise
         with opened(task.system, model, dtype, *how) as system:
             device.settle()
             for index, task in group:

@@ -16,6 +16,7 @@ from ..model.generation import check_types as check_generation_types
 from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
 from .files import read_json
+from .gguf import is_gguf, read_gguf_config, read_gguf_generation
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
 _CODE = {
@@ -35,7 +36,12 @@ _LONGEST = 600  # letters of an error of transformers', which may repeat the who
 
 
 def read_written(folder: Path) -> dict[str, Any]:
-    """config.json as it is, with what hf_quant_config.json beside it says where it says nothing."""
+    """config.json as it is, with what hf_quant_config.json beside it says where it says nothing.
+
+    Of a GGUF file it is what its fields say.
+    """
+    if is_gguf(folder):
+        return read_gguf_config(folder)
     written = read_json(folder / "config.json")
     beside = folder / modelopt.FILE
     if not written.get("quantization_config") and os.path.isfile(beside):
@@ -50,7 +56,7 @@ def read_config(folder: Path) -> Any:
     Raises ModelError that names a bad field, and UnsupportedError for a quantized model of a
     kind that is not served.
     """
-    path = folder / "config.json"
+    path = folder if is_gguf(folder) else folder / "config.json"
     written = read_written(folder)
     model_type = check_model_type(written.get("model_type"))
     read_quantization(written)  # which refuses what is not known
@@ -196,6 +202,8 @@ def read_generation_config(folder: Path, config: Any) -> Any:
     Fields that HF does not know stay, as in HF, which ignores them. Raises CheckpointError that
     names the file, and a field of a wrong type.
     """
+    if is_gguf(folder):
+        return _make_generation_config(folder, read_gguf_generation(folder))
     path = folder / "generation_config.json"
     if path.is_file():
         return _make_generation_config(path, read_json(path))

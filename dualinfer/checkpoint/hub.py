@@ -31,7 +31,7 @@ _FILES = (".safetensors", ".gguf", ".json", *TORCH_SUFFIXES)
 def find_checkpoint(
     model: str | os.PathLike[str], revision: str | None = None, weights: bool = True
 ) -> Path:
-    """The folder of `model`: itself where it exists, else the hub's files in the local cache.
+    """The folder or GGUF file of `model`: itself where it exists, else the hub's in the cache.
 
     A str that is no folder is a hub id, a PathLike never is. What the cache holds whole is taken
     without asking the hub; `revision`, a branch, a tag or a commit, is "main" where unset. Without
@@ -39,7 +39,7 @@ def find_checkpoint(
     """
     folder = Path(os.path.expanduser(model))
     if os.path.exists(folder) or not is_hub_id(model):
-        check_folder(folder)
+        folder = check_folder(folder)
         if revision is not None:
             raise CheckpointError(
                 f"revision={revision!r}: {shortened(repr(str(model)))} is a folder here, which has "
@@ -160,8 +160,15 @@ class _Repository:
         holds = f"holds {', '.join(held[:4])}{more}" if held else "holds no weights"
         return CheckpointNotFoundError(
             f"{self._name} on the hub {holds}, and neither {_CONFIG} with {FORMS[0]} nor another "
-            "form of weights that dualinfer reads. Pass the model that it was made from."
+            f"form of weights that dualinfer reads. {self._way(held)}"
         )
+
+    def _way(self, held: Iterable[str]) -> str:
+        packed = next((name for name in held if name.endswith(".gguf")), None)
+        if packed is None:
+            return "Pass the model that it was made from."
+        command = f"hf download {self._name} {packed} --local-dir FOLDER"
+        return f"Fetch the file that you want (`{command}`) and pass its path."
 
     def _error(self, error: Exception) -> CheckpointError:
         """What to do about an error of the client's."""

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ..quantization.formats import Opener
 from ..quantization.packing import held_width, pack, raised
 from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
+from ..quantization.scheme import TakesBlocks
 
 
 class QuantizedSource:
@@ -110,7 +111,7 @@ class QuantizedSource:
         ]
         if not all(at.size for at in places):
             return np.empty([at.size for at in places], numpy_dtype(self.dtype(name)))
-        if isinstance(matrix, Quantizing):  # which makes no more than what is read
+        if isinstance(matrix, TakesBlocks):
             spans = [slice(at[0], at[-1] + 1) for at in places]
             held = matrix.take_blocks(part, *spans)
             places = [at - span.start for at, span in zip(places, spans, strict=True)]
@@ -147,6 +148,15 @@ class QuantizedSource:
         part, _, blocks = part.partition("@")
         rows, _, columns = blocks.partition("x")
         return matrix, part, (int(rows or 0), int(columns or 0))
+
+
+@runtime_checkable
+class HoldsMatrices(Protocol):
+    """A source whose tensors say by themselves how they are quantized."""
+
+    def matrices(self) -> Opener | None:
+        """The matrices of its quantized weights; None where it has none."""
+        ...
 
 
 def open_quantized(
@@ -205,20 +215,23 @@ def open_as_held(
 ) -> tuple[TensorSource, WeightTable, tuple[str, ...]]:
     """The source and the table of weights as a device holds them, and notes for people.
 
-    They are quantized where the model's HF config says so, or where there is a `recipe`, by which
-    `quantize` makes them. Raises ConfigError where both ask for it.
+    They are quantized where the model's HF config or the source says so, or where there is a
+    `recipe`, by which `quantize` makes them. Raises ConfigError where both ask for it.
     """
     own, stored = quantization_of(config), read_quantization(config)
+    matrices = source.matrices() if isinstance(source, HoldsMatrices) else None
     if recipe is not None:
-        if own is not None:
+        if own is not None or matrices is not None:
+            method = "GGUF" if own is None else find_method(own)
             raise ConfigError(
                 f"quant is given, and the weights of {source.description} are quantized already "
-                f"({find_method(own)}). Leave it unset, or pass the model that they were made from."
+                f"({method}). Leave it unset, or pass the model that they were made from."
             )
         return *open_quantized(source, table, quantize(recipe, table, source)), ()
-    if stored is None:
+    if stored is not None:
+        matrices = stored(source)
+    if matrices is None:
         return source, table, ()
-    matrices = stored(source)
     return *open_quantized(source, table, matrices), matrices.notes
 
 

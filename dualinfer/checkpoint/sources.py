@@ -1,13 +1,15 @@
-"""Sources of named tensors: a HF folder (safetensors or .bin) or a live module."""
+"""Sources of named tensors: a HF folder (safetensors or .bin), a GGUF file or a live module."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
 from ..model.load_plan import TensorSource
 from .files import StoredFile, TensorFile, check_inside, read_json
+from .gguf import SUFFIX, GgufSource, find_gguf, is_gguf
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file
 
@@ -139,33 +141,51 @@ def in_other_case(path: Path) -> Path | None:
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint's folder; it must exist and hold config.json."""
+    """The checkpoint's folder, which must hold config.json, or the GGUF file that is the model.
+
+    That is the path itself, or the only one in a folder without other weights.
+    """
     folder = Path(os.path.expanduser(path))
-    if folder.suffix.lower() == ".gguf" and os.path.isfile(folder):
-        raise _gguf_error(str(folder))
+    if is_gguf(folder):
+        return folder
     if not os.path.isdir(folder):
         near = in_other_case(folder)
         there = "" if near is None else f" ({str(near)!r} does)"
         kind = "is a file" if os.path.isfile(folder) else f"does not exist{there}"
         raise CheckpointNotFoundError(
-            f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint, or a "
-            "model of the hub such as 'Qwen/Qwen3-0.6B'."
+            f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint, a "
+            f"{SUFFIX} file, or a model of the hub such as 'Qwen/Qwen3-0.6B'."
         )
-    if not os.path.isfile(folder / "config.json"):
+    described = os.path.isfile(folder / "config.json")
+    if not any(os.path.isfile(folder / form) for form in (*FORMS, INDEX)):
+        with suppress(CheckpointNotFoundError) if described else nullcontext():
+            packed = find_gguf(folder)
+            if packed is not None:
+                return packed
+    if not described:
         if os.path.isfile(folder / ADAPTER):
             raise _adapter_error(folder, f"{folder} holds no model, but", "pass the model's folder")
-        raise CheckpointNotFoundError(f"{folder} holds no config.json, so it is no HF checkpoint.")
+        raise CheckpointNotFoundError(
+            f"{folder} holds neither config.json nor a {SUFFIX} file, so it is no checkpoint."
+        )
     return folder
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """True for the path of a folder with a config.json, or of a GGUF file."""
+    return is_gguf(path) or os.path.isfile(os.path.join(path, "config.json"))
+
+
 def open_checkpoint(folder: Path) -> TensorSource:
-    """The weights of a HF folder, those that transformers takes where there are several.
+    """The weights of a GGUF file, or of a HF folder those that transformers takes of several.
 
     These are safetensors, then `.bin`, and of both a single file before an index. A folder that
     `save_mp_checkpoint_path` wrote is one as well, if it holds no other. `.bin` files need torch
     and are read with `weights_only=True`. Raises CheckpointError for a folder with an adapter,
     which transformers would load too.
     """
+    if is_gguf(folder):
+        return GgufSource(folder)
     if os.path.isfile(folder / ADAPTER):
         held = f"{folder} holds, beside the model,"
         raise _adapter_error(folder, held, f"remove {ADAPTER}")
@@ -178,6 +198,9 @@ def open_checkpoint(folder: Path) -> TensorSource:
             )
         return ShardedSource(folder)
     if not forms:
+        packed = find_gguf(folder)
+        if packed is not None:
+            return GgufSource(packed)
         raise _no_weights(folder)
     form, *others = forms
     notes = [f"{form} was read, as transformers does, not {', '.join(others)}"] if others else []
@@ -190,13 +213,13 @@ def open_checkpoint(folder: Path) -> TensorSource:
 
 
 def open_weights(path: str | os.PathLike[str]) -> TensorSource:
-    """The weights of a HF folder, or of one state-dict file: .safetensors, or torch's.
+    """The weights of a HF folder, of a GGUF file, or of a state-dict file (.safetensors, torch's).
 
     A torch file may hold its state dict under "module", "model" or "state_dict". It needs torch and
     is read with `weights_only=True`.
     """
     file = Path(os.path.expanduser(path))
-    if os.path.isdir(file):
+    if os.path.isdir(file) or is_gguf(file):
         return open_checkpoint(file)
     label = f"checkpoint={shortened(repr(str(path)))}"
     if not os.path.isfile(file):
@@ -209,7 +232,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
         opener = open_torch_file
     else:
         raise CheckpointError(
-            f"{label} is no checkpoint by its name; expected a folder, .safetensors, "
+            f"{label} is no checkpoint by its name; expected a folder, .safetensors, {SUFFIX}, "
             f"{', '.join(TORCH_SUFFIXES)}."
         )
     source = FilesSource({file.name: opener(file)}, str(file))
@@ -235,17 +258,7 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     )
 
 
-def _gguf_error(path: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"{shortened(repr(path))} is a GGUF file, which is llama.cpp's and not read here. Pass the "
-        "folder or the hub's name of the HF checkpoint that it was made from."
-    )
-
-
 def _no_weights(folder: Path) -> CheckpointNotFoundError:
-    packed = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".gguf")
-    if packed:
-        return _gguf_error(str(folder / packed[0]))
     kinds = (".safetensors", *TORCH_SUFFIXES)
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
     held = f" It holds {listing(names)}: rename what is the model." if names else ""

@@ -5,9 +5,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
+from .gguf import is_gguf
+from .tokenizer import has_tokenizer, load_tokenizer
 
 NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -25,13 +28,17 @@ class TokenizerFile(NamedTuple):
 
 
 def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
-    """Those that lie in `folder`, if it is one.
+    """Those that lie in `folder`, if it is one; of a GGUF file those that transformers writes.
 
     A link may lead to a file of the folder itself, or as in HF's cache from snapshots/X to blobs:
     a checkpoint from elsewhere must not get other files of the user's copied. Raises
     CheckpointError for other links, and for what is not what its name says.
     """
     path = "" if folder is None else os.path.expanduser(str(folder))
+    if is_gguf(path) and has_tokenizer(Path(path)):
+        with TemporaryDirectory() as made:
+            load_tokenizer(path).save_pretrained(made)
+            yield from tokenizer_files(made)
     if not os.path.isdir(path):
         return
     home = Path(path).resolve()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,19 +13,28 @@ from rich.text import Text
 
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
+from ..backends.streaming import Streaming
+from ..checkpoint.gguf import is_gguf
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held
 from ..checkpoint.sources import open_checkpoint
 from ..config import InferenceConfig, TensorParallelConfig, make_config, serving_dtype
-from ..errors import CheckpointNotFoundError, ConfigError, ModelError, UnservedError, printable
+from ..errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ModelError,
+    UnservedError,
+    printable,
+)
 from ..model.families import check_model_type, describe_model
 from ..model.load_plan import TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
 from ..quantization.recipe import make_recipe
-from ..system.command_options import QuantOption
+from ..system.command_options import QuantOption, ResidentOption
 from ..system.tables import Table
 from ..system.terminal import print_folded
 from .options import One, RevisionOption
@@ -75,6 +84,25 @@ def plan(
         ),
     ] = TensorParallelConfig().tp_grain_size,
     quant: QuantOption = None,
+    resident_layers: ResidentOption = None,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            min=0,
+            help="Free memory of each device: as many layers stay there as fit, the others are "
+            "streamed from the host.",
+        ),
+    ] = None,
+    host_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=1e-3,
+            help="From host to device, for the time that streaming takes; `dualinfer bench decode "
+            "--resident-layers` measures it. Unset: 25 and 50, about what PCIe 4 and 5 reach.",
+        ),
+    ] = None,
     revision: RevisionOption = None,
 ) -> None:
     """Show what each device would hold of a model.
@@ -87,10 +115,18 @@ def plan(
     written = read_written(folder)
     parallel = {"tp_size": tp, "tp_grain_size": tp_grain_size}
     fields = {"dtype": dtype, "quant": quant, "backend": backend, "tensor_parallel": parallel}
+    streams = resident_layers is not None or device_memory is not None
+    if host_rate is not None and not streams:
+        raise ArgumentError(
+            "--host-rate is about layers that are streamed. Pass --resident-layers or "
+            "--device-memory, too."
+        )
+    fields |= {"keep_module_on_host": streams, "resident_layers": resident_layers}
     settings = make_config(fields, {}).with_int8_as_quant()
+    free = None if device_memory is None else int(device_memory * 2**30)
     name, why = _dtype(settings.dtype, written)
     try:
-        plan, notes = plan_folder(folder, written, settings, name)
+        plan, notes = plan_folder(folder, written, settings, name, free)
     except CheckpointNotFoundError as error:
         raise _needs_weights(error, model, revision) from error
     except UnservedError as error:
@@ -99,6 +135,11 @@ def plan(
             raise ConfigError(
                 f"quant={asked.scheme!r}: a plan of module mode counts plain weights "
                 f"alone, and the model runs in it. Leave quant unset. {error}"
+            ) from error
+        if streams:
+            raise ConfigError(
+                "layers are streamed in fused mode alone, and the model runs in module mode. Leave "
+                f"--resident-layers and --device-memory out. {error}"
             ) from error
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
@@ -111,16 +152,23 @@ def plan(
     if plan.is_quantized:
         for kind, held in plan.weights.items():
             print_folded(console, f"weights, {kind}: {held}")
-    for line in (*_held(plan.devices, plan.whole), *_collectives(plan)):
+    more = _collectives(plan), _streamed(plan.streaming, host_rate)
+    for line in (*_held(plan.devices, plan.whole), *chain(*more)):
         print_folded(console, line)
     for note in (*why, *notes, *plan.notes):
         print_folded(console, f"note: {note}")
 
 
 def plan_folder(
-    folder: Path, written: Mapping[str, Any], settings: InferenceConfig, dtype: str
+    folder: Path,
+    written: Mapping[str, Any],
+    settings: InferenceConfig,
+    dtype: str,
+    free: int | None = None,
 ) -> tuple[PlanTable, tuple[str, ...]]:
     """The plan of a folder whose config.json holds `written`, in `dtype`, and notes for people.
+
+    `free` are the bytes that a device has, for what is streamed.
 
     UnservedError where fused mode does not run the model.
     """
@@ -129,12 +177,17 @@ def plan_folder(
     config = read_config(folder)
     _, table = describe_model(config.to_dict(), config.architectures)
     rows, notes = table.rows, ()
-    if stored_as is not None or recipe is not None:  # which rows have which scheme tensors say
+    if (
+        stored_as is not None or recipe is not None or is_gguf(folder)
+    ):  # which rows have which scheme tensors say
         source = _open(folder, table, written, may_lack=stored_as is None)
-        source, table, notes = open_as_held(source, table, written, recipe)
+        notes = source.notes
+        source, table, more = open_as_held(source, table, written, recipe)
+        notes += more
         rows = tuple(row for row, _ in make_load_plan(table, source).rows)
     tp, on_jax = settings.tensor_parallel, settings.backend == "jax"
-    return make_plan_table(table, tp.tp_size, dtype, tp.tp_grain_size, on_jax, rows), notes
+    how = table, tp.tp_size, dtype, tp.tp_grain_size, on_jax, rows
+    return make_plan_table(*how, settings, free), notes
 
 
 def _needs_weights(
@@ -295,6 +348,23 @@ def _collectives(found: PlanTable) -> list[str]:
         return []
     gather = " and one gather of the logits" if found.gathers else ""
     return [f"per token: {found.sums} sums of {_bytes(found.sum_size)} over the devices{gather}"]
+
+
+def _streamed(devices: Sequence[Streaming], rate: float | None) -> list[str]:
+    """What is streamed, and how long that takes at a rate in GB/s; of the device with most."""
+    if not devices:
+        return []
+    most = max(devices, key=lambda one: one.streamed)
+    each = "on each device " if len(devices) > 1 else ""
+    lines = [f"{each}{most.describe()}"]
+    if most.streamed:
+        rates = [rate] if rate else [25.0, 50.0]
+        times = " or ".join(f"{most.streamed / r / 1e6:,.1f} ms at {r:g} GB/s" for r in rates)
+        lines.append(
+            f"per token: {_bytes(most.streamed)} from host to device, at least {times}; a batch of "
+            "any size shares them"
+        )
+    return lines
 
 
 _Shapes = tuple[tuple[int, ...], ...]

@@ -8,6 +8,8 @@ from itertools import groupby
 from ..arrays import numpy_dtype
 from ..backends.caches import cache_specs, token_bytes
 from ..backends.held import describe_rows, held_bytes
+from ..backends.streaming import Streaming, choose_layers
+from ..config import InferenceConfig
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
 
@@ -46,7 +48,8 @@ class PlanTable:
     """A model over devices. `sums` and `gathers` are the collectives of one token's pass.
 
     A sum is of `sum_size` bytes, in the weights' dtype; a gather joins the logits. `weights` says
-    how the whole is held, as an engine's report does.
+    how the whole is held, as an engine's report does, and `streaming` what each device streams from
+    host memory, empty where that is not asked for.
     """
 
     architecture: str
@@ -60,6 +63,7 @@ class PlanTable:
     notes: tuple[str, ...]
     weights: dict[str, str]
     is_quantized: bool
+    streaming: tuple[Streaming, ...] = ()
 
 
 def make_plan_table(
@@ -69,10 +73,13 @@ def make_plan_table(
     grain: int,
     equal: bool = False,
     rows: Sequence[Row] | None = None,
+    settings: InferenceConfig | None = None,
+    free: int | None = None,
 ) -> PlanTable:
     """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`.
 
-    `rows` are those of the table that a checkpoint fills, unset: all.
+    `rows` are those of the table that a checkpoint fills, unset: all. `settings` may ask for
+    streaming, and `free` are the bytes of a device that has the room for nothing else.
     """
     rows = table.rows if rows is None else rows
     spec, plan = table.spec, make_plan(table, size, grain, equal)
@@ -106,6 +113,12 @@ def make_plan_table(
         notes=tuple(_notes(plan, rows)),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
+        streaming=tuple(
+            found
+            for shard in plan.shards
+            if settings is not None
+            and (found := choose_layers(settings, shard, own, itemsize, free)) is not None
+        ),
     )
 
 

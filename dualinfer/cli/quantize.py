@@ -23,7 +23,10 @@ def quantize(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A folder, new or empty.")],
     scheme: Annotated[
-        str, typer.Option(metavar="NAME", help="int8, int4, fp8 or nvfp4.", show_default=True)
+        str,
+        typer.Option(
+            metavar="NAME", help="int8, int4, fp8, nvfp4, int8_w8a8 or fp8_w8a8.", show_default=True
+        ),
     ] = "int4",
     groups: Annotated[
         int | None,

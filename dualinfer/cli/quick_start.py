@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from ..api import unserved
-from ..checkpoint.files import read_json
+from ..checkpoint.hf_config import read_written
 from ..checkpoint.tokenizer import is_plain
-from ..errors import CheckpointError
+from ..errors import DualinferError
 from ..model.families import knows_family
 
 OWN_PROCESS = "own process"  # the context's object where nothing but the command runs
@@ -32,9 +32,9 @@ def start_sooner(folder: Path) -> None:
     if "transformers" in sys.modules:
         return
     try:
-        if not knows_family(read_json(folder / "config.json")):
+        if not knows_family(read_written(folder)):
             return
-    except CheckpointError:
+    except DualinferError:  # told where the model is opened
         return
     with _replaced("torch", None):  # as Python spells "absent"
         if is_plain(folder):

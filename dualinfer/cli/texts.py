@@ -17,6 +17,7 @@ from .. import backends, embedded
 from ..api import init_inference, unserved
 from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.sources import is_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..engine.text import encode, encode_chat
 from ..errors import (
@@ -85,8 +86,8 @@ def generate(
         raise typer.BadParameter(
             f"{len(arguments)} arguments given. Did you mean to quote the prompt?"
         )
-    if len(arguments) == 1 and (Path(arguments[0]) / "config.json").is_file():
-        raise typer.BadParameter(f"{arguments[0]} is a model's folder, and the prompt is missing.")
+    if len(arguments) == 1 and is_checkpoint(arguments[0]):
+        raise typer.BadParameter(f"{arguments[0]} is a model, and the prompt is missing.")
     drawn = options.samples and options.seed is None
     options = replace(options, seed=secrets.randbits(32)) if drawn else options
     names = backends.BACKENDS if backend == "both" else (backend or backends.default_backend(),)
@@ -131,7 +132,10 @@ def generate(
 def chat(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder or a model of the hub.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
+        ),
     ],
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system prompt: how it is to answer.")

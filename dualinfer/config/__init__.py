@@ -8,10 +8,12 @@ from .nested import (
     BaseQuantConfig,
     CheckpointConfig,
     MoEConfig,
+    OffloadParamConfig,
     QKVQuantConfig,
     QuantizationConfig,
     TensorParallelConfig,
     WeightQuantConfig,
+    ZeroConfig,
 )
 
 __all__ = [
@@ -21,10 +23,12 @@ __all__ = [
     "CheckpointConfig",
     "InferenceConfig",
     "MoEConfig",
+    "OffloadParamConfig",
     "QKVQuantConfig",
     "QuantizationConfig",
     "TensorParallelConfig",
     "WeightQuantConfig",
+    "ZeroConfig",
     "default_inference_config",
     "dtype_name",
     "make_config",

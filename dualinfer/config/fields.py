@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from .dtypes import INT8, asked_dtype
 from .installed import default_backend
 from .model import KeyPath
-from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig
+from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig, ZeroConfig
 from .stale import StaleFields
-from .values import Count, PathText, empty_is_none, path_or_dict
+from .values import Count, Integer, PathText, empty_is_none, path_or_dict
 
 _INT8 = QuantizationConfig(scheme=INT8)
 _OF_DEVICES = ("device", "devices", "device_map", "device_id", "local_rank")
@@ -107,13 +107,26 @@ class InferenceConfig(StaleFields):
     """Mixtures of experts; a bool is `enabled`. No experts in this version."""
 
     keep_module_on_host: bool = False
-    """True: the module stays in the host's memory. Module mode only; fused mode puts weights
-    straight on the device."""
+    """True: weights stay in the host's memory. In fused mode layers are streamed to the device,
+    each ahead of its use, but for `resident_layers`; on a CPU there is nothing to do. In module
+    mode the module runs on the host. DeepSpeed only skips the move to the device."""
+
+    resident_layers: Annotated[Integer, Field(ge=0)] | None = None
+    """With `keep_module_on_host`, in fused mode: how many layers lie on the device all the same, 0
+    or more. Unset: as many as fit in three quarters of its free memory; the cache has the rest.
+
+    Where it is set, a CPU streams as well, as a rehearsal. DeepSpeed has no such field.
+    """
+
+    zero: ZeroConfig = ZeroConfig()
+    """ZeRO's part in inference, fused mode only: stage 3 with `offload_param` on the "cpu" is
+    `keep_module_on_host`. DeepSpeed's init_inference never reads it."""
 
     quant: QuantizationConfig | None = None
-    """Weights quantized while the model is loaded: "int8", "int4", "fp8", "nvfp4", or a block of
-    what is asked for. {} asks for nothing. In module mode the linear layers of a torch module
-    become quantized in place; a Flax module is refused. DeepSpeed never reads it."""
+    """Weights quantized while the model is loaded: "int8", "int4", "fp8", "nvfp4", with inputs
+    "int8_w8a8" or "fp8_w8a8", or a block of what is asked for. {} asks for nothing. In module mode
+    the linear layers of a torch module become quantized in place; a Flax module is refused.
+    DeepSpeed never reads it."""
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
     """What fills the module, one on the meta device too: a HF folder, a hub id or a state-dict file
@@ -183,6 +196,21 @@ class InferenceConfig(StaleFields):
         if self.dtype != INT8:
             return self
         return self.model_copy(update={"dtype": None, "quant": _INT8})
+
+    @property
+    def streams(self) -> bool:
+        """True if weights are to stay in the host's memory."""
+        return self.keep_module_on_host or self.zero.on_host
+
+    @model_validator(mode="after")
+    def _one_place_for_weights(self) -> Self:
+        said = "keep_module_on_host" in self.model_fields_set
+        if said and self.zero.on_host and not self.keep_module_on_host:
+            raise ValueError(
+                "keep_module_on_host=False, and zero.offload_param.device='cpu' asks for the "
+                "contrary; leave one of them unset"
+            )
+        return self
 
     @model_validator(mode="after")
     def _room_for_min_out_tokens(self) -> Self:

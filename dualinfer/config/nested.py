@@ -1,12 +1,18 @@
 """The configs inside an InferenceConfig: parallelism, experts, quantization, checkpoints."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from .model import Model
-from .values import AnyCase, Count, Number, PathText, one_of
+from .values import AnyCase, Count, Integer, Number, PathText, one_of
+
+
+def _only_true(value: bool) -> bool:
+    if not value:
+        raise ValueError("expected true: a copy from other memory does not overlap with work")
+    return value
 
 
 def _as_list(value: Any) -> Any:
@@ -84,6 +90,42 @@ class MoEConfig(Model):
         return {"enabled": value} if isinstance(value, bool) else super().unfold(value)
 
 
+class OffloadParamConfig(Model):
+    """Where ZeRO keeps parameters."""
+
+    device: Annotated[Literal["none", "cpu"], AnyCase] = "none"
+    """"cpu": layers are streamed from the host's memory. "nvme" is refused: no weights are read
+    from a disk in each pass."""
+
+    pin_memory: Annotated[bool, AfterValidator(_only_true)] = True
+    """True only: what is streamed is always pinned. In DeepSpeed it is False by default."""
+
+
+class ZeroConfig(Model):
+    """What ZeRO means without training."""
+
+    stage: Annotated[Integer, AfterValidator(one_of(0, 3))] = 0
+    """0, or 3 with `offload_param`; the others are about gradients and optimizers."""
+
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Where parameters lie."""
+
+    @property
+    def on_host(self) -> bool:
+        """True if parameters are to lie in the host's memory."""
+        return self.offload_param.device == "cpu"
+
+    @model_validator(mode="after")
+    def _stage_3_is_offloading(self) -> Self:
+        if (self.stage == 3) != self.on_host:
+            raise ValueError(
+                f"stage={self.stage} with offload_param.device={self.offload_param.device!r}: "
+                "inference knows stage 3 with parameters on the 'cpu', and stage 0 without; to "
+                "share a model's weights among devices set tensor_parallel.tp_size"
+            )
+        return self
+
+
 class BaseQuantConfig(Model):
     """How one kind of tensor is quantized."""
 
@@ -127,9 +169,12 @@ class QuantizationConfig(Model):
     enabled: bool = True
     """False: nothing is quantized, whatever the rest says."""
 
-    scheme: Annotated[Literal["int8", "int4", "fp8", "nvfp4"] | None, AnyCase] = None
+    scheme: Annotated[
+        Literal["int8", "int4", "fp8", "nvfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
+    ] = None
     """How weights are quantized, in a word, in the place of `weight`: int8 and fp8 with a scale for
-    each row, int4 in groups of 64, nvfp4 in groups of 16. `quant="int4"` is short for it."""
+    each row, int4 in groups of 64, nvfp4 in groups of 16. With `_w8a8` inputs of products become
+    codes of the same kind, too, a scale for each token. `quant="int4"` is short for it."""
 
     activation: ActivationQuantConfig = ActivationQuantConfig()
     """Inputs of products, quantized only where this is given: 8 bits, a scale for each token."""

@@ -16,6 +16,9 @@ def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
     """
     _check_parallelism(config)
     _check_later(config)
+    if config.resident_layers is not None and not config.streams:
+        reason = "without keep_module_on_host=True all layers are on the device. Set it, too."
+        _refuse("resident_layers", config.resident_layers, reason)
     _check_triton(config, mode, device)
     on_torch = config.backend == "torch"
     if config.enable_cuda_graph and on_torch and device != "cuda":
@@ -108,6 +111,15 @@ def _check_module_mode(config: InferenceConfig) -> None:
         )
         asked = config.quant.scheme or config.quant.model_dump(exclude_unset=True)
         _refuse("quant", asked, reason)
+    if config.zero.on_host or config.resident_layers is not None:
+        name = "zero" if config.zero.on_host else "resident_layers"
+        asked = config.zero.model_dump(exclude_unset=True) if name == "zero" else True
+        value = asked if name == "zero" else config.resident_layers
+        reason = (
+            "layers are streamed in fused mode only. Set replace_with_kernel_inject=True; or leave "
+            "it unset: with keep_module_on_host=True a module runs on the host."
+        )
+        _refuse(name, value, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)
@@ -138,6 +150,20 @@ def _check_fused_mode(config: InferenceConfig, device: str) -> None:
             f"run instead. {way}"
         )
         _refuse("injection_policy", config.injection_policy, reason)
-    if config.keep_module_on_host and device != "cpu":
-        reason = "in fused mode weights go straight to the device. Leave it unset."
-        _refuse("keep_module_on_host", True, reason)
+    if config.streams and (device != "cpu" or config.resident_layers is not None):
+        _check_streaming(config)
+
+
+def _check_streaming(config: InferenceConfig) -> None:
+    """What needs weights that lie still on the device."""
+    way = "Leave it unset, or keep_module_on_host."
+    if config.backend == "torch" and config.enable_cuda_graph:
+        reason = "with weights on the host passes are launched one by one, and copies beside them."
+        _refuse("enable_cuda_graph", True, f"{reason} {way}")
+    if config.triton_autotune:
+        reason = (
+            "the search measures on weights that lie on the device. Search without "
+            "keep_module_on_host, for a smaller model of the same shapes of layers: what it finds "
+            "is kept and serves here, too."
+        )
+        _refuse("triton_autotune", True, reason)

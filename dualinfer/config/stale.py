@@ -10,7 +10,6 @@ from .values import Integer
 
 # Name: alias, type, the value that it holds, what else is taken for it, and why there is no other.
 _TABLE: dict[str, tuple[str | None, Any, Any, Any, str]] = {
-    "zero": (None, dict[str, Any], {}, {"stage": 0}, "ZeRO is for training"),
     "triangular_masking": (
         *("tm", bool, True, True, "whether attention is causal follows from the model"),
     ),

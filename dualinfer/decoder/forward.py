@@ -29,7 +29,7 @@ def hidden_states(
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
     kept = [x]
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
-    for i in layers or range(len(spec.layers)):
+    for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, spend=not keep)
         kept = [*kept, x] if keep else [x]

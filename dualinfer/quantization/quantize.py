@@ -18,7 +18,7 @@ from ..arrays import numpy_dtype, to_numpy
 from ..errors import CheckpointError
 from .codes import RANGES, code_dtype, dequantize, encode
 from .packing import held_width, pack, unpack
-from .scheme import BlockScheme
+from .scheme import Activation, BlockScheme
 
 T = TypeVar("T")
 
@@ -27,6 +27,8 @@ SCHEMES = {
     "int8": BlockScheme("int8"),
     "int4": BlockScheme("int4", columns=64),
     "fp8": BlockScheme("fp8_e4m3"),
+    "int8_w8a8": BlockScheme("int8", activation=Activation("int8")),
+    "fp8_w8a8": BlockScheme("fp8_e4m3", activation=Activation("fp8_e4m3")),
     "nvfp4": BlockScheme("fp4_e2m1", columns=16, scale_dtype="float8_e4m3fn", outer=True),
 }
 _AT_ONCE = 1 << 18  # elements that are quantized at once, with what is tried: they stay in caches

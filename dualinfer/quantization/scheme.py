@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -143,6 +143,15 @@ class QuantizedMatrix(Protocol):
 
     def input_scale(self) -> np.ndarray | None:
         """The scale of the product's input where that is the checkpoint's, float32 ()."""
+        ...
+
+
+@runtime_checkable
+class TakesBlocks(Protocol):
+    """A matrix that gives some of its scales or zeros in less time than all of them."""
+
+    def take_blocks(self, what: str, rows: slice, blocks: slice) -> np.ndarray:
+        """The "scale" or "zero" of rows, and of blocks of their columns by number."""
         ...
 
 

@@ -11,8 +11,18 @@ QuantOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="int8, int4, fp8 or nvfp4: quantize the weights while they are loaded; unset: as the "
-        "checkpoint has them.",
+        help="int8, int4, fp8 or nvfp4: quantize the weights while they are loaded; int8_w8a8 or "
+        "fp8_w8a8: inputs, too; unset: as the checkpoint has them.",
+    ),
+]
+
+ResidentOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        min=0,
+        help="Layers that stay on the device; the others are streamed from the host's memory. "
+        "Unset: all stay.",
     ),
 ]
 

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from dualinfer.kernels.triton import (
     attention,
     attention_choice,
     decode_attention,
+    eight_bit,
     filters,
     linear,
     operands,
@@ -117,7 +119,8 @@ def reading(
         elif name in ("count", "features", "x_stride", "residual_stride", "eps", "mask"):
             continue
         arguments[name] = value
-    return "quantized_kernels", launch.kernel.__name__, arguments
+    name = launch.kernel.__name__
+    return "fragment_kernel" if name == "fragment_kernel" else "quantized_kernels", name, arguments
 
 
 def decoding(
@@ -176,6 +179,8 @@ SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
 ADDED = {"residual_ptr": "*x"}
 
 VECTOR = quantized.QuantizedVectorConfig(8, 32, 1)
+STREAM = quantized.QuantizedStreamConfig(4, 8, 2)
+FEW: Any = (("int4", 6144, 4096), {"normed": True})
 INT4, INT8 = ("int4", 128, "bfloat16"), ("int8", 0, "float32")
 
 # Arguments: "*x" is a pointer to the variant's dtype, "*i64" one to that type, a type a scalar that
@@ -237,9 +242,10 @@ VARIANTS: list[Variant] = [
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
     product(128, 4096, 4096, **ADDED),
     reading("int4", 4096, 16384, config=VECTOR),
+    reading("int4", 4096, 4096, config=STREAM),
     reading("int4", 4096, 4096),
     reading("int8", 4096, 4096, 0, scales="float32"),
-    reading("int4", 128256, 4096, normed=True),
+    reading(*FEW[0], **FEW[1]),
     reading("uint4", 4096, 14336, zeros=True, scales="float16", dtypes=WHOLE),
     reading("int8", 4096, 16384, 0, config=VECTOR._replace(rows=4, quads=64), scales="float32"),
     reading("int8", 28672, 4096, 0, gated=True, normed=True, scales="float32"),
@@ -328,8 +334,8 @@ def signature(names: list[str], constants: list[str], arguments: dict[str, Any],
     return types, values, aligned
 
 
-def compile_all() -> None:
-    """Print what each variant became in each dtype, a line of JSON each."""
+def compile_all(wanted: tuple[str, ...]) -> None:
+    """Print what each variant became in each of the dtypes `wanted`, a line of JSON each."""
     import importlib
 
     import triton
@@ -344,7 +350,7 @@ def compile_all() -> None:
         names = [p.name for p in kernel.params]
         unknown = set(variant) - set(names) - set(options) - {"dtypes"}
         assert not unknown, f"{kernel_name} has no parameter {unknown}"
-        for dtype in variant.get("dtypes", DTYPES):
+        for dtype in set(variant.get("dtypes", DTYPES)) & set(wanted):
             types, values, aligned = signature(names, constants, variant, dtype)
             source = ASTSource(
                 fn=kernel,
@@ -359,7 +365,7 @@ def compile_all() -> None:
                 json.dumps(
                     {"kernel": kernel_name, "variant": repr(variant), "dtype": dtype}
                     | facts(log.getvalue(), compiled.asm["ptx"])
-                    | loop(compiled.asm["cubin"] if "CODES" in variant else b"")
+                    | loop(compiled.asm["cubin"] if "TABLE" in variant else b"")
                 )
             )
 
@@ -368,18 +374,19 @@ def facts(log: str, ptx: str) -> dict[str, int]:
     """Numbers of ptxas' report, and of 16-byte loads."""
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
-    assert found and registers, log
+    assert found and registers, f"nothing was compiled: {log}"
     wide = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.\S+ .*, 0x10|cp\.async\.bulk\.tensor"
     return {
         "spilled": int(found[1]) + int(found[2]),
         "registers": int(registers[1]),
         "wide": len(re.findall(wide, ptx)),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "eight": len(re.findall(r"wgmma.mma_async\S+\.(?:f32\.e4m3\.e4m3|s32\.s8\.s8)", ptx)),
     }
 
 
 def loop(cubin: bytes) -> dict[str, int]:
-    """Instructions in the longest loop of a kernel, and those that convert integers to floats."""
+    """Of the longest loop: instructions, conversions of integers, moves of halves of words."""
     if not cubin:
         return {}
     from triton import knobs
@@ -397,25 +404,67 @@ def loop(cubin: bytes) -> dict[str, int]:
             body = [own for place, own in lines if int(target[1], 16) <= place <= at]
             longest = max(longest, body, key=len)
     conversions = sum("I2F" in code for code in longest)
-    return {"loop": len(longest), "conversions": conversions}
+    moves = sum(bool(re.search(r"STS\.U16|LDSM|SHFL\.IDX", code)) for code in longest)
+    return {"loop": len(longest), "conversions": conversions, "moves": moves}
+
+
+def compiled(folder: Path, *dtypes: str) -> list[dict[str, Any]]:
+    """What `compile_all` says in a process without the interpreter, with a cache of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    run = subprocess.run(
+        [sys.executable, __file__, *dtypes], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    expected = [set(variant.get("dtypes", DTYPES)) & set(dtypes) for _, _, variant in VARIANTS]
+    assert len(lines) == sum(map(len, expected))
+    return lines
+
+
+def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool = False) -> Variant:
+    """A product of codes with codes, as it is launched where nobody measured."""
+    config = eight_bit.default_config(128 if few else 4096, 4096, gated, scaled, 132)
+    kind = "*i8" if codes == "int8" else "*u8"
+    return (
+        "eight_bit_kernels",
+        "tile_kernel",
+        {
+            **{"x_ptr": kind, "weight_ptr": kind, "x_scale_ptr": "*fp32", "scale_ptr": "*fp32"},
+            **{"bias_ptr": None, "K": 4096, "CODES": codes, "SCALES": "float32"},
+            **{"BLOCK": (128, 128) if scaled else (1, 0), "GROUPS": 32 if scaled else 0},
+            **{"BLOCK_M": config.m, "BLOCK_N": config.n, "BLOCK_K": config.k, "GATED": gated},
+            **{"STAGES": config.stages, "ACTIVATION": "silu" if gated else None},
+            **{"num_warps": config.warps, "dtypes": BFLOAT16},
+        },
+    )
+
+
+EIGHT = [
+    eight_bits("fp8_e4m3", False, False),
+    eight_bits("fp8_e4m3", True, True),
+    eight_bits("int8", True),
+    eight_bits("fp8_e4m3", True, few=True),
+]
+VARIANTS += EIGHT
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One process for all: without the interpreter, and with an empty cache of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    """What each variant becomes in 16 bits."""
+    return compiled(tmp_path_factory.mktemp("triton"), "bf16", "fp16")
 
 
 def test_no_kernel_spills(report):
-    assert len(report) == sum(len(variant.get("dtypes", DTYPES)) for _, _, variant in VARIANTS)
     assert not [line for line in report if line["spilled"]]
+
+
+@pytest.mark.slow
+def test_kernels_of_float32_do_not_spill_and_load_16_bytes(tmp_path):
+    report = compiled(tmp_path, "fp32")
+    test_no_kernel_spills(report)
+    test_kernels_load_16_bytes_at_a_time(report)
 
 
 def test_kernels_load_16_bytes_at_a_time(report):
@@ -431,16 +480,30 @@ def test_codes_become_values_by_few_instructions(report):
     def line(
         config: quantized.QuantizedConfig | None, codes: str, columns: int, scales: str
     ) -> Any:
-        width = 4096 if config is None else 16384
+        width = 16384 if isinstance(config, quantized.QuantizedVectorConfig) else 4096
         case = reading(codes, 4096, width, columns, config=config, scales=scales)
         return lines[repr(case[2])]
 
     # By the weights that a thread has of each turn.
-    four, stream = line(VECTOR, *INT4), line(None, *INT4)
+    four, stream = line(VECTOR, *INT4), line(STREAM, *INT4)
     assert 0 < four["loop"] / 256 <= 4.0 and not four["conversions"]
     assert 0 < stream["loop"] / 64 <= 4.0 and not stream["conversions"]
     assert 0 < line(VECTOR._replace(rows=4, quads=64), *INT8)["loop"] / 128 <= 4.5
     assert 0 < line(None, *INT8)["loop"] / 64 <= 4.0
+
+
+def test_codes_are_the_matrix_units_operand_where_they_were_loaded(report):
+    lines = {line["variant"]: line for line in report if line["kernel"] == "fragment_kernel"}
+    # The results of a tile are written by other lanes than those that summed them.
+    assert lines and max(line["moves"] for line in lines.values()) <= 4
+    assert not [line for line in lines.values() if line["conversions"]]
+
+    def each(case: Variant, weights: int) -> float:
+        return lines[repr(case[2])]["loop"] / weights
+
+    # By the weights that a thread has of each turn; the loop has the end of a block in it.
+    assert each(reading(*FEW[0], **FEW[1]), 512) <= 1.6
+    assert each(reading("int4", 4096, 4096), 128) <= 3.2
 
 
 def test_attention_of_prompts_runs_on_the_matrix_units(report):
@@ -448,5 +511,11 @@ def test_attention_of_prompts_runs_on_the_matrix_units(report):
     assert lines and not [line for line in lines if not line["wgmma"]]
 
 
+def test_codes_are_multiplied_on_the_8_bit_matrix_units(report):
+    variants = {repr(variant) for _, _, variant in EIGHT}
+    lines = [line for line in report if line["variant"] in variants]
+    assert len(lines) == len(EIGHT) and all(line["eight"] == line["wgmma"] > 0 for line in lines)
+
+
 if __name__ == "__main__":
-    compile_all()
+    compile_all(tuple(sys.argv[1:]))

@@ -19,12 +19,14 @@ from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
 from dualinfer.kernels.triton.linear import MOST_TILES, NormArguments  # isort: skip
 from dualinfer.kernels.triton.quantized import (  # isort: skip
     Packed,
+    QuantizedFragmentConfig,
     QuantizedStreamConfig,
     QuantizedTileConfig,
     QuantizedVectorConfig,
     default_config,
     linear,
     serves,
+    tuning_key,
     values,
 )
 
@@ -50,13 +52,14 @@ FORMS = {
     "table": replace(SCHEMES["table"], table=NF),
 }
 STREAM = QuantizedStreamConfig(2, 2, 1)
+FRAGMENT = QuantizedFragmentConfig(2, 1, 2, 2)
 VECTOR, TILE = QuantizedVectorConfig(4, 2, 1, 2), QuantizedTileConfig(16, 16, 4, 4, 2, 2)
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-def make(form: str, features: int, width: int) -> tuple[Packed, np.ndarray]:
+def make(form: str | BlockScheme, features: int, width: int) -> tuple[Packed, np.ndarray]:
     """A weight as a device holds it, and what its codes mean, in float32."""
-    scheme = FORMS[form]
+    scheme = FORMS[form] if isinstance(form, str) else form
     arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
     meant = dequantize(scheme, arrays)
     arrays["codes"] = pack(arrays["codes"], scheme)
@@ -101,7 +104,8 @@ def test_a_row_in_float32_is_the_product_with_what_codes_mean(form, config):
 def test_a_row_in_16_bits_errs_by_less_than_its_rounding(form, dtype):
     weight, meant = make(form, 38, 160)
     x, bias = normal(2, 1, 160, dtype=dtype), normal(3, 38, dtype=dtype)
-    for config in (QuantizedVectorConfig(8, 4, 1), STREAM):
+    fragments = (QuantizedFragmentConfig(1, 1, 2, 1),) if form != "table" else ()
+    for config in (QuantizedVectorConfig(8, 4, 1), STREAM, *fragments):
         found = run(x, weight, bias=bias, dtype=torch.float32, config=config)
         error = found - wanted(x, meant, bias)
         assert np.sqrt((error**2).mean()) < 3e-4 * meant.std() * 160**0.5
@@ -118,6 +122,34 @@ def test_norms_activations_and_gates_are_fused(form, kind, config):
     how = {"norm": norm, "activation": "silu", "gated": True}
     found = run(x, weight, **how, config=config)
     assert_close(found, wanted(x, meant, **how), FLOAT32, length=100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "table"])
+def test_codes_of_few_rows_go_to_the_matrix_units_in_registers(form, dtype):
+    """Their values are exact, so that a result errs by the order of its sum alone."""
+    weight, meant = make(form, 22, 160)
+    bias = normal(3, 22, dtype=dtype)
+    narrow = weight.bits == 4 and weight.columns in (16, 32)
+    count, tiles = (3, 1) if narrow or dtype == BFLOAT16 else (16, 2)
+    x, residual = normal(2, count, 160, dtype=dtype), normal(4, count, 11, dtype=dtype)
+    how = {"activation": "silu", "gated": True, "residual": residual}
+    config = QuantizedFragmentConfig(1, tiles, 1, 2)
+    found = run(x, weight, bias=bias, dtype=torch.float32, config=config, **how)
+    expected = wanted(x, meant, bias, **how)
+    assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [("int8", "layer"), ("uint4", "rms_offset"), ("nvfp4", "rms")]
+)
+def test_norms_are_fused_with_products_of_fragments(form, kind):
+    weight, meant = make(form, 22, 160)
+    x, norm = normal(2, 1, 160, dtype=BFLOAT16, scale=2), norm_of(kind, BFLOAT16, 160)
+    found = run(x, weight, norm=norm, dtype=torch.float32, config=FRAGMENT._replace(warps=4))
+    expected = wanted(x, meant, norm=norm)
+    # The normed row is rounded, as it is where a norm has its own launch.
+    assert np.sqrt(((found - expected) ** 2).mean()) < 4e-3 * expected.std()
 
 
 @few_dtypes
@@ -142,13 +174,17 @@ def test_values_are_rounded_once(form, dtype):
     np.testing.assert_array_equal(get(values(weight, like)), get(put(meant).to(like.dtype)))
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("count", [1, 9, 40])
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_defaults_serve_any_shape(form, count):
-    weight, meant = make(form, 33, 132)
-    config = default_config(count, 33, 132, weight.bits, False, 132)
-    x = normal(2, count, 132, dtype=FLOAT32)
-    assert_close(run(x, weight, config=config), wanted(x, meant), FLOAT32, length=132)
+def test_defaults_serve_any_shape(form, count, dtype):
+    weight, meant = make(form, 33, 144)
+    key = tuning_key(count, 33, weight, dtype.itemsize, False, False)
+    x, config = normal(2, count, 144, dtype=dtype), default_config(key, 132)
+    fragments = dtype == BFLOAT16 and (count == 9 or (count == 1 and form == "int4"))
+    assert isinstance(config, QuantizedFragmentConfig) == fragments
+    found = run(x, weight, config=config)
+    assert_close(found, wanted(x, meant), dtype, length=144, roundings=2)
 
 
 def test_codes_at_their_limits():
@@ -185,3 +221,5 @@ def test_what_kernels_do_not_know_is_refused():
         linear(x.expand(200, 64), weight)
     with pytest.raises(ValueError, match="no place for a norm"):
         linear(x, weight, norm=NormArguments("rms", x[0], None, EPS), config=TILE)
+    with pytest.raises(ValueError, match="does not serve"):
+        linear(x, weight, config=FRAGMENT)

@@ -10,10 +10,13 @@ from ...errors import ConfigError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.agreement import Peers
-from ...parallel.sharding import make_plan
+from ...parallel.sharding import ShardingPlan, fit_blocks, make_plan
+from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
+from ..streaming import Streaming, check_host, choose_layers
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
+from .cache import least_free_bytes
 from .compilation_cache import use_compilation_cache
 from .device import KERNELS_NEED, NO_TRITON, has_triton, runs_kernels
 from .exchange import open_exchange
@@ -27,6 +30,7 @@ from .parallel import Split
 from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
+from .streaming_runner import StreamingRunner
 
 
 def default_device() -> jax.Device:
@@ -50,18 +54,18 @@ def check_dtype(dtype: str) -> None:
     """Nothing to refuse: XLA computes in all three dtypes on every device."""
 
 
-def join(config: InferenceConfig) -> Peers:
+def join(config: InferenceConfig, is_module: bool = False) -> Peers:
     """This process among those that share the model, once its devices are known to suffice.
 
     UnsupportedError inside of jax.jit and the like.
     """
     check_untraced()
-    return join_processes(_place(config), config.tensor_parallel.timeout)
+    return join_processes(_place(config, is_module), config.tensor_parallel.timeout)
 
 
-def _place(config: InferenceConfig) -> Place:
-    """Where the config wants the model."""
-    on_host = config.keep_module_on_host and device_kind() != "cpu"
+def _place(config: InferenceConfig, is_module: bool = False) -> Place:
+    """Where the config wants the model; one kept on the host runs there in module mode only."""
+    on_host = is_module and config.keep_module_on_host and device_kind() != "cpu"
     return find_place(config.tensor_parallel, host_device() if on_host else default_device())
 
 
@@ -74,16 +78,42 @@ def create_runner(
     use_compilation_cache(place.device)
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, place.size, grain, equal=True)
+    streaming = _streaming(config, place, tp_plan, plan, dtype.itemsize, peers)
     with without_mesh():
-        params, model, notes = load_params(place, tp_plan, plan, source, dtype)
+        params, model, notes = load_params(place, tp_plan, plan, source, dtype, streaming)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, bool(ops.kernels))
         most = spec.most_tokens(config.max_out_tokens)
-        runner = JaxRunner(spec, tp_plan, params, model, dtype, place, ops, peers, most, options)
+        streams = streaming is not None and streaming.layers
+        runner = (StreamingRunner if streams else JaxRunner)(
+            *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming)
+        )
     runner.notes += notes
+    if streaming:
+        runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:
         runner.notes += (f"{NO_KERNELS}{_obstacle(spec, place.device)}",)
     return runner
+
+
+def _streaming(
+    config: InferenceConfig,
+    place: Place,
+    tp_plan: ShardingPlan,
+    plan: LoadPlan,
+    itemsize: int,
+    peers: Peers,
+) -> Streaming | None:
+    """What each device streams, the same in all processes that share the model."""
+    if not config.streams:
+        return None
+    rows = [row for row, _ in fit_blocks(plan, tp_plan.shards).rows]
+    amounts = peers.tell("Choosing resident layers", free=least_free_bytes(place))["free"]
+    free = min((n for n in amounts if n is not None), default=None)
+    on_cpu = place.device.platform == "cpu"
+    streaming = choose_layers(config, tp_plan.shards[0], rows, itemsize, free, on_cpu)
+    check_host(streaming, host_free_bytes(), len(place.devices))
+    return streaming
 
 
 def describe_kernels() -> str:
@@ -158,7 +188,7 @@ def create_module_runner(
     fill a Flax module by. Its steps ask no other process for anything.
     """
     assert source is None
-    place = _place(config)
+    place = _place(config, is_module=True)
     if isinstance(place, ManyDevices):
         place = place.automatic()
     use_compilation_cache(place.device)

@@ -25,8 +25,10 @@ from ...model.weights import (
 )
 from ...parallel.sharding import Found, Shard, ShardingPlan, fit_blocks
 from ...quantization.packing import padding
+from ..streaming import Streaming
 from .mesh import Place
 from .ops.primitives import dequantize
+from .streaming import to_device, to_host
 
 Weights = dict[str, Leaf]
 
@@ -158,7 +160,7 @@ def _weight_of(part: Any, name: str) -> Weight:
     arrays = {kind: getattr(part, part_name(name, kind))[...] for kind in param.kinds}
     beside = {kind: array for kind, array in arrays.items() if kind != "data"}
     own = param.axes, param.scheme, beside, param.stands_for, param.blocks
-    return Weight(arrays["data"], *own)
+    return to_device(Weight(arrays["data"], *own))
 
 
 class Layer(Part):
@@ -243,7 +245,12 @@ def _describe(param: Any) -> str:
 
 
 def load_params(
-    place: Place, tp_plan: ShardingPlan, plan: LoadPlan, source: TensorSource, dtype: Any
+    place: Place,
+    tp_plan: ShardingPlan,
+    plan: LoadPlan,
+    source: TensorSource,
+    dtype: Any,
+    streaming: Streaming | None = None,
 ) -> tuple[Params, Model, tuple[str, ...]]:
     """The plan's rows in `dtype`: each device's share read, fused and transposed on the device.
 
@@ -252,7 +259,8 @@ def load_params(
     """
     spec = tp_plan.shards[0].spec
     params, model = Params({}, tuple({} for _ in spec.layers)), Model(spec, tp_plan.size)
-    return params, model, read_into(params, model, place, tp_plan, plan, source, dtype)
+    where = params, model, place, tp_plan
+    return params, model, read_into(*where, plan, source, dtype, streaming)
 
 
 def read_into(
@@ -263,11 +271,13 @@ def read_into(
     plan: LoadPlan,
     source: TensorSource,
     dtype: Any,
+    streaming: Streaming | None = None,
     shown: bool = True,
 ) -> tuple[str, ...]:
     """Put the plan's rows into `params` and `model`, in the place of those there; gives notes.
 
-    One old array goes for each new one, if nothing else holds it. `shown`: with a progress bar.
+    One old array goes for each new one, if nothing else holds it. What `streaming` moves goes on to
+    the host's memory. `shown`: with a progress bar.
     """
     own, first = [tp_plan.shards[rank] for rank in place.ranks], tp_plan.shards[0]
     plan = fit_blocks(plan, tp_plan.shards)
@@ -289,7 +299,8 @@ def read_into(
 
                 array = place.join(make, first.split_axis(row, part))
                 # Only then may the host's parts go, and torch write to what it has lent.
-                parts[part] = array.block_until_ready()
+                array.block_until_ready()
+                parts[part] = to_host(array) if streaming and streaming.moves(row) else array
             leaf = make_leaf(row, parts, dtype, first.extent(row.axes[-1], row.layer))
             put_leaf(params.group(row), row, leaf)
             model.show(row, leaf)

@@ -38,6 +38,24 @@ class PendingTokens:
         return self
 
 
+class PendingSteps:
+    """Tokens of steps that were dispatched one by one, each an own PendingTokens of one row."""
+
+    def __init__(self, steps: Sequence[PendingTokens], columns: int) -> None:
+        self._steps, self._columns = steps, columns
+
+    def fetch(self) -> np.ndarray:
+        """int32 [steps taken, columns], as `PendingTokens.fetch`."""
+        none = np.empty((0, self._columns), np.int32)
+        return np.concatenate([none, *(step.fetch() for step in self._steps)])
+
+    def block_until_ready(self) -> "PendingSteps":
+        """See `PendingTokens.block_until_ready`."""
+        for step in self._steps:
+            step.block_until_ready()
+        return self
+
+
 class PendingPanels:
     """First tokens of prompts that went in several passes; `panels` numbers those of each."""
 

@@ -3,10 +3,10 @@
 import contextlib
 import operator
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, served
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
+from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
@@ -30,7 +31,7 @@ from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
-from .pending import PendingPanels, PendingTokens
+from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
 from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
 from .steps import Steps, cut
@@ -38,6 +39,22 @@ from .steps import Steps, cut
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 _and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
+
+
+class Step(NamedTuple):
+    """A step that takes over cache and state, before it is tied to such.
+
+    `key` is what fixes it beside their shapes; `function` takes parameters, cache, state and
+    `args`, which are in host memory.
+    """
+
+    key: tuple[Any, ...]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+# A part of the parameters: their structure and how they and the cache's arrays are split.
+Part = tuple[Any, list[Any], list[Any]]
 
 
 class JaxRunner:
@@ -60,12 +77,13 @@ class JaxRunner:
         peers: Peers,
         most_tokens: int,
         options: Mapping[str, str] | None = None,
+        streaming: Streaming | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
         on_gpu = place.size == 1 and place.device.platform == "gpu"
         self.spec, self.steps, self._peers = spec, Steps(own, ops, on_gpu), peers
         self.module: Model | None = module
-        self._most_tokens, self._tp_plan = most_tokens, tp_plan
+        self._most_tokens, self._tp_plan, self._streaming = most_tokens, tp_plan, streaming
         self._exchange, self.kernels = ops.exchange, ops.kernels
         self.params = params
         self._flatten()
@@ -95,7 +113,8 @@ class JaxRunner:
         where = self._place, self._tp_plan
         try:
             with without_mesh():
-                read_into(self.params, self.module, *where, plan, source, self.dtype, shown=False)
+                what = self.params, self.module, *where, plan, source, self.dtype
+                read_into(*what, self._streaming, shown=False)
         finally:
             self._flatten()
 
@@ -131,44 +150,55 @@ class JaxRunner:
             padded[:batch, :tokens] = array
             return padded
 
-        padded = self._place.operands([None if x is None else pad(x) for x in arrays])
+        padded = [None if x is None else pad(x) for x in arrays]
         keep = inputs.output_hidden_states
-        outputs: Any = None
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
             values = self.spec.vocab if self.spec.head else self.spec.embed
             values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
             rows = max(1, self._most_tokens_of(size[1], values) // size[1])
-            for layers in [None] if keep or rows < size[0] else self.steps.parts:
-                step = partial(self.steps.forward, keep=keep, layers=layers)
-                if rows < size[0]:
-                    step = partial(self.steps.forward_panels, keep=keep, rows=rows)
-                outputs, flags = self._executables.run(
-                    ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
-                    self._of_leaves(step),
-                    self._leaves,
-                    *padded,
-                    outputs,
-                )
-                self._note(flags)
+            outputs = self._outputs(padded, size, keep, min(rows, size[0]))
         if size == (batch, tokens):
             return self._place.local(outputs)
         return self._place.local(cut(batch, tokens)(outputs))
 
-    def _of_leaves(self, step: Callable[..., Any], cached: bool = False) -> Callable[..., Any]:
+    def _outputs(
+        self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
+    ) -> Any:
+        """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
+        arrays = self._place.operands(arrays)
+        outputs: Any = None
+        for layers in [None] if keep or rows < size[0] else self.steps.parts:
+            step = partial(self.steps.forward, keep=keep, layers=layers)
+            if rows < size[0]:
+                step = partial(self.steps.forward_panels, keep=keep, rows=rows)
+            outputs, flags = self._executables.run(
+                ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
+                self._of_leaves(step),
+                self._leaves,
+                *arrays,
+                outputs,
+            )
+            self._note(flags)
+        return outputs
+
+    def _of_leaves(
+        self, step: Callable[..., Any], cached: bool = False, part: Part | None = None
+    ) -> Callable[..., Any]:
         """`step` on every device, with the parameters as a flat tuple: a call costs half as much.
 
         With `cached` it takes the cache and the state first, gives them back first, then tokens. At
-        last come the flags of what each device gave up, or None.
+        last come the flags of what each device gave up, or None. With `part` its parameters are
+        those, not all.
         """
-        tree = self._tree
+        tree, specs, lies = part or (self._tree, self._specs, self._split)
 
         def on_device(leaves: list[jax.Array], *args: Any) -> Any:
             with jax.numpy_rank_promotion("allow"):  # the caller's choice is for his own code
                 return step(jax.tree.unflatten(tree, leaves), *args)
 
         def run(leaves: list[jax.Array], *args: Any) -> Any:
-            cache = replace(args[0], layers=self._split) if cached else WHOLE
-            arguments = self._specs, cache, *(WHOLE,) * (len(args) - 1)
+            cache = replace(args[0], layers=lies) if cached else WHOLE
+            arguments = specs, cache, *(WHOLE,) * (len(args) - 1)
             results = (cache, WHOLE, WHOLE) if cached else (WHOLE,)
             results = *results, self._place.over_devices
             return self._place.spread(on_device, arguments, results)(leaves, *args)
@@ -205,8 +235,7 @@ class JaxRunner:
             part = [requests[i] for i in group], [slots[i] for i in group]
             assert self._state is not None
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                job = self.prefill_job(*part, self._cache, self._state)
-                results = self._advance(job, self._compile_decode)
+                results = self._advance(self._prefill_step(*part), self._compile_decode)
             passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
         return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
 
@@ -224,53 +253,69 @@ class JaxRunner:
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
     ) -> Job:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
+        return self._job(self._prefill_step(requests, slots, state), cache, state)
+
+    def _prefill_step(
+        self, requests: Sequence[Request], slots: Sequence[int], state: Any = None
+    ) -> Step:
+        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own."""
+        state = self._state if state is None else state
         free, eos_width = state.eos.shape
         mode = mode_of(SamplingFeatures.of(requests))
         arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
         ids = arrays[0]
 
-        def step(params: Params, cache: Any, state: Any, packed: jax.Array) -> Any:
-            return self.steps.prefill(params, cache, state, *unpack(packed, arrays))
+        def step(params: Params, cache: Any, state: Any, packed: jax.Array, *part: Any) -> Any:
+            return self.steps.prefill(params, cache, state, *unpack(packed, arrays), *part)
 
-        return self._job(("prefill", ids.shape), step, cache, state, pack(arrays))
+        return Step(("prefill", ids.shape), step, (pack(arrays),))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
-        if alone:
-            return self._job(("one",), self.steps.decode_one, cache, state, np.int32(mode))
-        limits = np.array([steps, mode], np.int32)
-        return self._job(("decode",), self.steps.decode, cache, state, limits)
+        return self._job(self._decode_step(steps, alone, mode), cache, state)
 
-    def _job(
-        self, key: tuple, step: Callable[..., Any], cache: Cache, state: Any, *args: Any
-    ) -> Job:
-        """A step that takes over cache and state; `key` is what fixes it beside their shapes."""
-        key = (*key, cache.slots, cache.tokens, *state.eos.shape)
-        args = (self._leaves, cache, state, *args)
+    def _decode_step(self, steps: int, alone: bool, mode: int) -> Step:
+        if alone:
+            return Step(("one",), self.steps.decode_one, (np.int32(mode),))
+        limits = np.array([steps, mode], np.int32)
+        return Step(("decode",), self.steps.decode, (limits,))
+
+    def _job(self, step: Step, cache: Cache, state: Any) -> Job:
+        """A step that takes over cache and state."""
+        key = (*step.key, cache.slots, cache.tokens, *state.eos.shape)
+        args = (self._leaves, cache, state, *step.args)
         whole, layers = self._shardings
         shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
-        function = self._of_leaves(step, cached=True)
+        function = self._of_leaves(step.function, cached=True)
         return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
     def _advance(
-        self, job: Job, beside: Callable[[], None] | None = None
+        self, step: Step, beside: Callable[[], None] | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Tokens and flags of a step that takes over cache and state; what it gives back is kept.
 
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
         `beside` is called where the step is compiled.
         """
+        assert self._cache is not None
+        job = self._job(step, self._cache, self._state)
         args = *job.args[:3], *self._place.operands(job.args[3:])
-        try:
+        with self._at_stake():
             self._cache, self._state, tokens, flags = self._executables.run(
                 job.key, job.function, *args, donate=job.donate, beside=beside
             )
+        self._note(flags)
+        return self._place.local(tokens), flags
+
+    @contextlib.contextmanager
+    def _at_stake(self) -> Iterator[None]:
+        """Around a step that takes over cache and state: a failure that used them loses them."""
+        try:
+            yield
         except BaseException:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache = self._state = None
             raise
-        self._note(flags)
-        return self._place.local(tokens), flags
 
     def _note(self, flags: jax.Array | None) -> None:
         if self._exchange is not None and flags is not None:
@@ -282,7 +327,7 @@ class JaxRunner:
             self._exchange.check()
 
     @in_place
-    def decode(self, steps: int) -> PendingTokens:
+    def decode(self, steps: int) -> PendingTokens | PendingSteps:
         """Up to `steps` tokens, at most MAX_STEPS, for each live slot; ends early on the device."""
         assert self._live and steps <= MAX_STEPS
         if self._state is None or self._cache is None:
@@ -290,15 +335,21 @@ class JaxRunner:
         self._live.advance(steps)
         if self._live.reach > self._cache.tokens:
             self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
+        with jax.profiler.TraceAnnotation("dualinfer/decode"):
+            tokens = self._take_steps(steps)
+        if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size
+            self._begin(2 * self._cache.tokens)
+        return tokens
+
+    def _take_steps(self, steps: int) -> PendingTokens | PendingSteps:
+        """What `decode` dispatches."""
+        assert self._state is not None
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
         alone = self._alone = self._longest == 1
         how = steps, alone, mode_of(SamplingFeatures.of(self._live.requests))
         slots = self._state.active.shape[0]
-        with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            results = self._advance(self.decode_job(*how, self._cache, self._state))
-        if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size
-            self._begin(2 * self._cache.tokens)
+        results = self._advance(self._decode_step(*how))
         return PendingTokens(results[0], steps, slots, self._exchange, results[1])
 
     def _compile_decode(self) -> None:
@@ -436,6 +487,7 @@ class JaxRunner:
             },
             "weights": describe_weights({**params.outer, **inner}),
             **count_leaves(leaves),
+            "streamed_bytes": self._streaming.streamed if self._streaming else 0,
             **self._executables.facts,
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),
         }

@@ -59,7 +59,8 @@ class Steps:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
-        the outputs where the last layer is among them.
+        the outputs where the last layer is among them. With `keep` as well a list of all that the
+        part gives, x last; outputs then have the hidden states of their own part.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -77,9 +78,13 @@ class Steps:
 
         args = *model, ids, positions, token_types, attend
         states = decoder.hidden_states(*args, keep, layers, x)
-        if layers and layers.stop < len(self.spec.layers):
-            return states[-1], ops.given_up()
-        return decoder.outputs(*model, states, keep), ops.given_up()
+        if self._goes_on(layers):
+            given = states if x is None else states[1:]
+            return given if keep else states[-1], ops.given_up()
+        result = decoder.outputs(*model, states, keep)
+        if keep and x is not None:
+            result["hidden_states"] = result["hidden_states"][1:]
+        return result, ops.given_up()
 
     def forward_panels(
         self, params: Params, *arrays: Any, keep: bool, rows: int
@@ -104,11 +109,14 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         mode: jax.Array | int,
-    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
+        x: jax.Array | None = None,
+        layers: range | None = None,
+    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
-        they have seen is filled in here.
+        they have seen is filled in here. With `layers` a part of the pass, as in `forward`: before
+        the last one x in the place of the tokens, and no state.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -121,8 +129,11 @@ class Steps:
             y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
             return y
 
-        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
-        last = jnp.take_along_axis(x, (rows.length - 1)[:, None, None], axis=1)[:, 0]
+        how: dict[str, Any] = {"layers": layers, "x": x}
+        y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        if self._goes_on(layers):
+            return replace(cache, layers=filled), None, y, ops.given_up()
+        last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(*model, last, wide=True)
         real = jnp.arange(ids.shape[1]) < rows.length[:, None]
         seen = jnp.zeros(scores.shape, bool)
@@ -186,17 +197,28 @@ class Steps:
 
     @jax.named_scope("dualinfer")
     def decode_one(
-        self, params: Params, cache: Cache, state: SlotState, mode: jax.Array
-    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
-        """One token for each active slot, [1, N], without a loop.
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        mode: jax.Array,
+        x: jax.Array | None = None,
+        layers: range | None = None,
+    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
+        """One token for each active slot, [1, N], without a loop; `layers` as in `prefill`.
 
         To run a loop the host waits for the device; this it leaves behind, and hands out tokens.
         """
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
         rows = jnp.zeros(slots, jnp.int32)
-        args = cache, state, self._scratch(params, slots), tokens, rows
-        cache, state, scratch, tokens, _ = self._step(params, mode, *args)
+        scratch = self._scratch(params, slots)
+        if self._goes_on(layers):
+            ops = self.ops.using(scratch)
+            cache, x = self._token(params, ops, cache, state, x, layers)
+            return cache, None, x, ops.given_up()
+        args = cache, state, scratch, tokens, rows
+        cache, state, scratch, tokens, _ = self._step(params, mode, *args, x, layers)
         ops = self.ops.using(scratch)
         return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
@@ -209,9 +231,30 @@ class Steps:
         scratch: Any,
         tokens: jax.Array,
         rows: jax.Array,
+        x: jax.Array | None = None,
+        layers: range | None = None,
     ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array]:
         """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
+        cache, x = self._token(params, ops, cache, state, x, layers)
+        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
+        return cache, state, ops.scratch, tokens, rows
+
+    def _goes_on(self, layers: range | None) -> bool:
+        """True for a part of a pass that others follow."""
+        return layers is not None and layers.stop < len(self.spec.layers)
+
+    def _token(
+        self,
+        params: Params,
+        ops: PlainOps,
+        cache: Cache,
+        state: SlotState,
+        x: jax.Array | None,
+        layers: range | None,
+    ) -> tuple[Cache, jax.Array]:
+        """The cache with each slot's last token, and what the last of `layers` gives [N, 1, E]."""
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
@@ -222,10 +265,9 @@ class Steps:
             y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
             return y
 
-        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
-        scores = decoder.logits(*model, x[:, 0], wide=True)
-        state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
-        return replace(cache, layers=filled), state, ops.scratch, tokens, rows
+        how: dict[str, Any] = {"layers": layers, "x": x}
+        y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        return replace(cache, layers=filled), y
 
 
 @jit_few

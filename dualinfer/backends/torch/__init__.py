@@ -1,5 +1,6 @@
 """The torch backend: `create_runner` loads a model onto a torch device."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,19 @@ from ...errors import ConfigError, ModelError, warn_caller
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.sharding import make_plan
+from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
+from ..streaming import check_host, choose_layers
 from .adapter import engine_type as engine_type
-from .device import default_device, device_name, has_triton, rank_device, runs_kernels
+from .device import (
+    default_device,
+    device_name,
+    free_bytes,
+    has_triton,
+    number_of,
+    rank_device,
+    runs_kernels,
+)
 from .device import default_dtype as default_dtype
 from .ops.plain import PlainOps
 from .parallel import Ranks, Split
@@ -45,8 +56,8 @@ def check_dtype(dtype: str) -> None:
         )
 
 
-def join(config: InferenceConfig) -> Ranks:
-    """This process among those that share the model; see `process_groups.join`."""
+def join(config: InferenceConfig, is_module: bool = False) -> Ranks:
+    """This process among those that share the model, in either mode; see `process_groups.join`."""
     degree = degree_of(config.tensor_parallel)
     device = default_device() if degree == 1 else rank_device()
     return join_ranks(config.tensor_parallel, device)
@@ -83,7 +94,14 @@ def create_runner(
     tp_plan = make_plan(plan.table, peers.size, grain)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
-    params = load_params(shard, plan, source, dtype, device)
+    streaming = None
+    if config.streams:
+        free, on_cpu = free_bytes(device), device.type == "cpu"
+        rows = [row for row, _ in plan.rows]
+        streaming = choose_layers(config, shard, rows, dtype.itemsize, free, on_cpu)
+        shares = number_of("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 1
+        check_host(streaming, host_free_bytes(), min(shares, peers.size))
+    params = load_params(shard, plan, source, dtype, device, streaming)
     if config.triton_autotune:
         from .tuning.search import autotune
 
@@ -91,6 +109,8 @@ def create_runner(
     graphs = config.enable_cuda_graph
     graphs = graphs is not False, graphs is True
     runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs)
+    if streaming:
+        runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:
         runner.notes += (f"{NO_KERNELS}{_obstacle(shard.spec, device)}",)
     if shard.size > 1:

@@ -1,5 +1,8 @@
 """Parameters on a torch device: assembled row by row from a source of named tensors."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +15,8 @@ from ...model.spec import Rope
 from ...model.weights import Leaf, Row, get_leaf, make_leaf, parts_of, put_leaf, with_parts
 from ...parallel.sharding import Found, Shard, fit_blocks
 from ...quantization.packing import padding
+from ..streaming import Streaming
+from .streaming import pack
 
 Weights = dict[str, Leaf]
 
@@ -21,15 +26,16 @@ class Params(NamedTuple):
 
     `frequencies` [R/2] of each rotary embedding, `slopes` [H] of each ALiBi. `notes` are for
     people: how much was read, and how fast. `lent` names the rows that lie in memory of the source,
-    which is never written.
+    which is never written. `blocks` hold the matrices of the layers that lie in host memory.
     """
 
     outer: Weights
-    layers: list[Weights]
+    layers: Sequence[Weights]
     frequencies: dict[Rope, torch.Tensor]
     slopes: dict[tuple[float, ...], torch.Tensor]
     notes: tuple[str, ...] = ()
     lent: frozenset[str] = frozenset()
+    blocks: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def group(self, row: Row) -> Weights:
         """The weights of the row's layer, or those outside the layers."""
@@ -41,12 +47,18 @@ class Params(NamedTuple):
 
 
 def load_params(
-    shard: Shard, plan: LoadPlan, source: TensorSource, dtype: torch.dtype, device: torch.device
+    shard: Shard,
+    plan: LoadPlan,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    streaming: Streaming | None = None,
 ) -> Params:
     """The shard's part of the plan's rows, on `device` in `dtype`; the rest is not read.
 
     A tensor of a live module is shared where layout, dtype and device agree, and copied where they
-    do not or where several are fused; the module itself is never changed.
+    do not or where several are fused; the module itself is never changed. What `streaming` moves
+    stays in host memory.
     """
 
     def constant(values: tuple[float, ...]) -> torch.Tensor:
@@ -57,15 +69,24 @@ def load_params(
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
     lent, plan = set(), fit_blocks(plan, [shard])
+    blocks: dict[int, torch.Tensor] = {}
+    moves = streaming.moves if streaming else lambda row: False
+    left = Counter(row.layer for row, _ in plan.rows if moves(row))
     with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             memory = _memory(found)
-            parts = _assemble(shard, row, found, dtype, device)
+            place = torch.device("cpu") if moves(row) else device
+            parts = _assemble(shard, row, found, dtype, place)
             if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
             width = shard.extent(row.axes[-1], row.layer)
             put_leaf(params.group(row), row, make_leaf(row, parts, dtype, width))
-    return params._replace(notes=reader.notes(), lent=frozenset(lent))
+            if moves(row):
+                lent.discard(row.name)
+                left[row.layer] -= 1
+                if row.layer is not None and not left[row.layer]:
+                    blocks[row.layer] = pack(params.layers[row.layer], device)
+    return params._replace(notes=reader.notes(), lent=frozenset(lent), blocks=blocks)
 
 
 def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorSource) -> Params:

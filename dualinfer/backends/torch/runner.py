@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ... import decoder
+from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
@@ -31,6 +32,7 @@ from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts
 from .sampler import SlotState
+from .streaming import LayerStream
 from .threads import few_threads, threads_note
 
 
@@ -82,6 +84,7 @@ class TorchRunner:
     ) -> None:
         spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
+        self._stream = LayerStream(params.layers, params.blocks, device) if params.blocks else None
         self.dtype, self.device = dtype, device
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
@@ -90,6 +93,7 @@ class TorchRunner:
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
+        decode_graphs = decode_graphs and self._stream is None
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
         prompt_graphs = None if self._graphs is None else StepGraphs()
         self._prompts = Prompts(spec, ops, prompt_graphs)
@@ -97,6 +101,13 @@ class TorchRunner:
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
         self._compiled: Callable[..., dict[str, Any]] | None = None
+
+    @property
+    def _passed(self) -> Params:
+        """The weights as passes take them, on the device."""
+        if self._stream is None:
+            return self.params
+        return self.params._replace(layers=self._stream)
 
     @contextmanager
     def _own_settings(self, tokens: int) -> Iterator[None]:
@@ -132,12 +143,13 @@ class TorchRunner:
         keep: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
-        model = self.spec, self.params, self.ops
-        angles = self.ops.angles(self.spec, self.params, positions)
+        params = self._passed
+        model = self.spec, params, self.ops
+        angles = self.ops.angles(self.spec, params, positions)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, self.params, i)
+            layer = self.ops.layer_attention(self.spec, params, i)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
@@ -165,7 +177,7 @@ class TorchRunner:
             self._mark_seen(requests, slots)
         with self._own_settings(int(lengths.sum())):
             tokens = [r.tokens for r in requests]
-            last = self._prompts.run(self.params, self._cache, tokens, rows)
+            last = self._prompts.run(self._passed, self._cache, tokens, rows)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
@@ -196,8 +208,10 @@ class TorchRunner:
         run = partial(self._step, state, cache, features, out, step)
         with self._own_settings(slots):
             for _ in range(steps):
-                if self.device.type == "cpu" and not state.active.any():
-                    break  # on a GPU the question would wait for the device
+                # On a GPU the question waits for the device; copies of weights go on meanwhile.
+                asks = self.device.type == "cpu" or self._stream is not None
+                if asks and not state.active.any():
+                    break
                 if self._graphs and key in self._graphs:
                     self._graphs.replay(key)
                     continue
@@ -218,12 +232,13 @@ class TorchRunner:
         step: torch.Tensor,
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
-        model = self.spec, self.params, self.ops
+        params = self._passed
+        model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = self.ops.angles(self.spec, self.params, positions)
+        angles = self.ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, self.params, i)
+            layer = self.ops.layer_attention(self.spec, params, i)
             return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
@@ -290,6 +305,8 @@ class TorchRunner:
         try:
             self.params = refresh_params(self.params, self._shard, plan, source)
         finally:
+            if self._stream is not None:
+                self._stream.forget()
             if self.params.lent != lent:
                 self.forget_graphs()
 
@@ -314,6 +331,11 @@ class TorchRunner:
         if self.is_compiled:
             return
         options = compile_options(backend, compile_kwargs)
+        if self._stream is not None:
+            raise UnsupportedError(
+                "compile(): layers are streamed from the host's memory (keep_module_on_host), and "
+                "torch.compile would take those of one pass for all. Leave one of them out."
+            )
         self._compiled = torch.compile(self._outputs, **options)
         if self._calls is not None:
             self._calls.clear()
@@ -338,6 +360,7 @@ class TorchRunner:
             "ops": {**ops, **SCHEMES.implementations(leaves, self.ops.reads_codes)},
             "weights": describe_weights({**self.params.outer, **inner}),
             **count_leaves(leaves),
+            "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),
             "cache_bytes": self._cache.bytes,
             **graph_facts(self._graphs, self._prompts.graphs, self._calls),
         }
@@ -353,6 +376,9 @@ class TorchRunner:
 
     def _close(self) -> None:
         self.forget_graphs()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         self._compiled = None
         self.ops.clear()
         self._cache.clear()

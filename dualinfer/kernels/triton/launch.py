@@ -36,11 +36,19 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
+def _exact(a):
+    """In float32; of bfloat16s the interpreter would lose the smallest."""
+    if a.dtype == tl.bfloat16:
+        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return a.to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc):
     """a b + acc on the matrix units, acc float32; float32 operands are not rounded to TF32."""
     if _INTERPRETED:  # its product takes bfloat16's bits for integers; float32 holds them exactly
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = _exact(a)
+        b = _exact(b)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import triton
 
 from . import linear as plain
+from .fragment_kernel import fragment_kernel
 from .launch import launch, next_power_of_2
 from .linear import MOST_TILES, NormArguments
 from .operands import as_words, empty
@@ -20,6 +21,8 @@ from .tunable import Key, Kind, Tunable, powers
 MOST_ROWS = 64  # of x; more are multiplied with a matrix that `values` makes
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
+_MASKS = 0x000F000F  # of two
+_WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
 _VALUES = 4096  # codes that a program of `values` reads
 
@@ -93,7 +96,22 @@ class QuantizedTileConfig(NamedTuple):
     splits: int = 1
 
 
-QuantizedConfig: TypeAlias = QuantizedStreamConfig | QuantizedVectorConfig | QuantizedTileConfig
+class QuantizedFragmentConfig(NamedTuple):
+    """How the kernel runs that takes few rows of x to the matrix units: `tiles` of 16 results.
+
+    Each of the `warps` of a program sums `chunks` of 64 bytes of each row of codes at a time;
+    `programs` on each multiprocessor go through all results.
+    """
+
+    warps: int
+    tiles: int
+    chunks: int
+    programs: int
+
+
+QuantizedConfig: TypeAlias = (
+    QuantizedStreamConfig | QuantizedVectorConfig | QuantizedTileConfig | QuantizedFragmentConfig
+)
 
 
 def linear(
@@ -125,7 +143,8 @@ def linear(
     if y.numel() == 0:
         return y
     if config is None:
-        config = default_config(count, features, width, weight.bits, gated, sms)
+        key = tuning_key(count, features, weight, x.element_size(), gated, norm is not None)
+        config = default_config(key, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, features)
     arrays, ends = (rows, *_arrays(weight)), (bias, residual)
@@ -139,6 +158,22 @@ def linear(
             (min(triton.cdiv(features, config.rows), sms * config.programs),),
             *(*arrays, *ends, *norm_arrays, y, features, eps, _MASK),
             **{**meant, "ROWS": config.rows, "QUADS": next_power_of_2(quads), "NORM": kind, **how},
+        )
+        return y
+    strides = rows.stride(0), 0 if residual is None else residual.stride(0)
+    if isinstance(config, QuantizedFragmentConfig):
+        key = tuning_key(count, features, weight, x.element_size(), gated, norm is not None)
+        if not _fits(key, config):
+            raise ValueError(f"{config} does not serve {x.dtype} and {key}.")
+        columns, groups, slots = _products(count, weight.bits, weight.columns, config.chunks)
+        turns = triton.cdiv(quads, 4 * config.warps * config.chunks)
+        blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
+        meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "NORM": kind}
+        launch(
+            fragment_kernel,
+            (min(blocks, sms * config.programs),),
+            *(*arrays, *ends, *norm_arrays, y, count, features, *strides, eps, _MASKS),
+            **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks, **how},
         )
         return y
     turns = triton.cdiv(quads, config.quads)
@@ -163,7 +198,6 @@ def linear(
         return y
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; those of one row have.")
-    strides = rows.stride(0), 0 if residual is None else residual.stride(0)
     launch(
         tile_kernel,
         (*tiles, splits),
@@ -213,28 +247,86 @@ def _meaning(weight: Packed) -> dict[str, Any]:
     }
 
 
-def default_config(
-    count: int, features: int, width: int, bits: int, gated: bool, sms: int
-) -> QuantizedConfig:
+def default_config(key: Key, sms: int) -> QuantizedConfig:
     """A configuration for a shape that nobody measured."""
+    _, rows, features, width, number, _, _, gated, _ = key
+    bits, parts = bits_of(_CODES[number - 1]), 2 if gated else 1
+    fragments = _default_fragments(key, sms)
+    if fragments is not None:
+        return fragments
     quads = next_power_of_2(triton.cdiv(width, 128 // bits))
-    if count == 1:
-        parts = 2 if gated else 1
+    if rows == 1:
         if quads > _WIDEST:
-            rows, quads, warps = (8, 64, 4) if bits == 4 else (2, 128, 2)
-            return QuantizedVectorConfig(rows // parts, quads, warps)
+            results, quads, warps = (8, 64, 4) if bits == 4 else (2, 128, 2)
+            return QuantizedVectorConfig(results // parts, quads, warps)
         # Words of codes a thread, and warps a program, of which 16 fill a multiprocessor.
         words, warps = (8, 8) if bits == 4 else (16, 4)
-        rows = _stream_rows(words, warps, quads * parts)
-        while rows > 1 and features < 2 * sms * rows:
-            rows //= 2
-        return QuantizedStreamConfig(rows, warps, 16 // warps)
-    m = 16 if count <= 16 else 32 if count <= 32 else 64
+        results = _stream_rows(words, warps, quads * parts)
+        while results > 1 and features < 2 * sms * results:
+            results //= 2
+        return QuantizedStreamConfig(results, warps, 16 // warps)
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     n = 32 if gated else 64
-    tiles = triton.cdiv(count, m) * triton.cdiv(features, n)
+    tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
     waves = 1.5 if bits == 4 else 4 if m < 64 else 2
     splits = max(1, min(round(waves * sms / tiles), quads // 16, 8))
     return QuantizedTileConfig(m, n, 4, 4, 3, splits)
+
+
+def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
+    """Of few rows; None where the other kernels are faster."""
+    _, rows, features, width, number, columns, _, gated, normed = key
+    if not _serves_fragments(key):
+        return None
+    bits = bits_of(_CODES[number - 1])
+    all_chunks = triton.cdiv(width, 512 // bits)
+    many = features * (2 if gated else 1) >= 32 * sms  # two tiles for every multiprocessor
+    if rows == 1 and normed:  # x is normed once, so that a turn has all of it
+        if bits == 8 or columns == _HALF or all_chunks > 64:
+            return None
+        warps = min(4, next_power_of_2(all_chunks)) if all_chunks <= 32 else 8
+        config = warps, 1, next_power_of_2(triton.cdiv(all_chunks, warps)), 2
+    elif rows == 1 and bits == 4:
+        config = 8, 1, 2, 3
+    elif rows == 1:
+        if width <= _WIDEST * 16:
+            return None
+        config = 8, 1, 4, 2
+    elif rows <= 8:
+        short = bits == 4 or width <= 4096
+        config = (4, 2, 2, 3) if bits == 4 and many else (4, 1, 4, 3) if short else (8, 1, 4, 2)
+    else:
+        config = (4, 2, 1, 2) if many else (4, 1, 2, 3)
+    warps, tiles, chunks, programs = config
+    while rows > 1 and chunks > 1 and _registers(key, warps, tiles, chunks) * warps > 2048:
+        chunks //= 2
+    programs = min(programs, 2048 // (_registers(key, warps, tiles, chunks) * warps))
+    return QuantizedFragmentConfig(warps, tiles, chunks, programs) if programs else None
+
+
+def _serves_fragments(key: Key) -> bool:
+    """Whether the kernel of fragments knows a product."""
+    _, rows, _, width, number, columns, itemsize, _, normed = key
+    codes, bits = _CODES[number - 1], bits_of(_CODES[number - 1])
+    chunk = 512 // bits
+    return (
+        itemsize == 2
+        and codes != "table"
+        and rows <= (1 if normed else 16)
+        and _products(rows, bits, columns, 1)[0] <= _WIDEST_PRODUCTS
+        and (columns >= width or columns % chunk == 0 or chunk % columns == 0)
+        and (bits == 4 or width % 16 == 0)
+    )
+
+
+def _registers(key: Key, warps: int, tiles: int, chunks: int) -> int:
+    """About how many a thread of the kernel of fragments needs."""
+    _, rows, _, width, number, columns, *_ = key
+    bits = bits_of(_CODES[number - 1])
+    products, _, slots = _products(rows, bits, columns, chunks)
+    held = chunks // slots if warps * chunks * 512 >= width * bits else 1
+    of_x = held * (512 // bits) * products // 64
+    return 16 * chunks * tiles + of_x + products * tiles // 2 + 30
 
 
 def _stream_rows(words: int, warps: int, quads: int) -> int:
@@ -242,19 +334,28 @@ def _stream_rows(words: int, warps: int, quads: int) -> int:
     return min(max(1, words * 8 * warps // quads), 64)
 
 
-def tuning_key(rows: int, features: int, weight: Packed, itemsize: int, gated: bool) -> Key:
+def tuning_key(
+    rows: int, features: int, weight: Packed, itemsize: int, gated: bool, normed: bool
+) -> Key:
     """Of a product of x [rows, width] with `features` results a row; gate and up count once."""
     number = _CODES.index(weight.codes) + 1
     shape = next_power_of_2(rows), features, weight.width
-    return "quantized_linear", *shape, number, weight.columns or weight.width, itemsize, gated
+    columns = weight.columns or weight.width
+    return "quantized_linear", *shape, number, columns, itemsize, gated, normed
 
 
 _CODES = ("int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "table")
 
 
 def _fits(key: Key, config: QuantizedConfig) -> bool:
-    _, rows, _, width, number, _, _, gated = key
+    _, rows, _, width, number, _, _, gated, normed = key
     bits = bits_of(_CODES[number - 1])
+    if isinstance(config, QuantizedFragmentConfig):
+        warps, tiles, chunks, programs = config
+        registers = _registers(key, warps, tiles, chunks)
+        whole = warps * chunks * 512 >= width * bits
+        room = registers <= 255 and registers * warps * programs <= 2048
+        return _serves_fragments(key) and (whole or not normed) and room
     if not isinstance(config, QuantizedTileConfig):
         stream = isinstance(config, QuantizedStreamConfig)
         quads = next_power_of_2(triton.cdiv(width, 128 // bits)) if stream else config.quads
@@ -268,9 +369,16 @@ def _fits(key: Key, config: QuantizedConfig) -> bool:
 
 
 def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
-    _, rows, features, width, number, _, _, gated = key
+    _, rows, features, width, number, _, _, gated, _ = key
     bits = bits_of(_CODES[number - 1])
-    default = default_config(rows, features, width, bits, gated, sms)
+    fragments = [
+        QuantizedFragmentConfig(*config)
+        for config in (
+            (8, 1, 2, 3), (4, 1, 8, 2), (8, 1, 4, 2), (4, 1, 4, 3), (4, 2, 2, 3), (8, 2, 4, 1),
+            (8, 1, 8, 1), (4, 2, 4, 2), (4, 2, 1, 2), (4, 1, 2, 3), (8, 2, 1, 1),
+        )
+    ]  # fmt: skip
+    first = [default_config(key, sms), *(c for c in fragments if _fits(key, c))]
     if rows == 1:
         quads, parts = next_power_of_2(triton.cdiv(width, 128 // bits)), 2 if gated else 1
         streams = [
@@ -287,7 +395,7 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
             )
             if splits == 1 or features < 16 * sms
         ]  # fmt: skip
-        return [default, *streams, *vectors]
+        return [*first, *streams, *vectors]
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = []
     for n, quads, warps, stages in ((64, 4, 4, 3), (64, 8, 4, 2), (32, 8, 4, 3), (128, 4, 8, 3)):
@@ -296,14 +404,22 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
         for wave in (0, 1, 2):
             splits = max(1, min(round(wave * sms / programs), 8))
             tiles.append(QuantizedTileConfig(m, n, quads, warps, stages, splits))
-    return [default, *tiles]
+    return [*first, *tiles]
 
 
 TUNABLE = Tunable(
     op="quantized_linear",
-    fields=("rows", "features", "width", "codes", "columns", "itemsize", "gated"),
-    flags=("gated",),
+    fields=("rows", "features", "width", "codes", "columns", "itemsize", "gated", "normed"),
+    flags=("gated", "normed"),
     kinds={
+        "quantized_fragment": Kind(
+            QuantizedFragmentConfig,
+            {
+                **{"warps": powers(1, 16), "tiles": powers(1, 4), "chunks": powers(1, 16)},
+                "programs": range(1, 33),
+            },
+            bound_by_memory=True,
+        ),
         "quantized_stream": Kind(
             QuantizedStreamConfig,
             {"rows": powers(1, 64), "warps": powers(1, 16), "programs": range(1, 33)},
@@ -328,6 +444,15 @@ TUNABLE = Tunable(
     fits=_fits,
     candidates=_candidates,
 )
+
+
+def _products(count: int, bits: int, block: int, chunks: int) -> tuple[int, int, int]:
+    """Columns of the products of a fragment, and the groups and the chunks that have their own."""
+    chunk = 512 // bits
+    groups = chunk // block if 0 < block < chunk else 1
+    rows = next_power_of_2(count)
+    slots = math.gcd(chunks, max(1, 8 // (rows * groups)))
+    return max(8, rows * groups), groups, slots
 
 
 def _check(x: Any, weight: Packed, count: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from . import attention_choice, decode_attention, linear, quantized
+from . import attention_choice, decode_attention, eight_bit, linear, quantized
 from .tunable import Key, Kind, Tunable
 
 Config: TypeAlias = Any  # one of the kinds of the op
@@ -15,7 +15,9 @@ _MOST_CANDIDATES = 14
 
 _OPS: Mapping[str, Tunable] = {
     tunable.op: tunable
-    for tunable in (op.TUNABLE for op in (linear, quantized, decode_attention, attention_choice))
+    for tunable in (
+        op.TUNABLE for op in (linear, quantized, eight_bit, decode_attention, attention_choice)
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies from HF's rope_parameters: default, linear, llama3 and yarn.
+"""Rotary frequencies from HF's rope_parameters: default, linear, llama3, yarn, longrope.
 
 Formulas: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code; yarn
 from arXiv:2309.00071. Computed in float32, in HF's order of operations.
@@ -32,6 +32,13 @@ _KEYS = {
         "mscale",
         "mscale_all_dim",
         "truncate",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
     },
 }
 _ORIGINAL = "original_max_position_embeddings"
@@ -78,11 +85,17 @@ def make_rope(
         )
     if head_dim % 2:
         raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
-    needed = {"linear": {"factor"}, "llama3": _KEYS["llama3"] - {_ORIGINAL}}.get(kind, set())
+    needed = {
+        "linear": {"factor"},
+        "llama3": _KEYS["llama3"] - {_ORIGINAL},
+        "longrope": {"short_factor", "long_factor"},
+    }.get(kind, set())
     for name in sorted({"rope_theta", *needed} - keys):
         raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
     for name in sorted(keys & (_KEYS[kind] | {"rope_theta"})):
         _check(name, parameters[name])
+    if kind == "longrope":
+        _check_factors(parameters, head_dim)
     theta = float(parameters["rope_theta"])
     inv_freq, scaling = np.empty(0), math.nan
     try:
@@ -113,12 +126,19 @@ def _frequencies(
         inv_freq = _llama3(inv_freq, parameters, max_positions)
     elif kind == "yarn":
         inv_freq, scaling = _yarn(periods, theta, parameters, dim, max_positions)
+    elif kind == "longrope":
+        factors = np.array(parameters["long_factor"], np.float32)
+        inv_freq = np.float32(1.0) / (factors * periods)
+        scaling = float(parameters["attention_factor"])
     return inv_freq.astype(np.float32), scaling
 
 
 def _check(name: str, value: Any) -> None:
     """Raise ModelError unless a parameter is a number that its formula can take."""
-    if name == "truncate":
+    if name in ("short_factor", "long_factor"):
+        fits = isinstance(value, list | tuple) and all(map(is_positive, value))
+        expected = "a list of positive numbers"
+    elif name == "truncate":
         fits, expected = isinstance(value, bool), "true or false"
     else:
         zero = name in _MAY_BE_ZERO and value == 0 and not isinstance(value, bool)
@@ -126,6 +146,21 @@ def _check(name: str, value: Any) -> None:
     if not fits:
         raise ModelError(
             f"config.json has rope_parameters with {name}={shown(value)}; expected {expected}."
+        )
+
+
+def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
+    """Raise unless each frequency has its factor, the same for short and long sequences."""
+    short, long = parameters["short_factor"], parameters["long_factor"]
+    if list(short) != list(long) or parameters.get("attention_factor") is None:
+        raise UnservedError(
+            "config.json has rope_type='longrope', which dualinfer honours with an "
+            "attention_factor and the same factors for short and long sequences alone; else "
+            f"{_REASONS['dynamic']}."
+        )
+    if len(long) != dim // 2:
+        raise ModelError(
+            f"config.json has rope_parameters with {len(long)} factors; expected {dim // 2}."
         )
 
 

@@ -39,7 +39,7 @@ REFUSED = {
     "fouroversix": _FP4,
     "fp_quant": _FP4,
     "gemma": _PLAIN,
-    "gguf": "Pass the folder of the HF checkpoint that the file was made from.",
+    "gguf": "Pass the path of the .gguf file itself.",
     "higgs": _PLAIN,
     "hqq": _PLAIN,
     "intel/auto-round": _GPTQ,

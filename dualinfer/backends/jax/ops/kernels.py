@@ -20,6 +20,7 @@ from ....kernels.triton import (
     attention,
     attention_choice,
     decode_attention,
+    eight_bit,
     embedding,
     filters,
     linear,
@@ -39,7 +40,8 @@ from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import packed, rounds_input
+from ...schemes import EightBit, packed, rounds_input
+from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
@@ -68,7 +70,8 @@ class KernelOps(PlainOps):
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton"
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
+        "Triton in 8 bits where inputs are quantized"
     )
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
@@ -169,6 +172,9 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.linear`."""
         codes = packed(weight)
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
+        eight = in_eight_bits(weight, count, x.dtype.itemsize)
+        if eight is not None:
+            return self._eight_bit_product(x, eight, by)
         if by.norm is not None and rounds_input(weight):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         if not self._serves_product(x, weight, by):
@@ -177,8 +183,7 @@ class KernelOps(PlainOps):
             x = primitives.SCHEMES.quantize_input(x, weight)
         fused_norm = None
         if by.norm is not None and count == 1:
-            kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
-            fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
+            fused_norm = _fused(by.norm)
         elif by.norm is not None:
             x = self.norm(x, by.norm)
         features = features // 2 if by.gated else features
@@ -187,7 +192,8 @@ class KernelOps(PlainOps):
             product, key = linear.linear, linear.tuning_key(count, features, width, size, by.gated)
         else:
             product = quantized.linear
-            key = quantized.tuning_key(count, features, codes, size, by.gated)
+            normed = fused_norm is not None
+            key = quantized.tuning_key(count, features, codes, size, by.gated, normed)
         with jax.named_scope("matmul"):
             y, (self._counters,) = call(
                 product,
@@ -207,6 +213,30 @@ class KernelOps(PlainOps):
                 written=(self._counters,),
             )
         return y
+
+    def _eight_bit_product(self, x: jax.Array, how: EightBit, by: Neighbours) -> jax.Array:
+        """Many rows, by the 8-bit matrix units."""
+        features, count = how.weight.data.shape[0], math.prod(x.shape[:-1])
+        features = features // 2 if by.gated else features
+        key = eight_bit.tuning_key(count, features, how.weight, how.block, by.gated)
+        with jax.named_scope("matmul"):
+            return call(
+                eight_bit.product,
+                x,
+                how.weight,
+                by.bias,
+                block=how.block,
+                scale=how.scale,
+                norm=_fused(by.norm),
+                activation=by.activation,
+                gated=by.gated,
+                residual=by.residual,
+                dtype="float32" if by.wide else None,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+            )[0]
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
@@ -428,6 +458,14 @@ def _turn_and_attend(
 def _frequencies(rope: Rope) -> np.ndarray:
     """float32 [R/2], the same array each time, so that a step holds it once."""
     return np.array(rope.inv_freq, np.float32)
+
+
+def _fused(norm: NormOf | None) -> NormArguments | None:
+    """A norm as kernels take it."""
+    if norm is None:
+        return None
+    kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
+    return NormArguments(kind, norm.weight, norm.bias, norm.spec.eps)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:

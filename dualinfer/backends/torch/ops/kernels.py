@@ -16,6 +16,7 @@ from ....kernels.triton import (
     attention,
     attention_choice,
     decode_attention,
+    eight_bit,
     embedding,
     linear,
     quantized,
@@ -24,6 +25,7 @@ from ....kernels.triton import (
     thresholds,
 )
 from ....kernels.triton import norm as norms
+from ....kernels.triton.eight_bit import EightBitConfig
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
@@ -33,7 +35,8 @@ from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import packed, rounds_input
+from ...schemes import EightBit, packed, rounds_input
+from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
@@ -64,7 +67,8 @@ class KernelOps(PlainOps):
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
     kernels = "Triton"
     reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton"
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
+        "Triton in 8 bits where inputs are quantized"
     )
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
@@ -147,13 +151,16 @@ class KernelOps(PlainOps):
         x: torch.Tensor,
         weight: Weight,
         by: Neighbours = ALONE,
-        config: LinearConfig | QuantizedConfig | None = None,
+        config: LinearConfig | QuantizedConfig | EightBitConfig | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
         codes = packed(weight)
         if weight.scheme is not None and codes is None:
             return super().linear(x, weight, by)
         count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
+        eight = in_eight_bits(weight, count, x.element_size())
+        if eight is not None:
+            return self._eight_bit_product(x, eight, by, config or self._measured(x, weight, by))
         if by.norm is not None and (count != 1 or rounds):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         if rounds:
@@ -162,17 +169,13 @@ class KernelOps(PlainOps):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)
         if config is None:
-            config = self.configurations.find(linear_key(x, weight, by))
-        fused_norm = None
-        if by.norm is not None:
-            kind = "rms_offset" if by.norm.spec.unit_offset else by.norm.spec.kind
-            fused_norm = NormArguments(kind, by.norm.weight, by.norm.bias, by.norm.spec.eps)
+            config = self._measured(x, weight, by)
         product: Any = linear.linear if codes is None else quantized.linear
         return product(
             x,
             weight.data if codes is None else codes,
             by.bias,
-            norm=fused_norm,
+            norm=_fused(by.norm),
             activation=by.activation,
             gated=by.gated,
             residual=by.residual,
@@ -181,6 +184,29 @@ class KernelOps(PlainOps):
             counters=self._zeros(linear.MOST_TILES),
             sms=self.sms,
             pdl=self.starts_early(count),
+        )
+
+    def _measured(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> Any:
+        return self.configurations.find(linear_key(x, weight, by))
+
+    def _eight_bit_product(
+        self, x: torch.Tensor, how: EightBit, by: Neighbours, config: Any
+    ) -> torch.Tensor:
+        """Many rows, by the 8-bit matrix units."""
+        return eight_bit.product(
+            x,
+            how.weight,
+            by.bias,
+            block=how.block,
+            scale=how.scale,
+            norm=_fused(by.norm),
+            activation=by.activation,
+            gated=by.gated,
+            residual=by.residual,
+            dtype=torch.float32 if by.wide else None,
+            config=config,
+            sms=self.sms,
+            pdl=self.pdl,
         )
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
@@ -413,13 +439,26 @@ def reads_tables(spec: ModelSpec, w: Weights) -> bool:
 
 
 def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
-    """The tuning key of a product with few rows."""
+    """The tuning key of a product by a kernel."""
     count, (features, width) = x.numel() // x.shape[-1], weight.shape
     features = features // 2 if by.gated else features
+    eight = in_eight_bits(weight, count, x.element_size())
+    if eight is not None:
+        return eight_bit.tuning_key(count, features, eight.weight, eight.block, by.gated)
     codes = packed(weight)
     if codes is not None:
-        return quantized.tuning_key(count, features, codes, x.element_size(), by.gated)
+        return quantized.tuning_key(
+            count, features, codes, x.element_size(), by.gated, by.norm is not None
+        )
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
+
+
+def _fused(norm: NormOf | None) -> NormArguments | None:
+    """A norm as kernels take it."""
+    if norm is None:
+        return None
+    kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
+    return NormArguments(kind, norm.weight, norm.bias, norm.spec.eps)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:

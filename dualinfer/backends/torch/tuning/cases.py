@@ -13,6 +13,7 @@ from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache
 from ..device import free_bytes
@@ -106,9 +107,10 @@ class _Recorder:
         return x
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        if x.numel() > x.shape[-1]:
+        if x.numel() > x.shape[-1] or rounds_input(weight):
             by = by._replace(norm=None)  # a launch of its own
-        if self.ops.is_narrow(x, weight, by):
+        count = x.numel() // x.shape[-1]
+        if self.ops.is_narrow(x, weight, by) or eight_bit(weight, count, x.element_size()):
             product = _Product(weight, by)
             self.products.setdefault(linear_key(x, weight, by), []).append(product)
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))

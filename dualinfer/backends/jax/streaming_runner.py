@@ -1,0 +1,160 @@
+"""The runner of layers in host memory: one step a layer, on weights that have arrived."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UnsupportedError
+from ...model.load_plan import LoadPlan, TensorSource
+from ..base import SamplingFeatures
+from . import ahead
+from .params import Params
+from .pending import PendingSteps, PendingTokens
+from .runner import JaxRunner, Part, Step
+from .sampler import mode_of
+from .streaming import LayerStream
+
+
+class StreamingRunner(JaxRunner):
+    """A JaxRunner with layers in pinned host memory; see `LayerStream`.
+
+    A step of all layers would be one executable, whose copies XLA orders as it sees fit: all at
+    once, or out of the loop of tokens. So each layer is a step of its own; layers that are alike
+    share an executable. Between two tokens the host looks whether all sequences have ended, while
+    the next copies go on.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        layers = self.params.layers
+        self._stream = LayerStream(layers)
+        kinds = [self._kind(i) for i in range(len(layers))]
+        last = len(layers) - 1
+        # The first and the last have the embedding and the head with them.
+        self._alike = [0, *(kinds.index(kind, 1) for kind in kinds[1:last]), last]
+
+    def _kind(self, index: int) -> Any:
+        """What fixes a layer's step."""
+        leaves, tree = jax.tree.flatten(self.params.layers[index])
+        cached = self._cache_specs[index] if self._cache_specs else None
+        layer = self.steps.spec.layers[index]
+        return layer, cached, tree, [(x.shape, x.dtype, self._place.spec_of(x)) for x in leaves]
+
+    def _layer(self, index: int) -> tuple[list[jax.Array], Part, range]:
+        """A layer's parameters with those outside of the layers, and the number of its step."""
+        at = self._alike[index]
+        weights = self._stream.take(index)
+        table = None if self._exchange is None else self._exchange.table
+        layers: Any = [None] * at + [weights]
+        leaves, tree = jax.tree.flatten(self.params._replace(layers=layers, mailboxes=table))
+        lies = [None] * at + [self._split[index]] if self._split else []
+        return leaves, (tree, [self._place.spec_of(x) for x in leaves], lies), range(at, at + 1)
+
+    def _outputs(
+        self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
+    ) -> Any:
+        """See `JaxRunner`; where it takes fewer rows at a time, one pass after another."""
+        passes = []
+        for first in range(0, size[0], rows):
+            some = [None if x is None else x[first : first + rows] for x in arrays]
+            passes.append(self._whole_pass(self._place.operands(some), keep))
+        if len(passes) == 1:
+            return passes[0]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
+
+    def _whole_pass(self, arrays: Sequence[Any], keep: bool) -> Any:
+        shape, earlier = arrays[0].shape, []
+        x: Any = None
+        for index in range(len(self._stream)):
+            leaves, part, layers = self._layer(index)
+            step = partial(self.steps.forward, keep=keep, layers=layers)
+            key = "forward", shape, tuple(a is None for a in arrays), keep, layers
+            function = self._of_leaves(step, part=part)
+            given, flags = self._executables.run(key, function, leaves, *arrays, x)
+            self._note(flags)
+            if index + 1 < len(self._stream):
+                x = given[-1] if keep else given
+                earlier += given if keep else []
+            else:
+                x = given
+            self._stream.sent(index, x)
+        if keep:
+            x["hidden_states"] = (*earlier, *x["hidden_states"])
+        return x
+
+    def _advance(
+        self, step: Step, beside: Callable[[], None] | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """See `JaxRunner`."""
+        cache, state = self._cache, self._state
+        assert cache is not None and state is not None
+        sizes = cache.slots, cache.tokens, *state.eos.shape
+        held, args = list(cache.layers), self._place.operands(step.args)
+        x = flags = None
+        with self._at_stake():
+            for index in range(len(held)):
+                leaves, part, layers = self._layer(index)
+                is_last = index + 1 == len(held)
+                own: Any = [None] * layers.start + [held[index]]
+
+                def work(*args: Any, layers: range = layers) -> Any:
+                    return step.function(*args, layers)
+
+                own, state, x, flags = self._executables.run(
+                    (*step.key, layers.start, *sizes),
+                    self._of_leaves(work, cached=True, part=part),
+                    *(leaves, replace(cache, layers=own), self._state, *args, x),
+                    donate=(1, 2) if is_last else (1,),
+                )
+                held[index] = own.layers[layers.start]
+                self._note(flags)
+                self._stream.sent(index, x)
+        self._cache, self._state = replace(cache, layers=held), state
+        assert x is not None
+        return self._place.local(x), flags
+
+    def _take_steps(self, steps: int) -> PendingSteps:
+        """See `JaxRunner`."""
+        assert self._state is not None
+        slots, mode = self._state.active.shape[0], mode_of(SamplingFeatures.of(self._live.requests))
+        taken = []
+        while len(taken) < steps and np.asarray(self._place.local(self._state.active)).any():
+            results = self._advance(self._decode_step(1, True, mode))
+            taken.append(PendingTokens(results[0], 1, slots, self._exchange, results[1]))
+        return PendingSteps(taken, slots)
+
+    def _begin(self, tokens: int) -> None:
+        """Nothing: a step of one layer is compiled sooner than the pass before it has copied."""
+
+    def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
+        """See `JaxRunner`."""
+        try:
+            super().refresh(plan, source)
+        finally:
+            self._stream.forget()
+
+    def pure_forward(self, keep: bool) -> Callable[[Params, Any], dict[str, Any]]:
+        """UnsupportedError: it is one function of weights that lie on the device."""
+        raise UnsupportedError(
+            "engine.apply is one function of all weights on the device, and this engine streams "
+            "them from the host's memory (keep_module_on_host). Call the engine instead."
+        )
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Nothing without arguments, since every step is compiled; else UnsupportedError."""
+        if ahead.Wanted.of(backend, compile_kwargs) is not None:
+            raise UnsupportedError(
+                f"compile_kwargs={dict(compile_kwargs or {})!r}: with layers streamed from the "
+                "host's memory (keep_module_on_host) steps are compiled when they are first used. "
+                "Call compile() without arguments, or not at all."
+            )
+
+    def close(self) -> None:
+        """See `JaxRunner`."""
+        self._stream.forget()
+        super().close()
