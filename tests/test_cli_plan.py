@@ -439,7 +439,7 @@ with dualinfer.init_inference(embedded.path(), dtype="fp32", tensor_parallel=par
     if os.environ["RANK"] == "0":
         print(tokenizer.decode(ids[0]))
     sockets = {"own": listeners(), "launcher": listeners(os.getppid())}
-    print(json.dumps(sockets), file=sys.stderr, flush=True)
+    os.write(2, (json.dumps(sockets) + "\\n").encode())  # at once: two processes write
     if os.environ["RANK"] == "0":
         store = torch.distributed.distributed_c10d._get_default_store().underlying_store
         while hasattr(store, "underlying_store"):
