@@ -194,12 +194,7 @@ def limit_lines(rows: Iterable[Row]) -> list[str]:
         f"{row['device']}, {row['dtype']}, measured by "
         f"{'torch' if row['system'].startswith(('torch', 'hf')) else 'jax'}: "
         f"reads {row['read_bandwidth'] / 1e12:.3g} TB/s, "
-        f"multiplies {row['matrix_rate'] / 1e12:.3g} TFLOP/s"
-        + (
-            f", copies {row['host_rate'] / 1e9:.3g} GB/s from the host"
-            if "host_rate" in row
-            else ""
-        )
+        f"multiplies {row['matrix_rate'] / 1e12:.3g} TFLOP/s" + _copies(row)
         for row in rows
         if "read_bandwidth" in row
     }

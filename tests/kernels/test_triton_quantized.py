@@ -140,6 +140,15 @@ def test_codes_of_few_rows_go_to_the_matrix_units_in_registers(form, dtype):
     assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
 
 
+@pytest.mark.parametrize("codes", ["int4", "uint8"])
+def test_a_group_of_the_whole_row_may_end_within_a_chunk(codes):
+    weight, meant = make(BlockScheme(codes, columns=160, zeros=codes == "uint8"), 22, 160)
+    x = normal(2, 3, 160, dtype=BFLOAT16)
+    found = run(x, weight, dtype=torch.float32, config=QuantizedFragmentConfig(1, 1, 1, 1))
+    expected = wanted(x, meant)
+    assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
+
+
 @pytest.mark.parametrize(
     ("form", "kind"), [("int8", "layer"), ("uint4", "rms_offset"), ("nvfp4", "rms")]
 )

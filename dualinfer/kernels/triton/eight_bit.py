@@ -71,15 +71,13 @@ def quantize(
     block: int = 0,
     *,
     scale: Any = None,
-    most: Any = None,
     norm: NormArguments | None = None,
     pdl: bool = False,
 ) -> Codes:
     """x [..., width] as codes, by the roundings of `BlockArithmetic.quantize_input`.
 
-    Scales are those of the rows' largest sizes, or of each GROUP of columns with `block`; with
-    `most` [rows] float32, of those sizes. `scale`, one element, is that of all. With `norm` it is
-    norm(x), rounded to x's dtype.
+    Scales are those of the rows' largest sizes, or of each GROUP of columns with `block`; `scale`,
+    one element, is that of all. With `norm` it is norm(x), rounded to x's dtype.
     """
     width = x.shape[-1]
     count = x.numel() // width
@@ -98,7 +96,7 @@ def quantize(
     launch(
         quantize_kernel,
         (count,),
-        *(rows, scale, most, *arrays, data, scales, rows.stride(0), eps),
+        *(rows, scale, *arrays, data, scales, rows.stride(0), eps),
         **{"K": width, "CODES": codes, "GROUPS": groups if block else 0, "BLOCK": extent},
         **{"GROUP": GROUP, "NORM": kind, "num_warps": min(max(extent // 1024, 1), 16), "pdl": pdl},
     )

@@ -54,7 +54,7 @@ def _nearest_e4m3(a):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, given_ptr, most_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr, scale_ptr, x_stride, eps,
+    x_ptr, given_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr, scale_ptr, x_stride, eps,
     K: tl.constexpr, CODES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,10 +80,7 @@ def quantize_kernel(
     if given_ptr is not None:
         scale = _rounded(tl.load(given_ptr).to(tl.float32), dtype) + tl.zeros((parts,), tl.float32)
     else:
-        if most_ptr is not None:
-            most = tl.load(most_ptr + row) + tl.zeros((parts,), tl.float32)
-        else:
-            most = tl.max(tl.abs(x), 1)
+        most = tl.max(tl.abs(x), 1)
         scale = _rounded(tl.div_rn(most, tl.full((parts,), half, tl.float32)), dtype)
         epsilon: tl.constexpr = 2.0**-7 if dtype == tl.bfloat16 else 2.0**-10
         scale = tl.where(scale == 0, 2.0**-23 if dtype == tl.float32 else epsilon, scale)

@@ -94,7 +94,7 @@ def _lying(
     """What blocks have [32 B], for columns 2 q + E of the products of SLOTS chunks."""
     _, _, q = _lanes(B)
     n = (2 * q + E) % (PARTS * SLOTS)
-    if BLOCK[1] == 0:
+    if BLOCK[1] == 0 or BLOCK[1] >= K:
         COUNT: tl.constexpr = 1
         group = n * 0
     elif BLOCK[1] <= CHUNK:

@@ -73,6 +73,14 @@ class NormArguments(NamedTuple):
     bias: Any
     eps: float
 
+    @classmethod
+    def of(cls, norm: Any) -> "NormArguments | None":
+        """Those of a `contract.NormOf`; None of None."""
+        if norm is None:
+            return None
+        kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
+        return cls(kind, norm.weight, norm.bias, norm.spec.eps)
+
 
 def linear(
     x: Any,

@@ -183,7 +183,7 @@ class KernelOps(PlainOps):
             x = primitives.SCHEMES.quantize_input(x, weight)
         fused_norm = None
         if by.norm is not None and count == 1:
-            fused_norm = _fused(by.norm)
+            fused_norm = NormArguments.of(by.norm)
         elif by.norm is not None:
             x = self.norm(x, by.norm)
         features = features // 2 if by.gated else features
@@ -227,7 +227,7 @@ class KernelOps(PlainOps):
                 by.bias,
                 block=how.block,
                 scale=how.scale,
-                norm=_fused(by.norm),
+                norm=NormArguments.of(by.norm),
                 activation=by.activation,
                 gated=by.gated,
                 residual=by.residual,
@@ -458,14 +458,6 @@ def _turn_and_attend(
 def _frequencies(rope: Rope) -> np.ndarray:
     """float32 [R/2], the same array each time, so that a step holds it once."""
     return np.array(rope.inv_freq, np.float32)
-
-
-def _fused(norm: NormOf | None) -> NormArguments | None:
-    """A norm as kernels take it."""
-    if norm is None:
-        return None
-    kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
-    return NormArguments(kind, norm.weight, norm.bias, norm.spec.eps)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:

@@ -175,7 +175,7 @@ class KernelOps(PlainOps):
             x,
             weight.data if codes is None else codes,
             by.bias,
-            norm=_fused(by.norm),
+            norm=NormArguments.of(by.norm),
             activation=by.activation,
             gated=by.gated,
             residual=by.residual,
@@ -199,7 +199,7 @@ class KernelOps(PlainOps):
             by.bias,
             block=how.block,
             scale=how.scale,
-            norm=_fused(by.norm),
+            norm=NormArguments.of(by.norm),
             activation=by.activation,
             gated=by.gated,
             residual=by.residual,
@@ -451,14 +451,6 @@ def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
             count, features, codes, x.element_size(), by.gated, by.norm is not None
         )
     return linear.tuning_key(count, features, width, x.element_size(), by.gated)
-
-
-def _fused(norm: NormOf | None) -> NormArguments | None:
-    """A norm as kernels take it."""
-    if norm is None:
-        return None
-    kind = "rms_offset" if norm.spec.unit_offset else norm.spec.kind
-    return NormArguments(kind, norm.weight, norm.bias, norm.spec.eps)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
