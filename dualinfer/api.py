@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import backends
+from .checkpoint.adapters import AdaptedSource, Adapter, open_adapter, open_adapters_of
 from .checkpoint.gguf import is_gguf
 from .checkpoint.hf_config import (
     check_sizes,
@@ -20,7 +21,7 @@ from .checkpoint.hf_config import (
     read_other_config,
     read_written,
 )
-from .checkpoint.hub import find_checkpoint, find_weights
+from .checkpoint.hub import find_adapters, find_model, find_weights
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.saving import (
     Saved,
@@ -31,7 +32,7 @@ from .checkpoint.saving import (
     save_folder,
 )
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
-from .checkpoint.tokenizer import load_tokenizer
+from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
 from .config.refusals import check_config
 from .engine.base import About
@@ -49,7 +50,14 @@ from .errors import (
     warn_caller,
 )
 from .model.families import describe_model, knows_family
-from .model.hf_module import check_parts, check_values, check_wrapper, class_names, warn_of_hooks
+from .model.hf_module import (
+    check_parts,
+    check_values,
+    check_wrapper,
+    class_names,
+    see_through,
+    warn_of_hooks,
+)
 from .model.live import Watch
 from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
 from .model.spec import ModelSpec
@@ -118,13 +126,15 @@ def init_inference(
 def _find(
     model: Any, kind: str, settings: InferenceConfig, revision: str | None
 ) -> tuple[Any, InferenceConfig]:
-    """The model and the config with folders in the place of names of the hub."""
+    """The model and the config with folders in the place of names of the hub, adapters too."""
     if kind == "folder":
-        return find_checkpoint(model, revision), settings
+        found, adapters = find_model(model, revision, settings.adapter)
+        return found, settings.model_copy(update={"adapter": adapters or None})
+    update: dict[str, Any] = {"adapter": find_adapters(settings.adapter)}
     if isinstance(settings.checkpoint, str):
-        weights = find_weights(settings.checkpoint, revision)
-        return model, settings.model_copy(update={"checkpoint": weights})
-    return model, settings
+        weights, own = find_weights(settings.checkpoint, revision)
+        update = {"checkpoint": str(weights), "adapter": {**own, **update["adapter"]}}
+    return model, settings.model_copy(update={**update, "adapter": update["adapter"] or None})
 
 
 _Make = Callable[[Any, InferenceConfig, Peers, list[str]], FusedEngine | ModuleEngine]
@@ -240,7 +250,7 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
     It is looked for where the model is, was loaded from, or is filled from.
     """
     if isinstance(model, Path):
-        return partial(load_tokenizer, model)
+        return partial(load_tokenizer, tokenizer_folder(model, settings.adapter))
     for place in (getattr(model, "name_or_path", None), settings.checkpoint):
         if isinstance(place, str | os.PathLike):
             path = os.path.expanduser(place)
@@ -279,6 +289,7 @@ class _Model(NamedTuple):
     other_way: str
     is_checkpoint: bool = False
     quantize: _Quantize = quantize_by
+    own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
 
 
 _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
@@ -311,20 +322,27 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
-    source = found.open_source()
+    stored_as = source = found.open_source()
     notes.extend(source.notes)
+    adapters = [*found.own_adapters(), *_open_adapters(settings)]
     config, recipe = found.config.to_dict(), make_recipe(settings.quant)
-    source, table, more = open_as_held(source, table, config, recipe, found.quantize)
+    source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
     notes.extend(more)
     plan = make_load_plan(table, source)
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
         notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    plain = [names for row, names in plan.rows if row.scheme is None]
-    stored = _elements(source, [name for names in plain for name in names])
+    plain = [name for row, names in plan.rows if row.scheme is None for name in names]
+    held = set(stored_as.names())  # adapters give others, and in float32
+    stored = _elements(stored_as, [name for name in plain if name in held])
     own = _own_dtype(found.config, stored) if found.is_checkpoint else None
     return _with_dtype(settings, notes, stored, own), found, spec, plan, source
+
+
+def _open_adapters(settings: InferenceConfig) -> list[Adapter]:
+    """Those of the config, once `_find` has found them."""
+    return [open_adapter(Path(p), factor) for p, factor in (settings.adapter or {}).items()]
 
 
 def _make_fused_engine(
@@ -370,16 +388,18 @@ def quantize_checkpoint(
     quant: Any,
     max_shard_size: int | None,
     seen: Callable[[Written], None],
+    adapters: Mapping[str, float] | None = None,
 ) -> list[Written]:
     """Write the checkpoint of `folder` to `out`, quantized as a config's `quant` says.
 
     No device is used, and a few matrices at a time are in memory; other weights keep the
-    checkpoint's dtype. See `save_folder`. Raises as `init_inference` does.
+    checkpoint's dtype. `adapters` are merged first. See `save_folder`. Raises as `init_inference`
+    does.
     """
     source = open_checkpoint(folder)
     config = read_config(folder)
     dtype = _own_dtype(config, _elements(source, source.names()))
-    settings = make_config({"quant": quant, "dtype": dtype}, {})
+    settings = make_config({"quant": quant, "dtype": dtype, "adapter": adapters}, {})
     _, hf_model, spec, plan, weights = _describe_fused(folder, settings, [])
     own = hf_model.config, hf_model.generation_config, folder
     saved = Saved(spec, plan, weights, dtype_name(dtype), *own)
@@ -422,6 +442,8 @@ def _make_module_engine(
     """`is_checkpoint`: the user passed the checkpoint, and `model` was made for it."""
     with peers.together("The models and configs") as work:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+        if source is not None and settings.adapter:
+            source = AdaptedSource(source, _open_adapters(settings))
         notes.extend(source.notes if source else ())
         stored = _stored_dtypes(model, source)
         dtype = _own_dtype(model.config, stored) if is_checkpoint else None
@@ -578,21 +600,23 @@ def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
         raise ConfigError(f"config={dict(fields)!r} is not valid: {error}") from error
 
 
-def _from_module(module: Any, other_way: str) -> _Model:
-    check_wrapper(module, other_way)
+def _from_module(live: Any, other_way: str) -> _Model:
+    check_wrapper(live, other_way)
+    module = see_through(live)
     if not hasattr(getattr(module, "config", None), "to_dict"):
         raise ModelError(
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
-    check_parts(module, other_way)
+    check_parts(live, other_way)
     generation = getattr(module, "generation_config", None)
 
     def open_source() -> TensorSource:
-        check_values(module)
-        return open_module(module)
+        check_values(live)
+        return open_module(live)
 
-    return _Model(module.config, class_names(module), generation, open_source, other_way)
+    own = module.config, class_names(module), generation, open_source, other_way
+    return _Model(*own, own_adapters=partial(open_adapters_of, live))
 
 
 def _from_folder(folder: Path, other_way: str) -> _Model:

@@ -8,14 +8,24 @@ progress bar. Only data is fetched, and nothing of it runs.
 import fnmatch
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointNotFoundError, shortened
+from .adapters import FILES as ADAPTER_FILES
+from .adapters import base_of
 from .pieces import INDEX, piece_files
-from .sources import ADAPTER, FORMS, TORCH_SUFFIXES, check_folder, in_other_case, read_index
+from .sources import (
+    ADAPTER,
+    FORMS,
+    TORCH_SUFFIXES,
+    check_folder,
+    holds_weights,
+    in_other_case,
+    read_index,
+)
 from .tokenizer_files import NAMES as TOKENIZER_NAMES
 
 _CONFIG = "config.json"
@@ -37,23 +47,90 @@ def find_checkpoint(
     without asking the hub; `revision`, a branch, a tag or a commit, is "main" where unset. Without
     `weights` config.json is enough. Raises CheckpointNotFoundError or CheckpointError.
     """
+    return check_folder(_find_folder(model, revision, weights))
+
+
+def _find_folder(model: str | os.PathLike[str], revision: str | None, weights: bool) -> Path:
+    """The folder or file of that name, whatever it holds."""
     folder = Path(os.path.expanduser(model))
-    if os.path.exists(folder) or not is_hub_id(model):
-        folder = check_folder(folder)
-        if revision is not None:
-            raise CheckpointError(
-                f"revision={revision!r}: {shortened(repr(str(model)))} is a folder here, which has "
-                "no revisions. Leave revision out, or rename the folder to take the hub's model."
+    if not os.path.exists(folder) and is_hub_id(model):
+        return _Repository(str(model), revision).find(weights)
+    if revision is not None:
+        check_folder(folder)
+        raise CheckpointError(
+            f"revision={revision!r}: {shortened(repr(str(model)))} is a folder here, which has "
+            "no revisions. Leave revision out, or rename the folder to take the hub's model."
+        )
+    return folder
+
+
+class Found(NamedTuple):
+    """A model's folder or GGUF file, and the folders of its adapters with the factor of each."""
+
+    folder: Path
+    adapters: dict[str, float]
+
+
+def find_model(
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    adapters: Mapping[str, float] | None = None,
+    weights: bool = True,
+) -> Found:
+    """`find_checkpoint`, and adapters: one in the folder itself, then those of the caller.
+
+    A folder with an adapter alone stands for the model that it names, which is a folder here or in
+    the hub's local cache: what a file names is not fetched. Raises as `find_checkpoint` does.
+    """
+    folder, own = _find_folder(model, revision, weights), {}
+    if os.path.isfile(folder / ADAPTER):
+        own = {str(folder): 1.0}
+        if not holds_weights(folder):
+            folder = _find_base(folder)
+    return Found(check_folder(folder), {**own, **find_adapters(adapters)})
+
+
+def find_adapters(adapters: Mapping[str, float] | None) -> dict[str, float]:
+    """The folders of adapters that the caller names, hub ids too, with the factor of each."""
+    found: dict[str, float] = {}
+    for name, weight in (adapters or {}).items():
+        folder = _find_folder(name, None, True)
+        if not os.path.isfile(folder / ADAPTER):
+            kind = "holds no" if os.path.isdir(folder) else "is no folder with an"
+            raise CheckpointNotFoundError(
+                f"adapter={shortened(repr(name))} {kind} {ADAPTER}. Pass the folder that peft's "
+                "save_pretrained() wrote, or the name of an adapter of the hub."
             )
-        return folder
-    return check_folder(_Repository(str(model), revision).find(weights))
+        found[str(folder)] = weight
+    return found
 
 
-def find_weights(path: str, revision: str | None = None) -> str:
-    """What `checkpoint=` names, a hub id as the folder of its files."""
-    if os.path.exists(os.path.expanduser(path)) or not is_hub_id(path):
-        return path
-    return str(find_checkpoint(path, revision))
+def _find_base(folder: Path) -> Path:
+    """The model that an adapter was made for, if it is on this machine."""
+    base, revision = base_of(folder)
+    way = f"Pass the model that it was made for, and adapter={str(folder)!r}."
+    if base is None:
+        raise CheckpointError(f"{folder} holds an adapter alone and does not name its model. {way}")
+    if os.path.isdir(base):
+        return Path(base)
+    if is_hub_id(base):
+        held = _Repository(base, revision).cached()
+        if held is not None:
+            return held
+        way = f"Fetch it with `hf download {base}`, or pass it as the model, and adapter=."
+    raise CheckpointNotFoundError(
+        f"{folder} holds an adapter alone, for {shortened(repr(base))}, which is neither a folder "
+        f"here nor whole in the hub's local cache. {way}"
+    )
+
+
+def find_weights(path: str, revision: str | None = None) -> Found:
+    """What `checkpoint=` names, a hub id as the folder of its files, and an adapter beside them."""
+    file = Path(os.path.expanduser(path))
+    if not os.path.exists(file) and is_hub_id(path):
+        return find_model(path, revision)
+    both = os.path.isfile(file / ADAPTER) and holds_weights(file)
+    return Found(Path(path), {str(file): 1.0} if both else {})
 
 
 def is_hub_id(model: Any) -> bool:
@@ -76,9 +153,16 @@ class _Repository:
     def __init__(self, name: str, revision: str | None) -> None:
         self._name, self._revision = name, revision
 
+    def cached(self) -> Path | None:
+        """The folder in the cache, if it holds a whole model; nothing is fetched."""
+        config = self._cached(_CONFIG)
+        folder = Path(config).parent if isinstance(config, str) else None
+        return folder if folder is not None and _has_weights(folder) else None
+
     def find(self, weights: bool) -> Path:
         """The folder in the cache, once it holds what is needed."""
         cached = self._cached(_CONFIG)
+        cached = cached if isinstance(cached, str) else self._cached(ADAPTER)
         folder = Path(cached).parent if isinstance(cached, str) else None
         usable = folder is not None and (not weights or _has_weights(folder))
         if folder is not None and usable and (not weights or self._is_told()):
@@ -117,14 +201,15 @@ class _Repository:
         from huggingface_hub import hf_hub_download, snapshot_download
         from huggingface_hub.errors import EntryNotFoundError
 
-        if not weights:
+        if not weights and ADAPTER not in listed:
             if _CONFIG not in listed:
                 raise self._no_model(listed)
             return Path(hf_hub_download(self._name, _CONFIG, revision=self._revision)).parent
         if _CONFIG not in listed and ADAPTER not in listed:
             raise self._no_model(listed)
         wanted = [n for n in listed if any(fnmatch.fnmatchcase(n, p) for p in _OF_A_MODEL)]
-        if ADAPTER not in listed:
+        wanted += [name for name in ADAPTER_FILES if name in listed][:1]
+        if ADAPTER not in listed or any(form in listed for form in (*FORMS, INDEX)):
             wanted += self._weights(listed)
         patterns = [glob.escape(name) for name in wanted]
         folder = Path(
@@ -229,7 +314,11 @@ class _Repository:
 
 
 def _has_weights(folder: Path) -> bool:
-    """True if the files of one form of weights are all there, or an adapter's config is."""
+    """True if the files of one form of weights are all there, and an adapter's with its config."""
+    if os.path.isfile(folder / ADAPTER) and not any(
+        os.path.isfile(folder / file) for file in ADAPTER_FILES
+    ):
+        return False
     for form in (*FORMS, INDEX):
         if os.path.isfile(folder / form):
             if not form.endswith(".json"):

@@ -1,7 +1,7 @@
 """Quantized weights of a checkpoint as canonical codes and scales, under names of their own."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from ..quantization.packing import held_width, pack, raised
 from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
+from .adapters import AdaptedSource, Adapter
 
 
 class QuantizedSource:
@@ -212,11 +213,13 @@ def open_as_held(
     config: Mapping[str, Any],
     recipe: Recipe | None,
     quantize: Callable[[Recipe, WeightTable, TensorSource], Opener] = quantize_by,
+    adapters: Sequence[Adapter] = (),
 ) -> tuple[TensorSource, WeightTable, tuple[str, ...]]:
     """The source and the table of weights as a device holds them, and notes for people.
 
     They are quantized where the model's HF config or the source says so, or where there is a
-    `recipe`, by which `quantize` makes them. Raises ConfigError where both ask for it.
+    `recipe`, by which `quantize` makes them, once the `adapters` are merged. Raises ConfigError
+    where both ask for it.
     """
     own, stored = quantization_of(config), read_quantization(config)
     matrices = source.matrices() if isinstance(source, HoldsMatrices) else None
@@ -227,12 +230,20 @@ def open_as_held(
                 f"quant is given, and the weights of {source.description} are quantized already "
                 f"({method}). Leave it unset, or pass the model that they were made from."
             )
-        return *open_quantized(source, table, quantize(recipe, table, source)), ()
-    if stored is not None:
+    elif stored is not None:
         matrices = stored(source)
+    notes = () if matrices is None else matrices.notes
+    if adapters:
+        source = AdaptedSource(source, adapters, table, matrices)
+        merged, held = source.merged, matrices
+        notes += source.own_notes
+        if held is not None:
+            matrices = replace(held, open=lambda name: None if name in merged else held(name))
+    if recipe is not None:
+        matrices = quantize(recipe, table, source)
     if matrices is None:
-        return source, table, ()
-    return *open_quantized(source, table, matrices), matrices.notes
+        return source, table, notes
+    return *open_quantized(source, table, matrices), notes
 
 
 def _names(name: str, matrix: QuantizedMatrix) -> Iterable[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
+from ..model.hf_module import adapters_in_use, plain_tensors
 from ..model.load_plan import TensorSource
 from .files import StoredFile, TensorFile, check_inside, read_json
 from .gguf import SUFFIX, GgufSource, find_gguf, is_gguf
@@ -15,7 +16,7 @@ from .torch_files import open_torch_file
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 ADAPTER = "adapter_config.json"
-_ADAPTER_PREFIX = "base_model.model."  # of peft's names
+ADAPTER_PREFIX = "base_model.model."  # of peft's names
 # Of several, transformers takes the first (modeling_utils._get_resolved_checkpoint_files).
 FORMS = (
     "model.safetensors",
@@ -112,9 +113,12 @@ def _takes_all(index: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
 def open_module(module: Any) -> TorchSource:
     """The parameters and persistent buffers of a live torch module, shared and never changed.
 
+    Those of peft's adapters are left out, and the others have the names that they have without.
+
     Raises CheckpointError for a module on the meta device, which holds no values.
     """
-    tensors = module.state_dict()
+    adapted = bool(adapters_in_use(module))
+    tensors = dict(plain_tensors(module)) if adapted else module.state_dict()
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if empty:
         raise CheckpointError(
@@ -164,11 +168,18 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
                 return packed
     if not described:
         if os.path.isfile(folder / ADAPTER):
-            raise _adapter_error(folder, f"{folder} holds no model, but", "pass the model's folder")
+            raise _adapter_error(folder)
         raise CheckpointNotFoundError(
             f"{folder} holds neither config.json nor a {SUFFIX} file, so it is no checkpoint."
         )
     return folder
+
+
+def holds_weights(folder: Path) -> bool:
+    """True for a folder that holds a model's weights, of whatever form; adapters are none."""
+    return any(os.path.isfile(folder / form) for form in (*FORMS, INDEX)) or any(
+        is_gguf(folder / name) for name in os.listdir(folder)
+    )
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -181,14 +192,12 @@ def open_checkpoint(folder: Path) -> TensorSource:
 
     These are safetensors, then `.bin`, and of both a single file before an index. A folder that
     `save_mp_checkpoint_path` wrote is one as well, if it holds no other. `.bin` files need torch
-    and are read with `weights_only=True`. Raises CheckpointError for a folder with an adapter,
-    which transformers would load too.
+    and are read with `weights_only=True`. An adapter beside them is not looked at.
     """
     if is_gguf(folder):
         return GgufSource(folder)
-    if os.path.isfile(folder / ADAPTER):
-        held = f"{folder} holds, beside the model,"
-        raise _adapter_error(folder, held, f"remove {ADAPTER}")
+    if os.path.isfile(folder / ADAPTER) and not holds_weights(folder):
+        raise _adapter_error(folder)
     forms = [form for form in FORMS if os.path.isfile(folder / form)]
     if os.path.isfile(folder / INDEX):
         if forms:
@@ -237,13 +246,13 @@ def open_weights(path: str | os.PathLike[str]) -> TensorSource:
         )
     source = FilesSource({file.name: opener(file)}, str(file))
     names = list(source.names())
-    if names and all(name.startswith(_ADAPTER_PREFIX) for name in names):
-        raise _adapter_error(file.parent, f"{file} holds no model, but", "leave it out")
+    if names and all(name.startswith(ADAPTER_PREFIX) for name in names):
+        raise _adapter_error(file.parent)
     return source
 
 
-def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
-    """The error of an adapter, with the model that it is made for if that is known."""
+def _adapter_error(folder: Path) -> CheckpointError:
+    """The error of an adapter without its model, whose name it says if that is known."""
     try:
         config = read_json(folder / ADAPTER)
     except CheckpointError:
@@ -252,9 +261,8 @@ def _adapter_error(folder: Path, held: str, instead: str) -> CheckpointError:
     what = f"{shortened(kind)} adapter" if isinstance(kind, str) else "adapter"
     of = f" for {shortened(base)}" if isinstance(base, str) and base else ""
     return CheckpointError(
-        f"{held} an adapter of peft ({what}{of}). Adapters are not read: load it with peft, merge "
-        f"it with merge_and_unload() and save the result with save_pretrained(); or {instead} to "
-        "run the model without it."
+        f"{folder} holds no model, but an adapter of peft ({what}{of}). Pass the model, and "
+        f"adapter={str(folder)!r}."
     )
 
 

@@ -1,6 +1,7 @@
 """The tokenizer that lies in a checkpoint's folder, or in a GGUF file."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from ..errors import CheckpointError, shortened, shown
 from ..model.families import check_model_type
 from .files import read_json
 from .gguf import is_gguf, read_gguf_tokenizer
-from .sources import check_folder
+from .sources import ADAPTER, check_folder
 
 # Classes that are tokenizer.json and nothing else. AutoTokenizer takes them too, after the import
 # of every config; Mistral's may lie in a format of their own beside it.
@@ -21,7 +22,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
     Code that lies in the folder is never run, and nobody is asked whether to.
     """
-    folder = check_folder(path)
+    folder = Path(path) if _is_adapter(path) else check_folder(path)
     if is_gguf(folder):
         return _load_gguf_tokenizer(folder)
     if not has_tokenizer(folder):
@@ -86,6 +87,18 @@ def _load_gguf_tokenizer(path: Path) -> Any:
             f"transformers makes no tokenizer of what {path} holds ({shown(kind)}): "
             f"{shortened(error)}. Pass the model's own as tokenizer=, or pass token ids."
         ) from error
+
+
+def tokenizer_folder(folder: Path, adapters: Iterable[str] | None) -> Path:
+    """Where the tokenizer of a model with adapters lies: in the first of them that has one.
+
+    Else in the model's `folder`. An adapter was trained with the tokenizer beside it.
+    """
+    return next((Path(a) for a in adapters or () if has_tokenizer(Path(a))), folder)
+
+
+def _is_adapter(path: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(os.path.join(path, ADAPTER))
 
 
 def has_tokenizer(folder: Path) -> bool:

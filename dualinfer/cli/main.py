@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
-from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
+from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.text import TextStream, encode
 from ..errors import BackendNotAvailableError, DualinferError
@@ -31,11 +31,11 @@ from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
-from .options import RevisionOption
+from .options import AdapterOption, RevisionOption
 from .parity import Parity, compare, first_difference
 from .quantize import quantize
 from .quick_start import OWN_PROCESS, start_sooner
-from .texts import NEW_TOKENS, chat, check_both_run, find_model, generate
+from .texts import NEW_TOKENS, chat, check_both_run, find_asked, generate
 from .wording import print_error
 
 _PROMPT = 'def copy_file(source, target):\n    """'
@@ -176,23 +176,25 @@ def parity(
         ),
     ] = "float32",
     quant: QuantOption = None,
+    adapter: AdapterOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
     _refuse_text(ctx, f"dualinfer parity {model}")
     _check_both("parity")
     hint = f"A prompt is given by --prompt: `dualinfer parity --prompt {shlex.quote(model or '')}`"
-    folder = embedded.path() if model is None else find_model(model, revision, hint)
+    found = find_asked(str(embedded.path()) if model is None else model, revision, adapter, hint)
+    folder, speaking = found.folder, tokenizer_folder(*found)
     console = Console()
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
     check_both_run(folder)
-    if not has_tokenizer(folder):
+    if not has_tokenizer(speaking):
         ids = _row(range(1, 17))
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
-        ids = _row(encode(load_tokenizer(folder), prompt))
-    with _engines(folder, dtype, quant) as engines:
+        ids = _row(encode(load_tokenizer(speaking), prompt))
+    with _engines(folder, dtype, quant, found.adapters) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
         computed = engines["torch"].inference_config.dtype
         asked = engines["torch"].inference_config.quant
@@ -267,13 +269,18 @@ def _row(ids: Any) -> Any:
 
 @contextmanager
 def _engines(
-    folder: Path, dtype: str, quant: str | None = None
+    folder: Path,
+    dtype: str,
+    quant: str | None = None,
+    adapters: Mapping[str, float] | None = None,
 ) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
-            engine = init_inference(folder, backend=name, dtype=dtype, quant=quant)
+            engine = init_inference(
+                folder, backend=name, dtype=dtype, quant=quant, adapter=adapters
+            )
             assert isinstance(engine, FusedEngine)
             engines[name] = engine
         yield engines

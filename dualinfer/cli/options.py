@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,20 @@ RevisionOption = Annotated[
         metavar="NAME", help="A branch, a tag or a commit of the hub's model; unset: main."
     ),
 ]
+
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="An adapter of peft (LoRA), or its name on the hub, to merge into the model; may be "
+        "given several times.",
+    ),
+]
+
+
+def factors_of(adapters: Sequence[str] | None) -> dict[str, float]:
+    """The adapters of the command line as the config has them."""
+    return dict.fromkeys(adapters or (), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +74,7 @@ class TextOptions:
         ),
     ] = None
     quant: QuantOption = None
+    adapter: AdapterOption = None
     kernels: Annotated[
         bool | None,
         typer.Option(

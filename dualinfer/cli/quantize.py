@@ -6,12 +6,12 @@ import typer
 from rich.console import Console
 
 from ..api import quantize_checkpoint
-from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.hub import find_model
 from ..checkpoint.saving import Written, check_saving
 from ..quantization.quantize import SCHEMES
 from ..system.tables import Table
 from ..system.terminal import print_folded
-from .options import RevisionOption
+from .options import AdapterOption, RevisionOption, factors_of
 
 _GB = 1e9
 
@@ -38,6 +38,7 @@ def quantize(
     max_shard_size: Annotated[
         float | None, typer.Option(metavar="GB", min=0.001, help="Size of a file, at most.")
     ] = None,
+    adapter: AdapterOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Write a checkpoint in fewer bits.
@@ -59,7 +60,7 @@ def quantize(
             }
         }
     check_saving(out, None, "OUT")  # before a model is fetched
-    folder = find_checkpoint(model, revision)
+    folder, adapters = find_model(model, revision, factors_of(adapter))
     kinds: dict[str, list[float]] = {}
 
     def seen(written: Written) -> None:
@@ -73,7 +74,7 @@ def quantize(
             row[i] += value
 
     size = round(max_shard_size * _GB) if max_shard_size else None
-    every = quantize_checkpoint(folder, out, quant, size, seen)
+    every = quantize_checkpoint(folder, out, quant, size, seen, adapters)
     table = Table(title=f"{model} in {scheme}")
     for name in ("weights", "count", "bits each", "error"):
         table.add_column(name, justify="left" if name == "weights" else "right")

@@ -4,7 +4,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,9 @@ from rich.console import Console
 from .. import backends, embedded
 from ..api import init_inference, unserved
 from ..backends.base import NO_KERNELS
-from ..checkpoint.hub import find_checkpoint
+from ..checkpoint.hub import Found, find_model
 from ..checkpoint.sources import is_checkpoint
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.text import encode, encode_chat
 from ..errors import (
     ArgumentError,
@@ -28,7 +28,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..system.terminal import say, without_controls
-from .options import Choice, One, TextOptions, with_text_options
+from .options import Choice, One, TextOptions, factors_of, with_text_options
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
 from .wording import print_error
@@ -94,24 +94,25 @@ def generate(
     for name in names:
         backends.check_backend(name)
     if len(arguments) == 1:
-        folder = embedded.path()
+        found = find_model(embedded.path(), adapters=factors_of(options.adapter))
     else:
         quoted = f'`dualinfer generate "{" ".join(arguments)}"`'
         hint = f"Did you mean to quote the prompt? {quoted}"
-        folder = find_model(arguments[0], options.revision, hint)
+        found = find_asked(arguments[0], options.revision, options.adapter, hint)
+    folder = found.folder
     if ctx.obj == OWN_PROCESS:
         start_sooner(folder)
     if len(names) > 1:
         check_both_run(folder)
     prompt = _read(arguments[-1])
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tokenizer_folder(*found))
     messages = [{"role": "user", "content": prompt}] if chat else None
     ids = encode_chat(tokenizer, messages) if messages else encode(tokenizer, prompt)
     texts: list[list[str]] = []
     for name in names:
         if len(names) > 1:
             Console().rule(f"[bold]{name}")
-        with _engine(folder, name, tokenizer, options) as engine:
+        with _engine(found, name, tokenizer, options) as engine:
             most = _most_tokens(engine)
             room = max(1, min(NEW_TOKENS, most - len(ids))) if most else NEW_TOKENS
             length = room if max_new_tokens is None else max_new_tokens
@@ -164,12 +165,12 @@ def chat(
         raise typer.BadParameter(f"Messages are typed, or come from standard input: {way}")
     name = backend or backends.default_backend()
     backends.check_backend(name)
-    folder = find_checkpoint(model, options.revision)
+    found = find_model(model, options.revision, factors_of(options.adapter))
     if ctx.obj == OWN_PROCESS:
-        start_sooner(folder)
-    tokenizer = load_tokenizer(folder)
+        start_sooner(found.folder)
+    tokenizer = load_tokenizer(tokenizer_folder(*found))
     encode_chat(tokenizer, [*_opening(system), {"role": "user", "content": "Hello"}])
-    with _engine(folder, name, tokenizer, options) as engine:
+    with _engine(found, name, tokenizer, options) as engine:
         if not _Talk(engine, system, max_new_tokens, options, ctx.command).run():
             raise typer.Exit(1)
 
@@ -296,10 +297,10 @@ def _opening(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def find_model(name: str, revision: str | None, hint: str) -> Path:
-    """The model's folder; where none is there, and the name may be a text, the error has a hint."""
+def find_asked(name: str, revision: str | None, adapters: Sequence[str] | None, hint: str) -> Found:
+    """What is asked for; where no model is there, and its name may be a text, there is a hint."""
     try:
-        return find_checkpoint(name, revision)
+        return find_model(name, revision, factors_of(adapters))
     except CheckpointNotFoundError as error:
         if "/" in name and " " not in name:
             raise
@@ -339,11 +340,12 @@ def _most_tokens(engine: Any) -> int:
 
 
 @contextmanager
-def _engine(folder: Path, backend: str, tokenizer: Any, options: TextOptions) -> Iterator[Any]:
+def _engine(found: Found, backend: str, tokenizer: Any, options: TextOptions) -> Iterator[Any]:
     """The engine, closed at the end; it is said where kernels that were asked for do not run."""
     with init_inference(
-        folder,
+        found.folder,
         backend=backend,
+        adapter=found.adapters,
         dtype=options.dtype,
         quant=options.quant,
         replace_with_kernel_inject=options.kernels,

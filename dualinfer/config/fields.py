@@ -11,7 +11,7 @@ from .installed import default_backend
 from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig, ZeroConfig
 from .stale import StaleFields
-from .values import Count, Integer, PathText, empty_is_none, path_or_dict
+from .values import Count, Integer, Number, PathText, empty_is_none, factors_by_path, path_or_dict
 
 _INT8 = QuantizationConfig(scheme=INT8)
 _OF_DEVICES = ("device", "devices", "device_map", "device_id", "local_rank")
@@ -134,6 +134,16 @@ class InferenceConfig(StaleFields):
 
     DeepSpeed's JSON, as a path or a dict, is refused in this version. DeepSpeed ignores the field
     in some modes, and runs a meta module with uninitialised weights.
+    """
+
+    adapter: Annotated[
+        dict[str, Annotated[Number, Field(allow_inf_nan=False)]] | None,
+        BeforeValidator(factors_by_path),
+    ] = None
+    """What peft has trained for the model: a folder with an adapter_config.json or a hub id, a list
+    of them, or a dict of each with its factor. They are merged as the weights are loaded.
+
+    LoRA, rsLoRA and DoRA, on both backends; see docs/checkpoints.md. DeepSpeed knows none.
     """
 
     base_dir: PathText = ""

@@ -53,6 +53,18 @@ def path_or_dict(value: Any) -> Any:
     return value or None
 
 
+def factors_by_path(value: Any) -> Any:
+    """A dict of path and factor, of a path, of several, or of such a dict; None where empty."""
+    value = _path_text(value)
+    if isinstance(value, str):
+        return {value: 1.0} if value else None
+    if isinstance(value, list | tuple):
+        value = {_path_text(path): 1.0 for path in value}
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("expected a path, a list of paths, or a dict of paths and factors")
+    return {_path_text(path): factor for path, factor in (value or {}).items()} or None
+
+
 Integer = Annotated[int, BeforeValidator(_integer)]
 """Also a string of digits; no bool, no fraction."""
 

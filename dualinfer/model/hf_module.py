@@ -1,6 +1,8 @@
 """What a live HF module is: its classes, and whether its parts are what its config makes."""
 
 import copy
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import CheckpointError, ModelError, listing, warn_caller
@@ -41,30 +43,155 @@ def check_wrapper(module: Any, other_way: str) -> None:
             f"This {kind.__name__} wraps a {type(module.module).__name__}. Pass the module itself: "
             "model.module."
         )
-    for name, part in module.named_modules():
-        if type(part).__module__.startswith("peft.") and hasattr(part, "base_layer"):
-            raise ModelError(
-                f"{name} of this {kind.__name__} is a {_path(type(part))}: fused mode does not run "
-                "the adapters of peft. Merge them into the weights and pass what comes back: model "
-                f"= peft_model.merge_and_unload(). {other_way}"
+    _check_adapters(module, other_way)
+
+
+def see_through(module: Any) -> Any:
+    """The HF module that peft's wrapper is about; any other module itself."""
+    is_wrapper = type(module).__module__.startswith("peft.") and hasattr(module, "get_base_model")
+    return module.get_base_model() if is_wrapper else module
+
+
+def plain_parts(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a HF module by the names that they have without peft's layers.
+
+    Of an adapted layer that is the layer below, of a module that peft trains the one in use.
+    """
+    seen: set[int] = set()
+
+    def walk(path: str, part: Any) -> Iterator[tuple[str, Any]]:
+        while _is_peft(part):
+            part = _below(part)
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        yield path, part
+        for name, child in part._modules.items():
+            if child is not None:
+                yield from walk(f"{path}.{name}" if path else name, child)
+
+    return walk("", see_through(module))
+
+
+def plain_tensors(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters and persistent buffers of `plain_parts`, by name."""
+    for path, part in plain_parts(module):
+        passing = part._non_persistent_buffers_set
+        buffers = {name: own for name, own in part._buffers.items() if name not in passing}
+        for name, tensor in {**part._parameters, **buffers}.items():
+            if tensor is not None:
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
+    """peft's layers in a HF module, by the names of those below them."""
+    for name, part in see_through(module).named_modules():
+        if _is_peft(part) and hasattr(part, "base_layer"):
+            yield (
+                re.sub(r"\.(base_layer|(original_module|modules_to_save\.[^.]+))\b", "", name),
+                part,
             )
-    if kind.__module__.startswith("peft."):
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """The adapters that change what a layer gives beside its own weights; merged ones do not."""
+    if layer.disable_adapters:
+        return []
+    held = {*layer.lora_A, *layer.lora_embedding_A}
+    return [n for n in layer.active_adapters if n in held and n not in layer.merged_adapters]
+
+
+def adapters_in_use(module: Any) -> list[Any]:
+    """Which adapters each of peft's layers runs, and how much of each; empty without any."""
+    return [
+        (part.disable_adapters, list(part.active_adapters), dict(getattr(part, "scaling", {})))
+        for part in module.modules()
+        if _is_peft(part) and hasattr(part, "active_adapters")
+    ]
+
+
+def _is_peft(part: Any) -> bool:
+    return type(part).__module__.startswith("peft.") and (
+        hasattr(part, "base_layer") or hasattr(part, "original_module")
+    )
+
+
+def _below(part: Any) -> Any:
+    """What runs in the place of a layer or wrapper of peft's, but for low ranks."""
+    if hasattr(part, "base_layer"):
+        return part.base_layer
+    own = [n for n in part.active_adapters if n in part.modules_to_save]
+    use = own and not part.disable_adapters
+    return part.modules_to_save[own[0]] if use else part.original_module
+
+
+_LORA = {f"peft.tuners.lora.layer.{kind}" for kind in ("Linear", "Embedding")}
+_DORA = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in ("Linear", "Embedding")}
+_ADAPTED = {
+    *("torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"),
+    "transformers.pytorch_utils.Conv1D",
+}
+_TRAINED = "peft.utils.other.ModulesToSaveWrapper"
+
+
+def _check_adapters(module: Any, other_way: str) -> None:
+    """Raise ModelError for what peft has put into a module, unless it can be merged."""
+    kind = type(module).__name__
+    for name, part in module.named_modules():
+        if not _is_peft(part):
+            continue
+        what, own = f"{name} of this {kind} is a", _path(type(part))
+        if hasattr(part, "base_layer"):
+            base = _path(type(part.base_layer))
+            if own not in _LORA or base not in _ADAPTED:
+                raise ModelError(
+                    f"{what} {own} over {base}: fused mode merges LoRA, rsLoRA and DoRA over plain "
+                    "layers. Merge it yourself and pass what comes back: model = "
+                    f"peft_model.merge_and_unload(). {other_way}"
+                )
+            variants = getattr(part, "lora_variant", {})
+            for adapter in active_adapters(part):
+                variant = variants.get(adapter)
+                if variant is not None and _path(type(variant)) not in _DORA:
+                    raise ModelError(
+                        f"{what} LoRA by {type(variant).__name__}, which fused mode does not "
+                        f"merge; LoRA, rsLoRA and DoRA are. {other_way}"
+                    )
+        elif own != _TRAINED:
+            raise ModelError(
+                f"{what} {own}, which fused mode does not merge. Merge it yourself and pass what "
+                f"comes back: model = peft_model.merge_and_unload(). {other_way}"
+            )
+        if part.disable_adapters and getattr(part, "merged_adapters", None):
+            raise ModelError(
+                f"{what} layer whose adapters are merged and switched off at once. Call "
+                "peft_model.unmerge_adapter() or enable them."
+            )
+        if own == _TRAINED and sum(n in part.modules_to_save for n in part.active_adapters) > 1:
+            raise ModelError(
+                f"{what} module of which several active adapters have one each. Activate one of "
+                "them: peft_model.set_adapter(name)."
+            )
+    if getattr(module, "prompt_encoder", None) is not None or (
+        type(module).__module__.startswith("peft.") and see_through(module) is module
+    ):
         raise ModelError(
-            f"This {kind.__name__} adds to its inputs what peft has learned, which fused mode does "
-            f"not run and no merge takes in. {other_way}"
+            f"This {kind} adds to its inputs what peft has learned, which fused mode does not run "
+            f"and no merge takes in. {other_way}"
         )
 
 
 def check_parts(module: Any, other_way: str) -> None:
     """Raise ModelError where a part of a HF module is not what its config makes."""
     kind = type(module).__name__
-    for name, part in module.named_modules():
+    parts = list(plain_parts(module))
+    for name, part in parts:
         what = f"{name} of this" if name else "This"
         if "forward" in vars(part) and not _is_own_method(part, vars(part)["forward"]):
             _check_forward(part, f"{what} {kind}", other_way)
     _check_attention(module, other_way)
     expected = _made_by_config(module)
-    for name, part in module.named_modules():
+    for name, part in parts:
         other = expected.get(name)
         if not name or other is None:
             continue

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from .hf_module import adapters_in_use
+
 # They keep a question short at 300 tensors; benchmarks/live.py measures it.
 _TURN = 16  # tensors of which addresses and samples are compared in one question
 _EVERY = 8  # questions for one launch of a comparison on a GPU
@@ -91,6 +93,8 @@ class _Seen:
                     if isinstance(value, torch.Tensor) and value.device.type != "meta":
                         tensors.setdefault(id(value), (prefix + name, value))
         self._were = [dict(held) for held in self._held]
+        self._module = weakref.ref(module)
+        self._adapters = adapters_in_use(module)
         counted = [(n, t) for n, t in tensors.values() if not t.is_inference()]
         self._counted, self._counted_names = [t for _, t in counted], [n for n, _ in counted]
         self._versions = list(map(_versions, self._counted))
@@ -111,6 +115,9 @@ class _Seen:
             is_same = False
         if not is_same and (name := self._replaced()):
             return f"{name} was replaced, added or taken away"
+        module = self._module() if self._adapters else None
+        if module is not None and adapters_in_use(module) != self._adapters:
+            return "other adapters are in use, or more or less of them,"
         versions = list(map(_versions, self._counted))
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)

@@ -1,0 +1,391 @@
+"""Adapters of peft, merged while weights are loaded, against peft's own forward."""
+
+import json
+import shutil
+import warnings
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import dualinfer
+from dualinfer import embedded
+from dualinfer.checkpoint.adapters import AdaptedSource, open_adapter
+from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.cli.main import app
+from dualinfer.errors import CheckpointError, ConfigError, ModelError, StaleWeightsError
+from dualinfer.model.families import describe_model
+from dualinfer.quantization import read_quantization
+from dualinfer.quantization.codes import dequantize
+from tests.models import BACKENDS, make_model, slow_but
+
+# peft asks for what transformers has renamed, and says what it sets of its own accord.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning"),
+]
+IDS = np.arange(3, 19, dtype=np.int64)[None]
+KINDS = {
+    "lora": ("llama-gqa", {"target_modules": ["q_proj", "down_proj"], "lora_alpha": 8}),
+    "rslora": (
+        "llama-gqa",
+        {
+            "target_modules": "all-linear",
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2, r"layers\.1.*up_proj": 3},
+            "alpha_pattern": {"model.layers.0.self_attn.v_proj": 3},
+        },
+    ),
+    "dora": ("llama-gqa", {"target_modules": ["q_proj", "v_proj", "o_proj"], "use_dora": True}),
+    "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
+    "embedding": ("gpt2", {"target_modules": ["c_attn", "wte"]}),
+    "embedding dora": ("gpt2", {"target_modules": ["wte"], "use_dora": True}),
+    "head": ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["lm_head"], "bias": "all"}),
+    "lora bias": ("opt", {"target_modules": ["q_proj", "fc1"], "lora_bias": True}),
+    "fused": ("bloom", {"target_modules": ["query_key_value"], "bias": "lora_only"}),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def adapt(model, seed=1, name="default", **options):
+    """A PeftModel over `model` whose adapter changes what it computes."""
+    config = peft.LoraConfig(r=options.pop("r", 4), init_lora_weights=False, **options)
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(name, config)
+    else:
+        model = peft.get_peft_model(model, config, adapter_name=name)
+    draw = torch.Generator().manual_seed(seed)
+    for key, value in model.named_parameters():
+        own = value.requires_grad or f".{name}." in f"{key}."
+        if not own or ("lora" in key and f".{name}" not in key):
+            continue
+        noise = torch.randn(value.shape, generator=draw)
+        if "magnitude" in key:
+            value.data *= 1 + 0.1 * noise
+        else:
+            value.data.add_(noise, alpha=0.03)
+    return model.eval()
+
+
+def logits(model, **options):
+    with dualinfer.init_inference(model, dtype="float32", **options) as engine:
+        out = engine(IDS)[0]
+        return np.asarray(out.cpu() if hasattr(out, "cpu") else out), engine.report().notes
+
+
+def wanted(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(IDS)).logits.numpy()
+
+
+def relative(found, expected):
+    return np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By kind: the model's folder, the adapter's, the live PeftModel, and its logits."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            name, options = KINDS[kind]
+            base, adapter = (tmp_path_factory.mktemp(part) for part in ("base", "adapter"))
+            model = make_model(name)
+            model.save_pretrained(base)
+            plain = wanted(model)
+            live = adapt(type(model).from_pretrained(base), **options)
+            live.save_pretrained(adapter)
+            assert relative(plain, wanted(live)) > 1e-2
+            made[kind] = base, adapter, live, wanted(live)
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", slow_but(["rslora", "conv1d", "embedding", "head"], KINDS))
+def test_an_adapter_beside_a_model_gives_what_peft_gives(folders, kind, backend):
+    base, adapter, _, expected = folders(kind)
+    found, notes = logits(base, adapter=adapter, backend=backend)
+    assert relative(found, expected) < 1e-5
+    assert any(f"merged: {adapter}, into" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", slow_but(["dora", "head"], KINDS))
+def test_a_live_model_with_adapters_gives_what_it_gives(folders, kind, backend):
+    _, _, live, expected = folders(kind)
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    found, _ = logits(live, backend=backend, replace_with_kernel_inject=True)
+    assert relative(found, expected) < 1e-5
+    assert all(torch.equal(before[n], t) for n, t in live.state_dict().items())
+
+
+def test_an_adapters_folder_stands_for_its_model(folders, tmp_path, backend):
+    base, adapter, _, expected = folders("lora")
+    assert relative(logits(adapter, backend=backend)[0], expected) < 1e-5
+    for folder in (base, adapter):  # both in one folder, as transformers loads them
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    assert relative(logits(tmp_path, backend=backend)[0], expected) < 1e-5
+    found, _ = logits(
+        make_model("llama-gqa", hidden_act="silu"),
+        checkpoint=tmp_path,
+        backend=backend,
+        replace_with_kernel_inject=True,
+    )
+    assert relative(found, expected) < 1e-5
+
+
+def test_several_adapters_are_added_each_with_its_factor(folders, tmp_path, backend):
+    base, one, _, _ = folders("lora")
+    model = peft.PeftModel.from_pretrained(type(make_model("llama-gqa")).from_pretrained(base), one)
+    adapt(model, 5, "second", target_modules=["q_proj", "v_proj"], r=2)
+    model.add_weighted_adapter(["default", "second"], [0.5, -1.5], "both", "cat")
+    model.save_pretrained(tmp_path, selected_adapters=["second"])
+    model.set_adapter("both")
+    given = {one: 0.5, tmp_path / "second": -1.5}
+    found, notes = logits(base, adapter=given, backend=backend)
+    assert relative(found, wanted(model)) < 1e-5
+    assert any("times 0.5" in note and "times -1.5" in note for note in notes)
+    model.base_model.set_adapter(["default", "second"])
+    found, _ = logits(base, adapter=[one, tmp_path / "second"], backend=backend)
+    assert relative(found, wanted(model)) < 1e-5
+
+
+def test_factors_of_dora_and_of_what_replaces(folders):
+    """An adapter's change is W' - W, whatever makes it, and a factor multiplies it."""
+    for kind, name in (("dora", "q_proj.weight"), ("head", "lm_head.weight")):
+        base, adapter, _, _ = folders(kind)
+        plain = open_checkpoint(base)
+        table = _table(base)
+        half = AdaptedSource(plain, [open_adapter(adapter, 0.5)], table)
+        whole = AdaptedSource(plain, [open_adapter(adapter)], table)
+        name = next(n for n in half.merged if n.endswith(name))
+        stored = name if name in plain.names() else "transformer.wte.weight"
+        before = plain.read(stored)
+        middle = (before + whole.read(name)) / 2
+        np.testing.assert_allclose(half.read(name), middle, rtol=1e-5, atol=1e-6)
+        part = (slice(1, 5), slice(0, 7))
+        np.testing.assert_array_equal(whole.read(name, part), whole.read(name)[part])
+
+
+def _table(folder):
+    config = read_config(folder)
+    return describe_model(config.to_dict(), config.architectures)[1]
+
+
+def test_what_is_quantized_after_the_merge_is_the_merged_model(folders, tmp_path, backend):
+    base, adapter, _, _ = folders("lora")
+    merged = peft.PeftModel.from_pretrained(
+        type(make_model("llama-gqa")).from_pretrained(base), adapter
+    )
+    merged.merge_and_unload().save_pretrained(tmp_path)
+    found, _ = logits(base, adapter=adapter, quant="int8", backend=backend)
+    expected, _ = logits(tmp_path, quant="int8", backend=backend)
+    assert relative(found, expected) < 1e-3
+
+
+def test_an_adapter_of_a_quantized_model_makes_its_matrices_plain(folders, tmp_path, backend):
+    """As QLoRA trains it: the codes' meaning, and the change in float32."""
+    base, adapter, _, _ = folders("lora")
+    result = CliRunner().invoke(
+        app, ["quantize", str(base), str(tmp_path / "q"), "--scheme", "int8"]
+    )
+    assert result.exit_code == 0, result.output
+    found, notes = logits(tmp_path / "q", adapter=adapter, backend=backend)
+    matrices = read_quantization(read_config(tmp_path / "q").to_dict())
+    matrices = matrices(open_checkpoint(tmp_path / "q"))
+    model = type(make_model("llama-gqa")).from_pretrained(base)
+    for name, tensor in model.state_dict().items():
+        if (matrix := matrices(name)) is not None:
+            tensor.copy_(torch.from_numpy(dequantize(matrix)))
+    expected = wanted(peft.PeftModel.from_pretrained(model, adapter).eval())
+    assert relative(found, expected) < 1e-5
+    layers = model.config.num_hidden_layers
+    assert f"{2 * layers} quantized matrices are plain here, since adapters change them" in notes
+
+
+def test_a_merged_model_is_saved_and_read_again(folders, tmp_path, backend):
+    base, adapter, _, expected = folders("head")
+    with dualinfer.init_inference(
+        base, adapter=adapter, backend=backend, dtype="float32"
+    ) as engine:
+        engine.save_pretrained(tmp_path / "merged")
+    found, _ = logits(tmp_path / "merged", backend=backend)
+    assert relative(found, expected) < 1e-5
+
+
+def test_a_live_model_whose_adapters_change_is_refused_until_refresh(folders, backend):
+    base, adapter, _, expected = folders("lora")
+    live = peft.PeftModel.from_pretrained(
+        type(make_model("llama-gqa")).from_pretrained(base), adapter
+    )
+    options = {"dtype": "float32", "backend": backend, "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(live.eval(), **options) as engine:
+        first = np.asarray(engine(IDS)[0])
+        assert relative(first, expected) < 1e-5
+        live.base_model.disable_adapter_layers()
+        with pytest.raises(StaleWeightsError, match="other adapters are in use"):
+            engine(IDS)
+        engine.refresh()
+        assert relative(np.asarray(engine(IDS)[0]), wanted(live)) < 1e-5
+        live.base_model.enable_adapter_layers()
+        live.merge_adapter()
+        with pytest.raises(StaleWeightsError):
+            engine(IDS)
+        engine.refresh()
+        assert relative(np.asarray(engine(IDS)[0]), expected) < 1e-5
+
+
+def test_two_devices_give_what_one_gives(folders):
+    base, adapter, _, expected = folders("dora")
+    found, _ = logits(base, adapter=adapter, backend="jax", tensor_parallel={"tp_size": 2})
+    assert relative(found, expected) < 1e-5
+
+
+def test_the_command_line_takes_adapters(folders, tmp_path):
+    live = adapt(
+        AutoModelForCausalLM.from_pretrained(embedded.path()),
+        target_modules="all-linear",
+    )
+    live.save_pretrained(tmp_path)
+    options = ["--max-new-tokens", "8", "--dtype", "fp32", "--backend", "torch"]
+    plain = CliRunner().invoke(app, ["generate", "import os", *options])
+    found = CliRunner().invoke(app, ["generate", "import os", *options, "--adapter", str(tmp_path)])
+    alone = CliRunner().invoke(app, ["generate", str(tmp_path), "import os", *options])
+    assert found.exit_code == 0, found.output
+    assert alone.stdout == found.stdout != plain.stdout
+    with torch.no_grad():
+        tokenizer = load_tokenizer(embedded.path())
+        ids = torch.tensor([tokenizer("import os")["input_ids"]])
+        text = tokenizer.decode(live.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0])
+    assert found.stdout.strip() == text.strip()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(folders, tmp_path):
+    """A copy of an adapter's folder whose config has other fields."""
+    adapter = folders("lora")[1]
+    shutil.copytree(adapter, tmp_path, dirs_exist_ok=True)
+
+    def change(**fields):
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+        return tmp_path
+
+    return change
+
+
+REFUSED = [
+    ({"peft_type": "IA3"}, "kind 'IA3'; LORA is expected"),
+    ({"peft_type": None}, "kind None"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the model's own weights"),
+    ({"layer_replication": [[0, 2]]}, r"layer_replication=\[\[0, 2\]\], which dualinfer does not"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"something_new": {"a": 1}}, "something_new"),
+    ({"use_dora": True}, "no lora_magnitude_vector, and use_dora=True"),
+    ({"r": 5}, "factors of rank 4, and by adapter_config.json it is 5"),
+    ({"r": "4"}, "r is '4', expected a number"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    ({"alpha_pattern": [1]}, "alpha_pattern is .*expected an object"),
+    ({"alpha_pattern": {"(a+)+b": 1}}, "may take for ever"),
+    ({"rank_pattern": {"(": 1}}, r"rank_pattern has '\('"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[next(iter(f)) for f, _ in REFUSED])
+def test_what_no_merge_takes_in_is_refused_by_name(folders, changed, fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        dualinfer.init_inference(folders("lora")[0], adapter=changed(**fields))
+
+
+def test_tensors_that_do_not_fit_are_named(folders, changed, tmp_path):
+    base, folder = folders("lora")[0], changed()
+    file = folder / "adapter_model.safetensors"
+    whole = load_file(file)
+    name = next(n for n in whole if "lora_A" in n)
+
+    def refused(tensors, message, model=base):
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=message):
+            dualinfer.init_inference(model, adapter=folder)
+
+    refused({n: t for n, t in whole.items() if n != name}, "has lora_B; lora_A and lora_B")
+    refused({**whole, name: whole[name][:, :-1].contiguous()}, "An adapter changes .* and that of")
+    more = {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 8)}
+    more |= {n.replace("A", "B"): torch.ones(8, 4) for n in more}
+    refused({**whole, **more}, r"does not hold: 1: model\.layers\.7\.self_attn\.q_proj\.weight")
+    refused({**whole, "base_model.model.score.weight": torch.ones(2, 2)}, "1: score.weight")
+    refused(whole, "does not hold", model=folders("conv1d")[0])
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"neither adapter_model\.safetensors nor"):
+        dualinfer.init_inference(base, adapter=folder)
+
+
+def test_a_bin_file_is_read_without_running_anything(folders, changed, backend):
+    base, _, _, expected = folders("lora")
+    folder = changed()
+    state = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(state, folder / "adapter_model.bin")
+    assert relative(logits(base, adapter=folder, backend=backend)[0], expected) < 1e-5
+    torch.save({**state, "code": print}, folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        dualinfer.init_inference(base, adapter=folder, backend=backend)
+
+
+def test_models_that_are_not_found_are_told(folders, changed, tmp_path):
+    base = folders("lora")[0]
+    for name, message in (
+        (None, "does not name its model"),
+        ("/nowhere/at/all", "neither a folder here nor"),
+        ("owner/model", "hf download owner/model"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            dualinfer.init_inference(changed(base_model_name_or_path=name))
+    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
+        dualinfer.init_inference(base, adapter=base)
+    with pytest.raises(CheckpointError, match=r"is no folder with an adapter_config\.json"):
+        dualinfer.init_inference(base, adapter=tmp_path / "none")
+
+
+def test_adapters_are_refused_where_a_module_stays_as_it_is(folders):
+    base, adapter, _, _ = folders("lora")
+    model = type(make_model("llama-gqa")).from_pretrained(base)
+    with pytest.raises(ConfigError, match=r"adapter=.*in module mode"):
+        dualinfer.init_inference(model, adapter=adapter)
+    with pytest.raises(ConfigError, match="expected a path, a list of paths"):
+        dualinfer.init_inference(base, adapter=3)
+    with pytest.raises(ConfigError, match="adapter"):
+        dualinfer.init_inference(base, adapter={adapter: "much"})
+
+
+@pytest.mark.parametrize("kind", ["ia3", "prompt", "tokens"])
+def test_other_adapters_of_a_live_model_are_refused_by_name(kind, backend):
+    model = make_model("llama-gqa")
+    config = {
+        "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "tokens": lambda: peft.LoraConfig(
+            target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1]}
+        ),
+    }[kind]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        live = peft.get_peft_model(model, config)
+    with pytest.raises(ModelError, match=r"merge"):
+        dualinfer.init_inference(live, backend=backend, replace_with_kernel_inject=True)
