@@ -442,7 +442,13 @@ def _make_module_engine(
     """`is_checkpoint`: the user passed the checkpoint, and `model` was made for it."""
     with peers.together("The models and configs") as work:
         source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
-        if source is not None and settings.adapter:
+        if settings.adapter:
+            if source is None:
+                raise ConfigError(
+                    f"adapter={shown([*settings.adapter])}: in module mode the module is the "
+                    "caller's, and its weights are not changed. Merge the adapter with peft first, "
+                    "or set replace_with_kernel_inject=True."
+                )
             source = AdaptedSource(source, _open_adapters(settings))
         notes.extend(source.notes if source else ())
         stored = _stored_dtypes(model, source)

@@ -8,8 +8,8 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import dualinfer
@@ -29,6 +29,8 @@ from tests.models import BACKENDS, make_model, slow_but
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape"),  # lora_bias is of one
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning"),
 ]
@@ -49,6 +51,10 @@ KINDS = {
     "embedding": ("gpt2", {"target_modules": ["c_attn", "wte"]}),
     "embedding dora": ("gpt2", {"target_modules": ["wte"], "use_dora": True}),
     "head": ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["lm_head"], "bias": "all"}),
+    "tied": (
+        "qwen2",
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    ),
     "lora bias": ("opt", {"target_modules": ["q_proj", "fc1"], "lora_bias": True}),
     "fused": ("bloom", {"target_modules": ["query_key_value"], "bias": "lora_only"}),
 }
@@ -115,7 +121,7 @@ def folders(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("kind", slow_but(["rslora", "conv1d", "embedding", "head"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["rslora", "conv1d", "embedding", "head", "tied"], KINDS))
 def test_an_adapter_beside_a_model_gives_what_peft_gives(folders, kind, backend):
     base, adapter, _, expected = folders(kind)
     found, notes = logits(base, adapter=adapter, backend=backend)
@@ -248,6 +254,19 @@ def test_a_live_model_whose_adapters_change_is_refused_until_refresh(folders, ba
         assert relative(np.asarray(engine(IDS)[0]), expected) < 1e-5
 
 
+def test_a_folder_of_a_family_that_fused_mode_does_not_know_takes_adapters(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
+    few = {"vocab_size": 50, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = hf.StableLmConfig(**sizes, **few, pad_token_id=0)
+    model = hf.StableLmForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    live = adapt(model, target_modules=["q_proj", "down_proj"], use_dora=True)
+    live.save_pretrained(tmp_path / "adapter")
+    found, notes = logits(tmp_path / "model", adapter=tmp_path / "adapter", backend="torch")
+    assert relative(found, wanted(live)) < 1e-5
+    assert any("merged:" in note for note in notes)
+
+
 def test_two_devices_give_what_one_gives(folders):
     base, adapter, _, expected = folders("dora")
     found, _ = logits(base, adapter=adapter, backend="jax", tensor_parallel={"tp_size": 2})
@@ -256,7 +275,7 @@ def test_two_devices_give_what_one_gives(folders):
 
 def test_the_command_line_takes_adapters(folders, tmp_path):
     live = adapt(
-        AutoModelForCausalLM.from_pretrained(embedded.path()),
+        hf.AutoModelForCausalLM.from_pretrained(embedded.path(), dtype="float32"),
         target_modules="all-linear",
     )
     live.save_pretrained(tmp_path)

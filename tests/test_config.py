@@ -63,6 +63,7 @@ FIELDS = [
     ("zero", None, ZERO, ZeroConfig(**ZERO)),
     ("quant", None, {"enabled": False}, QuantizationConfig(enabled=False)),
     ("checkpoint", None, Path("some") / "folder", "some/folder"),
+    ("adapter", None, [Path("one"), "two"], {"one": 1.0, "two": 1.0}),
     ("base_dir", None, Path("some"), "some"),
     ("save_mp_checkpoint_path", None, Path("some"), "some"),
     ("return_tuple", None, False, False),

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -101,6 +102,30 @@ def test_other_forms_of_weights_are_fetched_where_they_are_all_there_is(hub, fol
         hub.add("owner/saved", saved)
     with dualinfer.init_inference("owner/saved") as engine:
         assert engine.report().parameters
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_is_fetched_by_its_name_and_its_model_is_not(hub, folder, tmp_path):
+    base = hf.LlamaForCausalLM.from_pretrained(folder, dtype="float32")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    said["base_model_name_or_path"] = NAME
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    hub.add("owner/adapter", tmp_path / "adapter")
+    with pytest.raises(CheckpointNotFoundError, match=f"hf download {NAME}"):
+        dualinfer.init_inference("owner/adapter")
+    assert "model.safetensors" not in hub.fetched()
+    with (
+        dualinfer.init_inference(folder, adapter=tmp_path / "adapter", dtype="fp32") as expected,
+        dualinfer.init_inference(NAME, adapter="owner/adapter", dtype="fp32") as both,
+        dualinfer.init_inference("owner/adapter", dtype="fp32") as alone,
+        dualinfer.init_inference(folder, dtype="fp32") as plain,
+    ):
+        logits = expected(IDS).logits
+        assert np.array_equal(both(IDS).logits, logits)
+        assert np.array_equal(alone(IDS).logits, logits)
+        assert not np.array_equal(plain(IDS).logits, logits)
 
 
 def test_folder_wins_over_a_model_of_the_hub(hub, folder, tmp_path, monkeypatch):
@@ -205,6 +230,8 @@ def test_what_the_hub_refuses_is_told_apart(hub, monkeypatch, tmp_path):
     hub.models["owner/adapter"] = {"adapter_config.json": b'{"peft_type": "LORA"}'}
     with pytest.raises(CheckpointError, match=r"holds no model, but an adapter of peft \(LORA"):
         find_checkpoint("owner/adapter")
+    with pytest.raises(CheckpointError, match=r"alone and does not name its model"):
+        dualinfer.init_inference("owner/adapter")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="folder 'models' is, without 'none'"):

@@ -508,17 +508,14 @@ _LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": Fa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_adapters_are_refused_and_merged_ones_are_run(backend):
+def test_adapters_are_run_merged_or_not(backend):
     model, ids = _with_adapter(peft.LoraConfig(**_LORA)).eval(), torch.from_numpy(random_ids(2, 7))
     with torch.no_grad():
         expected = model(ids).logits
     how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
-    layer = r"q_proj of this .* is a peft\.tuners\.lora\.layer\.Linear.*merge_and_unload\(\)"
-    for part in (model, model.get_base_model()):
-        with pytest.raises(dualinfer.ModelError, match=layer):
-            dualinfer.init_inference(part, **how)
-    with dualinfer.init_inference(model.merge_and_unload(), **how) as engine:
-        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+    for part in (lambda: model, model.get_base_model, model.merge_and_unload):
+        with dualinfer.init_inference(part(), **how) as engine:
+            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
 def test_wrappers_of_a_model_are_refused_with_the_way_to_it():

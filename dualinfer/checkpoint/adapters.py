@@ -85,7 +85,7 @@ class Adapter:
     """One adapter: what it changes, by HF's names of the model's weights.
 
     `low_rank` are its changes, `replaced` what it puts in the place of a tensor, `added` what is
-    added to a bias, with its scale. `tied`: a change of one of two tied tensors is one of both.
+    added to a bias, with its scale.
     """
 
     label: str
@@ -93,7 +93,6 @@ class Adapter:
     low_rank: Mapping[str, LowRank] = field(default_factory=dict)
     replaced: Mapping[str, Stored] = field(default_factory=dict)
     added: Mapping[str, tuple[Stored, float]] = field(default_factory=dict)
-    tied: bool = False
 
     def names(self) -> Iterable[str]:
         """HF's names of all that it changes."""
@@ -125,8 +124,7 @@ def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
         low_rank[f"{path}.weight"] = held
         if "B.bias" in parts:
             added[f"{path}.bias"] = Stored(source, parts["B.bias"]), scale
-    tied = bool(config.get("ensure_weight_tying"))
-    return Adapter(str(folder), weight, low_rank, replaced, added, tied)
+    return Adapter(str(folder), weight, low_rank, replaced, added)
 
 
 def base_of(folder: Path) -> tuple[str | None, str | None]:
@@ -275,10 +273,9 @@ class AdaptedSource:
                 if found is None:
                     lost.append(name)
                     continue
-                for shown_as, base in names.with_tied(found, adapter.tied):
-                    self._bases[shown_as] = base
-                    own = self._changes.setdefault(shown_as, [])
-                    own += [(adapter.weight, c) for c in _changes_of(adapter, name)]
+                shown_as, self._bases[found[0]] = found
+                own = self._changes.setdefault(shown_as, [])
+                own += [(adapter.weight, c) for c in _changes_of(adapter, name)]
             if lost:
                 raise CheckpointError(
                     f"The adapter {adapter.label} changes what {source.description} does not hold: "
@@ -516,13 +513,6 @@ class _Names:
     def is_turned(self, name: str) -> bool | None:
         """Whether a matrix is stored [in, out]; None where no table says it."""
         return None if self._table is None else self._turned.get(self._known.get(name, name))
-
-    def with_tied(self, found: tuple[str, str], tied: bool) -> list[tuple[str, str]]:
-        """The tensor, and with `tied` those that HF ties to it."""
-        if not tied:
-            return [found]
-        others = [self.find(other) for other in self.tied_to(found[0])]
-        return [found, *(other for other in others if other is not None)]
 
     def tied_to(self, name: str) -> list[str]:
         """HF's names of what is tied to a tensor, by the name that it is shown under."""

@@ -132,12 +132,6 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "save_pretrained(), or leave this unset."
         )
         _refuse("save_mp_checkpoint_path", config.save_mp_checkpoint_path, reason)
-    if config.adapter and (config.backend == "jax" or config.checkpoint is None):
-        reason = (
-            "in module mode the module is the caller's, and its weights are not changed. Merge the "
-            "adapter with peft first, or set replace_with_kernel_inject=True."
-        )
-        _refuse("adapter", [*config.adapter], reason)
     if config.backend == "jax" and config.checkpoint is not None:
         reason = (
             "the names of a Flax module's parameters follow no convention that a checkpoint could "
