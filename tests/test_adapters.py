@@ -349,6 +349,8 @@ def test_tensors_that_do_not_fit_are_named(folders, changed, tmp_path):
     more |= {n.replace("A", "B"): torch.ones(8, 4) for n in more}
     refused({**whole, **more}, r"does not hold: 1: model\.layers\.7\.self_attn\.q_proj\.weight")
     refused({**whole, "base_model.model.score.weight": torch.ones(2, 2)}, "1: score.weight")
+    again = {n.replace("lora_A.", "lora_A.other."): t.clone() for n, t in whole.items()}
+    refused({**whole, **again}, "of one module twice")
     refused(whole, "does not hold", model=folders("conv1d")[0])
     file.unlink()
     with pytest.raises(CheckpointError, match=r"neither adapter_model\.safetensors nor"):

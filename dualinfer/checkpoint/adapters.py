@@ -114,10 +114,10 @@ def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
         found = _PART.fullmatch(name)
         if found is None:
             name = re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.[^.]+$)", "", name)
-            replaced[name] = Stored(source, stored)
+            _put(folder, replaced, name, Stored(source, stored))
             continue
         part = found["part"] + (".bias" if found["last"] == "bias" else "")
-        factors.setdefault(found["path"], {})[part] = stored
+        _put(folder, factors.setdefault(found["path"], {}), part, stored)
     low_rank = {}
     for path, parts in factors.items():
         held, scale = _low_rank(folder, config, source, path, parts)
@@ -125,6 +125,15 @@ def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
         if "B.bias" in parts:
             added[f"{path}.bias"] = Stored(source, parts["B.bias"]), scale
     return Adapter(str(folder), weight, low_rank, replaced, added)
+
+
+def _put(folder: Path, held: dict[str, Any], name: str, value: Any) -> None:
+    if name in held:
+        raise CheckpointError(
+            f"{folder} holds {shortened(name)} of one module twice, as of several adapters in one "
+            "file. Save each in a folder of its own."
+        )
+    held[name] = value
 
 
 def base_of(folder: Path) -> tuple[str | None, str | None]:
