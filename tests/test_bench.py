@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ from dualinfer.model.weights import named_arrays
 from dualinfer.quantization.codes import dequantize
 
 from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama
+from .models import slow_but
 
 VOCAB = 50
 QUERY, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -488,7 +490,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    module.bench_cases = lambda dtype: iter([make_case("torch")[0]])  # type: ignore[attr-defined]
+    module.bench_cases = lambda dtype, quant: iter([make_case("torch")[0]])  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -553,6 +555,34 @@ def test_products_and_what_stands_between_them_agree_with_torch(on_cpu, rows):
     assert bytes_of[gated] == 4 * (80 * 48 + rows * 48 + 48 + rows * 40)
     down = f"tiny down 48 x 40, {bench_ops.rows_of(rows)}, residual"
     assert bytes_of[down] == 4 * (48 * 40 + rows * 40 + 2 * rows * 48)
+
+
+QUANTIZED = ("int4", "fp8", "nvfp4", "int8_w8a8")
+
+
+@pytest.mark.parametrize("quant", QUANTIZED)
+def test_quantized_products_are_those_of_their_codes(on_cpu, quant):
+    """Beside plain ops with the same arrays; the limit counts codes and scales."""
+    from dualinfer.backends.torch.ops.plain import PlainOps
+    from dualinfer.bench.case import recipe_of
+    from dualinfer.bench.torch import ops as bench_ops
+
+    shape = bench_ops.Shape("tiny", 64, 4, 2, 16, 96, 101)
+    cases = list(bench_ops.products(on_cpu, shape, 3, recipe_of(quant)))
+    plain = ("dualinfer, plain weights", "torch, cuBLAS, plain weights")
+    for ours, *others in by_op(cases).values():
+        assert [case.reference for case in others] == [*plain]
+        call = ours.prepare()
+        found = call()
+        with mock.patch.object(on_cpu, "ops", PlainOps()):
+            expected = call()
+        size = found.square().mean().sqrt()
+        assert size > 1e-3 and (found - expected).square().mean().sqrt() < 1e-4 * size
+        check_agree(others, 1e-5)
+    held = {"int4": 64 // 2 + 4, "nvfp4": 64 // 2 + 64 // 16 + 4}
+    row = held.get(quant, 64 + 4)
+    qkv = next(case for case in cases if " qkv " in case.description)
+    assert qkv.bytes == 128 * row + 4 * (3 * 64 + 64 + 3 * 128)
 
 
 @pytest.mark.parametrize("tokens", [1, 63])
@@ -676,6 +706,17 @@ def test_jax_products_and_norms_agree_with_xla(rows, gated, jax_bench):
     qkv = ops["linear", f"tiny qkv 192 x 48, {words}, {vectors[0]}"][0]
     assert qkv.bytes == 4 * (192 * 48 + rows * 48 + vectors[1] + rows * 192)
     assert qkv.flops == 2 * rows * 192 * 48
+
+
+@pytest.mark.parametrize("quant", slow_but(["int4"], QUANTIZED))
+def test_jax_quantized_products_agree_with_xla(quant, jax_bench):
+    from dualinfer.bench.case import recipe_of
+    from dualinfer.bench.jax import ops as bench_ops
+
+    cases = bench_ops.products(jax_bench, bench_ops.TINY, 3, recipe_of(quant))
+    for group in by_op(cases).values():
+        assert [case.reference for case in group] == ["", "XLA", "dualinfer, plain weights"]
+        check_agree(group[:2], 1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "gated"), [(16, True), (63, False)])
@@ -813,6 +854,19 @@ def test_ops_that_cannot_run_are_skipped_with_the_reason(monkeypatch):
     assert next(iter(table.columns[3].cells)) == "[dim]skipped[/]"
     assert list(table.columns[2].cells) == ["dualinfer jax", "XLA"]
     assert table.caption == "dtype float32"  # the same in all rows
+
+
+def test_rows_of_quantized_ops_say_how_they_are_quantized(monkeypatch):
+    pytest.importorskip("jax")
+    device = open_device("jax")
+    monkeypatch.setattr(device, "limits", lambda dtype: Limits("jax", "CPU", dtype, 1e9, 1e9))
+    monkeypatch.setattr(device, "op_seconds", lambda prepare, moved: 1e-3)
+    task = Task("ops", "jax", "", None, 0, 0, 0, 0, True, quant="fp8")
+    rows = [row for _, row in worker.run([task], device) if row is not None]
+    assert len(rows) == 2 * 5 * 3 and not any("error" in row for row in rows)
+    assert {row["quant"] for row in rows} == {"fp8"}
+    assert all(row["us"] > 0 for row in rows if row["by"] == "XLA")
+    assert sum("fp8, rows" in row["description"] for row in rows) == 2 * 4 * 3
 
 
 def test_ops_need_a_device_that_runs_kernels(monkeypatch):

@@ -2,11 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..arrays import numpy_dtype
 from ..backends.contract import NormOf
+from ..config import make_config
 from ..model.spec import Attention, Norm
 from ..model.weights import Weight
+from ..quantization import Blocks, BlockScheme
+from ..quantization.packing import held_width
+from ..quantization.recipe import HEAD, Recipe, make_recipe
+from .random_weights import OUTER, code_size
 
 EPS = 1e-5
 
@@ -22,8 +31,8 @@ class OpCase:
     as "torch SDPA", and is empty for dualinfer's own. A case and its references share name and
     description. `obstacle` says why this device cannot run it; then it is not measured.
 
-    A backend offers its cases by `bench_cases(dtype: str) -> Iterable[OpCase]` in
-    `bench/<name>/ops.py`; making a case allocates nothing.
+    A backend offers its cases by `bench_cases(dtype: str, quant: str | None) -> Iterable[OpCase]`
+    in `bench/<name>/ops.py`; making a case allocates nothing.
     """
 
     name: str
@@ -68,6 +77,64 @@ class Shape(NamedTuple):
 def make_weight(data: Any) -> Weight:
     """A matrix as the ops take it."""
     return Weight(data, ("rows", "columns"))
+
+
+QUANTIZED_ROWS = (8, 16, 32, 64, 128, 2048)
+"""Of products with quantized weights, beside one row."""
+
+
+def recipe_of(quant: str | None) -> Recipe | None:
+    """What a config's field `quant` asks for."""
+    return make_recipe(make_config({"quant": quant}, {}).quant)
+
+
+def scheme_of(recipe: Recipe | None, part: str, shape: tuple[int, int]) -> BlockScheme | None:
+    """The scheme of a part of a model, as engines have it; None where it is plain."""
+    if recipe is None:
+        return None
+    return HEAD if part == "head" else recipe.scheme_of(part, shape)
+
+
+class Filling(NamedTuple):
+    """An array of a quantized matrix: random bits under a `mask`, or else `value` everywhere."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: Any
+    mask: int = 0
+
+
+def fillings(scheme: BlockScheme, rows: int, width: int) -> dict[str, Filling]:
+    """What makes a matrix [rows, width] of random codes, by the names of its parts.
+
+    Codes mean values of the size that random weights have.
+    """
+    assert scheme.rows == 1 and not (scheme.zeros or scheme.groups)
+    mask = 0xFE if scheme.codes == "fp8_e4m3" else 0xFF  # 0x7F and 0xFF are no numbers
+    held = rows, held_width(scheme, width)
+    size = np.array(OUTER if scheme.outer else code_size(scheme), numpy_dtype(scheme.scale_dtype))
+    is_bytes = scheme.scale_dtype.startswith("float8")
+    scales = (rows, -(-width // scheme.columns) if scheme.columns else 1)
+    scale = size.view(np.uint8).item() if is_bytes else size.astype(np.float32).item()
+    found = {
+        "data": Filling(held, scheme.stored, 0, mask),
+        "scale": Filling(scales, "uint8" if is_bytes else scheme.scale_dtype, scale),
+    }
+    if scheme.outer:
+        found["outer"] = Filling((rows,), "float32", code_size(scheme) / OUTER)
+    return found
+
+
+def quantized_weight(scheme: BlockScheme, width: int, arrays: Any, dtype: Any) -> Weight:
+    """The matrix of arrays that `fillings` describes, in a model that computes in `dtype`."""
+    beside = {name: array for name, array in arrays.items() if name != "data"}
+    blocks = Blocks(scheme.rows, scheme.columns, width)
+    return Weight(arrays["data"], ("rows", "columns"), scheme, beside, dtype, blocks)
+
+
+def bytes_of(parts: dict[str, Filling]) -> int:
+    """Bytes of all arrays."""
+    return sum(prod(own.shape) * numpy_dtype(own.dtype).itemsize for own in parts.values())
 
 
 def make_norm(weight: Any, bias: Any = None) -> NormOf:

@@ -167,18 +167,20 @@ def ops(
     ] = None,
     backend: BackendOption = "torch",
     dtype: DtypeOption = None,
+    quant: QuantOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
     """Single ops beside other implementations, on a GPU.
 
-    Their inputs are such that no cache holds them.
+    Their inputs are such that no cache holds them. With --quant, products with quantized weights,
+    beside those of plain ones.
     """
     if only in _FIGURES_OF_MODELS:
         raise ArgumentError(f"{only} is no op. A whole model: `dualinfer bench {only}`.")
-    tasks = [
-        Task("ops", name, only or "", _dtype(dtype), 0, 0, 0, 0, True) for name in _chosen(backend)
-    ]
+    make_config({"quant": quant}, {})  # which checks it
+    about = only or "", _dtype(dtype), 0, 0, 0, 0, True
+    tasks = [Task("ops", name, *about, quant=quant) for name in _chosen(backend)]
     _bench("ops", tasks, json, plot)
 
 

@@ -9,11 +9,16 @@ from .case import OpCase
 from .limits import Device
 
 
-def find_cases(backend: str, dtype: str, only: str | None) -> list[OpCase]:
-    """The backend's cases in `dtype`; those whose name holds `only`, where it is given."""
+def find_cases(
+    backend: str, dtype: str, only: str | None, quant: str | None = None
+) -> list[OpCase]:
+    """The backend's cases in `dtype`; those whose name holds `only`, where it is given.
+
+    With `quant`, as the config has it, products with quantized weights.
+    """
     backends.check_backend(backend)
     module = importlib.import_module(f"{__package__}.{backend}.ops")
-    cases: list[OpCase] = list(module.bench_cases(dtype))
+    cases: list[OpCase] = list(module.bench_cases(dtype, quant))
     matches = [case for case in cases if only is None or only in case.name]
     if not matches:
         names = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"

@@ -124,7 +124,7 @@ class RandomMatrix:
         """See QuantizedMatrix; those of nvfp4 are around 64, and the second ones make up for it."""
         rows, width = self.shape
         count = -(-width // self.scheme.columns) if self.scheme.columns else 1
-        size = _OUTER if self.scheme.outer else _size(self.scheme)
+        size = OUTER if self.scheme.outer else code_size(self.scheme)
         values = np.random.default_rng(crc32(self.stored[0].encode())).random((rows, count))
         return (size * (0.5 + values)).astype(numpy_dtype(self.scheme.scale_dtype))
 
@@ -138,13 +138,14 @@ class RandomMatrix:
         """See QuantizedMatrix."""
         if not self.scheme.outer:
             return None
-        return np.full(self.shape[0], _size(self.scheme) / _OUTER, np.float32)
+        return np.full(self.shape[0], code_size(self.scheme) / OUTER, np.float32)
 
     def input_scale(self) -> None:
         """None: inputs have no scale of their own."""
 
 
-_OUTER = 64.0
+OUTER = 64.0
+"""The scale of a block where a row has a second one."""
 
 
 def random_codes(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:
@@ -196,7 +197,7 @@ def _code_block(scheme: BlockScheme) -> np.ndarray:
     return np.random.default_rng(0).choice(_values(scheme), _BLOCK)
 
 
-def _size(scheme: BlockScheme) -> float:
+def code_size(scheme: BlockScheme) -> float:
     """The scale by which codes mean values of the common deviation."""
     return float(_DEVIATION / np.sqrt(np.mean(decode(_values(scheme), scheme) ** 2)))
 

@@ -133,7 +133,7 @@ def _check_room(model: Model, dtype: str, needed: int, device: Device) -> None:
 def _measure_ops(task: Task, device: Device) -> Iterator[Row]:
     try:
         dtype = task.dtype or backends.default_dtype(device.backend)
-        cases = find_cases(device.backend, dtype, task.model or None)
+        cases = find_cases(device.backend, dtype, task.model or None, task.quant)
         device.limits(dtype)
     except Exception as failure:
         yield _row(task, task.dtype, device, {"error": _text(failure)})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...backends.jax.device import NO_TRITON, has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
-from ..case import OpCase, TracedCall
+from ..case import Filling, OpCase, TracedCall
 
 _PAIRS = 1024  # of slots and KV heads that the cases have at most
 
@@ -41,6 +41,13 @@ class Bench:
 
         return call(function, *args, capability=self.kernels.capability, **how)[0]
 
+    def fill(self, part: Filling) -> jax.Array:
+        """An array of a quantized matrix: the same one, every time."""
+        with jax.default_device(self.device):
+            if not part.mask:
+                return jnp.full(part.shape, part.value, part.dtype)
+            return _bits(part.shape, part.mask, part.dtype)
+
     def draws(self) -> Callable[..., jax.Array]:
         """A function that makes normal numbers of a shape: the same ones, every time."""
         keys = iter(range(1000))
@@ -55,6 +62,12 @@ class Bench:
 @jax.jit(static_argnums=(1, 3))
 def _normal(seed: int, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.Array:
     return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+@jax.jit(static_argnums=(0, 1, 2))
+def _bits(shape: tuple[int, ...], mask: int, dtype: str) -> jax.Array:
+    bits = jax.random.bits(jax.random.key(0), shape, jnp.uint8) & mask
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 @dataclass(frozen=True)

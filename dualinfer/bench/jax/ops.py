@@ -5,6 +5,7 @@ letter: see `spec.py`.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,22 @@ from ...backends.contract import Neighbours
 from ...backends.jax.device import has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention
-from ..case import EPS, OpCase, Shape, TracedCall, make_norm, make_weight, rows_of
+from ...quantization.recipe import Recipe
+from ..case import (
+    EPS,
+    QUANTIZED_ROWS,
+    OpCase,
+    Shape,
+    TracedCall,
+    bytes_of,
+    fillings,
+    make_norm,
+    make_weight,
+    quantized_weight,
+    recipe_of,
+    rows_of,
+    scheme_of,
+)
 from .attention import decode, prompts
 from .inputs import Bench, Op
 
@@ -29,12 +45,22 @@ _PROMPT = 128  # rows up to which the engine's norms are kernels
 _WIDTH = 8192  # of the matrix whose product with a vector is a stream
 
 
-def bench_cases(dtype: str) -> list[OpCase]:
-    """All cases in `dtype`; on a CPU tiny ones, which show only that bench runs."""
+def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
+    """All cases in `dtype`, or products with weights that are quantized so.
+
+    On a CPU tiny ones, which show only that bench runs.
+    """
     from ...backends.jax import default_device
 
     device = default_device()
-    bench = Bench(dtype, device)
+    bench, recipe = Bench(dtype, device), recipe_of(quant)
+    if recipe is not None:
+        is_cpu = device.platform == "cpu"
+        shapes, many = ((TINY,), (8,)) if is_cpu else (SHAPES, QUANTIZED_ROWS)
+        return [
+            *(case for shape in shapes for case in products(bench, shape, 1, recipe)),
+            *(case for rows in many for case in products(bench, shapes[0], rows, recipe)),
+        ]
     if device.platform == "cpu":
         return [
             *(case for rows in (1, 8) for case in products(bench, TINY, rows)),
@@ -61,10 +87,15 @@ def bench_cases(dtype: str) -> list[OpCase]:
     ]
 
 
-def products(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
-    """A layer's four products and the head's, with all that is fused with them."""
+def products(
+    bench: Bench, shape: Shape, rows: int, recipe: Recipe | None = None
+) -> Iterator[OpCase]:
+    """A layer's four products and the head's, with all that is fused with them.
+
+    With a `recipe` the weights are quantized, and one of the references has them plain.
+    """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    product = partial(_product, bench, shape, rows)
+    product = partial(_product, bench, shape, rows, recipe)
     activation, up = ("silu", "gate and up") if shape.gated else ("gelu_tanh", "up")
     ffn = 2 * shape.ffn if shape.gated else shape.ffn
     yield from product("qkv", q + 2 * kv, shape.embed, norm=True)
@@ -78,6 +109,7 @@ def _product(
     bench: Bench,
     shape: Shape,
     rows: int,
+    recipe: Recipe | None,
     part: str,
     features: int,
     width: int,
@@ -90,16 +122,23 @@ def _product(
     biased = not shape.gated and not wide
     size, results = bench.dtype.itemsize, features // 2 if gated else features
     vectors = norm * (1 if shape.gated else 2) * width + biased * features
-    given = features * width + rows * width + vectors + residual * rows * results
+    scheme = scheme_of(recipe, part, (features, width))
+    codes = None if scheme is None else fillings(scheme, features, width)
+    given = rows * width + vectors + residual * rows * results
     moved = given * size + rows * results * (4 if wide else size)
+    moved += features * width * size if codes is None else bytes_of(codes)
 
-    def inputs() -> tuple[None, tuple[Any, ...]]:
+    def inputs(is_quantized: bool) -> tuple[None, tuple[Any, ...]]:
         draw = bench.draws()
         scale = draw(width) if norm else None
         shift = draw(width) if norm and not shape.gated else None
         bias = draw(features) if biased else None
         added = draw(rows, 1, results) if residual else None
-        x, weight = draw(rows, 1, width), draw(features, width, scale=0.02)
+        x = draw(rows, 1, width)
+        if is_quantized and codes is not None:
+            weight: Any = {name: bench.fill(own) for name, own in codes.items()}
+        else:
+            weight = draw(features, width, scale=0.02)
         return None, (x, weight, bias, scale, shift, added)
 
     def run(ops: PlainOps, state: None, *given: Any) -> tuple[jax.Array, None]:
@@ -112,16 +151,25 @@ def _product(
             residual=added,
             wide=wide,
         )
-        return ops.linear(x, make_weight(weight), by), state
+        if scheme is not None and isinstance(weight, dict):
+            held = quantized_weight(scheme, width, weight, bench.dtype)
+        else:
+            held = make_weight(weight)
+        return ops.linear(x, held, by), state
 
     names = {"norm": norm, "bias": biased, "SiLU gate": gated, "residual": residual}
     names |= {"GELU": activation is not None and not gated, "float32": wide}
     around = ", ".join(name for name, there in names.items() if there)
     description = f"{shape.name} {part} {features} x {width}, {rows_of(rows)}, {around}"
     flops = 2 * rows * features * width
-    op = Op(bench, "linear", description, moved, flops, inputs)
+    if scheme is not None:
+        description += f"{', ' if around else ''}{scheme.name}"
+    op = Op(bench, "linear", description, moved, flops, partial(inputs, True))
     yield op.by_kernels("", run)
     yield op.by_plain(run)
+    if scheme is not None:
+        plain = replace(op, inputs=partial(inputs, False))
+        yield plain.by_kernels("dualinfer, plain weights", run)
 
 
 def norms_of(bench: Bench, width: int, rows: int) -> Iterator[OpCase]:

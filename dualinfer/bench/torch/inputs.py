@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..case import OpCase
+from ..case import Filling, OpCase
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Bench:
 
         self.ops = KernelOps(device, load_configurations(device))
         self.dtype, self.device = dtype, device
+
+    def fill(self, part: Filling) -> torch.Tensor:
+        """An array of a quantized matrix: the same one, every time."""
+        dtype = getattr(torch, part.dtype)
+        if not part.mask:
+            return torch.full(part.shape, part.value, dtype=dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(0)
+        how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
+        codes = torch.randint(0, 256, part.shape, generator=generator, **how)
+        return codes.bitwise_and_(part.mask).view(dtype)
 
     def draws(self, dtype: torch.dtype | None = None) -> Callable[..., torch.Tensor]:
         """A function that makes normal numbers of a shape: the same ones, every time."""

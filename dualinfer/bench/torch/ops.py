@@ -18,7 +18,22 @@ from ...backends.torch.device import default_device, device_name, has_triton, ru
 from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
-from ..case import EPS, OpCase, Shape, make_norm, make_weight, rows_of
+from ...model.weights import Weight
+from ...quantization.recipe import Recipe
+from ..case import (
+    EPS,
+    QUANTIZED_ROWS,
+    OpCase,
+    Shape,
+    bytes_of,
+    fillings,
+    make_norm,
+    make_weight,
+    quantized_weight,
+    recipe_of,
+    rows_of,
+    scheme_of,
+)
 from .attention import decode, prompts, rotary
 from .inputs import Bench, Op
 
@@ -29,8 +44,11 @@ SHAPES = (
 )
 
 
-def bench_cases(dtype: str) -> list[OpCase]:
-    """All cases in `dtype`; UnsupportedError where the kernels cannot run."""
+def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
+    """All cases in `dtype`, or products with weights that are quantized so.
+
+    UnsupportedError where the kernels cannot run.
+    """
     device = default_device()
     if not has_triton() or not runs_kernels(device):
         here = device_name(device) + ("" if has_triton() else ", without Triton")
@@ -40,6 +58,12 @@ def bench_cases(dtype: str) -> list[OpCase]:
         )
     bench = Bench(getattr(torch, dtype), device)
     large, older, small = SHAPES
+    recipe = recipe_of(quant)
+    if recipe is not None:
+        return [
+            *(case for shape in SHAPES for case in products(bench, shape, 1, recipe)),
+            *(case for rows in QUANTIZED_ROWS for case in products(bench, large, rows, recipe)),
+        ]
     return [
         *(case for shape in SHAPES for case in products(bench, shape, 1)),
         *(case for rows in (8, 32) for case in products(bench, large, rows)),
@@ -57,10 +81,15 @@ def bench_cases(dtype: str) -> list[OpCase]:
     ]
 
 
-def products(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
-    """A layer's four products and the head's, with all that is fused with them."""
+def products(
+    bench: Bench, shape: Shape, rows: int, recipe: Recipe | None = None
+) -> Iterator[OpCase]:
+    """A layer's four products and the head's, with all that is fused with them.
+
+    With a `recipe` the weights are quantized, and the references' are not.
+    """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    product = partial(_product, bench, shape.name, rows)
+    product = partial(_product, bench, shape.name, rows, recipe)
     yield from product("qkv", q + 2 * kv, shape.embed, norm=True)
     yield from product("out", shape.embed, q, residual=True)
     yield from product("gate and up", 2 * shape.ffn, shape.embed, norm=True, gated=True)
@@ -72,6 +101,7 @@ def _product(
     bench: Bench,
     model: str,
     rows: int,
+    recipe: Recipe | None,
     part: str,
     features: int,
     width: int,
@@ -81,12 +111,20 @@ def _product(
     wide: bool = False,
 ) -> Iterator[OpCase]:
     size, results = bench.dtype.itemsize, features // 2 if gated else features
-    given = features * width + rows * width + norm * width + residual * rows * results
+    scheme = scheme_of(recipe, part, (features, width))
+    codes = None if scheme is None else fillings(scheme, features, width)
+    given = rows * width + norm * width + residual * rows * results
     moved = given * size + rows * results * (4 if wide else size)
+    moved += features * width * size if codes is None else bytes_of(codes)
 
-    def inputs() -> tuple[Any, ...]:
+    def inputs(is_quantized: bool) -> tuple[Any, ...]:
         draw = bench.draws()
-        x, weight = draw(rows, 1, width), draw(features, width, scale=0.02)
+        x = draw(rows, 1, width)
+        if is_quantized and scheme is not None and codes is not None:
+            arrays = {name: bench.fill(own) for name, own in codes.items()}
+            weight: Any = quantized_weight(scheme, width, arrays, bench.dtype)
+        else:
+            weight = draw(features, width, scale=0.02)
         scale = draw(width) if norm else None
         return x, weight, scale, draw(rows, 1, results) if residual else None
 
@@ -98,7 +136,8 @@ def _product(
             residual=added,
             wide=wide,
         )
-        return bench.ops.linear(x, make_weight(weight), by)
+        held = weight if isinstance(weight, Weight) else make_weight(weight)
+        return bench.ops.linear(x, held, by)
 
     def theirs(x: Any, weight: Any, scale: Any, added: Any) -> torch.Tensor:
         y = x if scale is None else F.rms_norm(x, (width,), scale, EPS)
@@ -113,9 +152,14 @@ def _product(
     fused = [("norm", norm), ("SiLU gate", gated), ("residual", residual), ("float32", wide)]
     around = ", ".join(name for name, there in fused if there)
     description = f"{model} {part} {features} x {width}, {rows_of(rows)}, {around}"
-    op = Op("linear", description, moved, 2 * rows * features * width, inputs)
-    yield op.by("", ours)
-    yield op.by("torch, cuBLAS", theirs)
+    if scheme is not None:
+        description += f"{', ' if around else ''}{scheme.name}"
+    work = moved, 2 * rows * features * width
+    yield Op("linear", description, *work, partial(inputs, True)).by("", ours)
+    plain = Op("linear", description, *work, partial(inputs, False))
+    if scheme is not None:
+        yield plain.by("dualinfer, plain weights", ours)
+    yield plain.by("torch, cuBLAS" + ("" if scheme is None else ", plain weights"), theirs)
 
 
 def neighbours(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
