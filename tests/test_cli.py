@@ -135,7 +135,7 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
     sizes |= dict(max_position_embeddings=128)
     ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
     torch.manual_seed(0)
-    model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **ends)).eval()
+    model = hf.Olmo2ForCausalLM(hf.Olmo2Config(**sizes, **ends)).eval()
     model.save_pretrained(tmp_path)
     tokenizer = cli.load_tokenizer(tmp_path)
     ids = tokenizer(PROMPT, return_tensors="pt")
@@ -174,7 +174,7 @@ def test_generate_shows_the_answer_alone_of_a_model_that_translates(run, tmp_pat
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ('{"model_type": "phi3"}', "'phi3' is not supported"),
+        ('{"model_type": "olmo2"}', "'olmo2' is not supported"),
         ('{"model_type": "llama", "odd": 1}', "config.json has odd=1"),
     ],
 )

@@ -33,6 +33,10 @@ def block(
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
+    if layer.residual_scale != 1:
+        assert layer.placement == "pre"
+        x = ops.add(x, attention(norm("attn_norm"), None, spend=False) * layer.residual_scale)
+        return ops.add(x, mlp(x, norm("mlp_norm"), None) * layer.residual_scale)
     if layer.placement == "pre":
         x = attention(norm("attn_norm"), x, spend)
         return mlp(x, norm("mlp_norm"), x)
@@ -40,5 +44,8 @@ def block(
         y = attention(norm("attn_norm"), None, spend=False)
         x = ops.add(x, ops.norm(y, norm("attn_post_norm")))
         return ops.add(x, ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm")))
+    if layer.placement == "behind":
+        x = ops.add(x, ops.norm(attention(None, None, spend=False), norm("attn_norm")))
+        return ops.add(x, ops.norm(mlp(x, None, None), norm("mlp_norm")))
     x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
     return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)

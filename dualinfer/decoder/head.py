@@ -45,6 +45,8 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
         norm = NormOf.named(head.norm, w, "head.norm")
     weight = w.get("head.weight", w["embed.weight"])
     scores = ops.linear(x, weight, Neighbours(w.get("head.bias"), norm, wide=wide))
+    if head is not None and head.scale != 1:
+        scores = scores * head.scale
     if head is not None and head.softcap:
         scores = ops.softcap(scores, head.softcap)
     return ops.gather_logits(scores)

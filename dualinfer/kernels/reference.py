@@ -83,6 +83,7 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
     "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
     "tanh": math.tanh,
 }
 
@@ -91,7 +92,8 @@ def activation(x: Array, kind: str) -> Array:
     """f(x) element by element.
 
     `gelu` is x times the normal distribution function (Hendrycks and Gimpel, 2016), `gelu_tanh`
-    and `quick_gelu` are that paper's two approximations; `silu` is x times the logistic function.
+    and `quick_gelu` are that paper's two approximations; `silu` is x times the logistic function;
+    `relu2` is the square of `relu` (So et al., 2021).
     """
     return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
 

@@ -8,7 +8,7 @@ G = H/K, D head_dim, F ffn, V vocab.
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,19 @@ class Mlp:
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
-    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or before
-    and after each sub-layer, within the residual (`around`). In a `parallel` block, always `pre`,
-    the MLP reads the block's input, not the attention's sum; with `shared_norm` by one norm.
+    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
+    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
+    `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`.
     """
 
     attention: Attention
     mlp: Mlp
     norm: Norm
-    placement: Literal["pre", "post", "around"]
+    placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
     shared_norm: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,14 @@ class Head:
     """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
 
     A model without a projection of its own among its weights reads the input embedding as one.
-    `softcap` c makes a logit c * tanh(logit / c).
+    A logit is times `scale`; then `softcap` c makes it c * tanh(logit / c).
     """
 
     kind: Literal["causal", "masked"]
     activation: Activation | None = None
     norm: Norm | None = None
     softcap: float | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

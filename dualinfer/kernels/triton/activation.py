@@ -8,7 +8,7 @@ import triton.language as tl
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .rows import check_last_axis, leading_axes, row_offset
 
-KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "tanh")
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
 _BLOCK = 2048
 
 
@@ -27,6 +27,8 @@ def activate(x, KIND: tl.constexpr):
         y = _times_sigmoid(x, 1.702 * x)
     elif KIND == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # a maximum would hide NaN
+    elif KIND == "relu2":
+        y = tl.where(x < 0.0, 0.0, x * x)
     else:
         tl.static_assert(KIND == "tanh", "unknown activation")
         y = _tanh(x)

@@ -38,6 +38,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
     "tanh": "tanh",
 }
 

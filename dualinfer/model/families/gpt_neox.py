@@ -6,8 +6,8 @@ from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
 from . import rows as make
-from .fields import ConfigFields, is_positive
-from .rope import make_rope, reach
+from .fields import ConfigFields
+from .rope import make_rope, reach, rotary_size
 
 CLASSES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
 
@@ -24,7 +24,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
     for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
         fields.require(name, parameters.get(name))
-    rotary_dim = _rotary_dim(parameters, head_dim)
+    rotary_dim = rotary_size(parameters, head_dim)
     parameters = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = make_rope(parameters, rotary_dim, positions)
     bias = fields.flag("attention_bias", True)
@@ -69,19 +69,3 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         renames=(("lm_head.", "embed_out."),),
         unused=[buffers] if spec.head else [buffers, r"^embed_out\."],
     )
-
-
-def _rotary_dim(parameters: Mapping, head_dim: int) -> int:
-    """Elements of a head that rotate."""
-    factor = parameters.get("partial_rotary_factor", 1.0)
-    if not is_positive(factor) or factor > 1:
-        raise ModelError(
-            f"config.json has partial_rotary_factor={shown(factor)}; expected a number up to 1."
-        )
-    rotary_dim = int(head_dim * factor)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ModelError(
-            f"config.json has partial_rotary_factor={factor}, which rotates {rotary_dim} of the "
-            f"{head_dim} elements of a head; expected an even number."
-        )
-    return rotary_dim

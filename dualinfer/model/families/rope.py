@@ -164,6 +164,27 @@ def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
         )
 
 
+def rotary_size(parameters: Any, head_dim: int) -> int:
+    """Elements of a head that rotate, by the `partial_rotary_factor` of HF's rope_parameters."""
+    if not isinstance(parameters, Mapping):
+        raise ModelError(
+            f"config.json has rope_parameters={shown(parameters)}; expected an object."
+        )
+    factor = parameters.get("partial_rotary_factor")
+    factor = 1.0 if factor is None else factor
+    if not is_positive(factor) or factor > 1:
+        raise ModelError(
+            f"config.json has partial_rotary_factor={shown(factor)}; expected a number up to 1."
+        )
+    size = int(head_dim * factor)
+    if factor != 1 and (size < 2 or size % 2):
+        raise ModelError(
+            f"config.json has partial_rotary_factor={factor}, which rotates {size} of the "
+            f"{head_dim} elements of a head; expected an even number."
+        )
+    return size
+
+
 def reach(parameters: Mapping[str, Any], max_positions: int) -> int:
     """Positions that a model's rotary embedding is made for.
 

@@ -206,6 +206,8 @@ def activation(x: jax.Array, kind: Activation) -> jax.Array:
         y = y * jax.nn.sigmoid(1.702 * y)
     elif kind == "relu":
         y = jax.nn.relu(y)
+    elif kind == "relu2":
+        y = jnp.square(jax.nn.relu(y))
     else:
         y = jnp.tanh(y)
     return y.astype(x.dtype)

@@ -186,6 +186,8 @@ def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
         return x * torch.sigmoid(1.702 * x)
     if kind == "relu":
         return F.relu(x)
+    if kind == "relu2":
+        return F.relu(x).square()
     return torch.tanh(x)
 
 

@@ -1,0 +1,286 @@
+"""Llama's relatives: decoders that differ from it by names and by facts that the spec has.
+
+Each is a row of `_KINDS`, and its model a pass over it. HF sources: models/NAME/modeling_NAME.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...errors import ModelError, shown
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+from .rope import make_rope, reach, rotary_size
+
+_Bias = bool | str  # the name of a config's field says it
+_PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_SHARED = {"attn_norm": "input_layernorm"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What tells one family from another.
+
+    `eps` is the field of the norms' epsilon; without one it is 1e-5, and norms have no weights.
+    `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
+    name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
+    MLP is not gated or gate and up are one. `ignored` fields change nothing at inference.
+    """
+
+    name: str
+    norm: Literal["rms", "layer"] = "rms"
+    eps: str = "rms_norm_eps"
+    unit_offset: bool = False
+    norm_bias: bool = True
+    norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
+    final_norm: str = "norm"
+    placement: Literal["pre", "around", "behind"] = "pre"
+    qk_norm: bool = False
+    qkv_bias: _Bias = "attention_bias"
+    out_bias: _Bias = "attention_bias"
+    mlp_bias: _Bias = False
+    head_bias: bool = False
+    qkv: str | None = None
+    out: str = "o_proj"
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    gated: bool = True
+    parallel: _Bias = False
+    interleaved: bool = False
+    tied: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> tuple[str, str]:
+        """HF's classes, with a head and without."""
+        return f"{self.name}ForCausalLM", f"{self.name}Model"
+
+
+_LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
+_GLM: dict[str, Any] = {"out_bias": False, "mlp": ("gate_up_proj", "down_proj")}
+_COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
+_AROUND = {
+    "attn_norm": "input_layernorm",
+    "attn_post_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+}
+_BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+_KINDS = {
+    "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
+    "cohere": _Kind("Cohere", **_COHERE, interleaved=True, tied=True),
+    "cohere2": _Kind("Cohere2", **_COHERE, interleaved=True, tied=True),
+    "ernie4_5": _Kind(
+        *("Ernie4_5",),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
+        interleaved=True,
+        tied=True,
+    ),
+    "exaone4": _Kind(
+        *("Exaone4",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        placement="behind",
+        norms=_BEHIND,
+        qk_norm=True,
+        ignored=("sliding_window_pattern",),
+    ),
+    "gemma": _Kind("Gemma", unit_offset=True, tied=True),
+    "glm": _Kind("Glm", **_GLM, interleaved=True),
+    "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
+    "granite": _Kind("Granite", mlp_bias="mlp_bias"),
+    "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
+    "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
+    "olmo": _Kind("Olmo", norm="layer", eps=""),
+    "phi": _Kind(
+        *("Phi",),
+        **_LAYER_NORM,
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias", "parallel"), True),
+        norms=_SHARED,
+        final_norm="final_layernorm",
+        out="dense",
+        mlp=("fc1", "fc2"),
+        gated=False,
+        ignored=("embd_pdrop", "resid_pdrop"),
+    ),
+    "phi3": _Kind(
+        *("Phi3",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        qkv="qkv_proj",
+        mlp=("gate_up_proj", "down_proj"),
+        ignored=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
+    ),
+    "seed_oss": _Kind(
+        *("SeedOss",),
+        out_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        ignored=("residual_dropout",),
+    ),
+    "smollm3": _Kind(
+        *("SmolLM3",),
+        mlp_bias="mlp_bias",
+        tied=True,
+        ignored=("use_sliding_window", "no_rope_layer_interval"),  # HF folds both into lists
+    ),
+    "stablelm": _Kind(
+        *("StableLm",),
+        **_LAYER_NORM,
+        qkv_bias="use_qkv_bias",
+        out_bias=False,
+        parallel="use_parallel_residual",
+        ignored=("hidden_dropout",),
+    ),
+    "starcoder2": _Kind(
+        *("Starcoder2",),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
+        norm="layer",
+        eps="norm_epsilon",
+        mlp=("c_fc", "c_proj"),
+        gated=False,
+        tied=True,
+        ignored=("residual_dropout", "embedding_dropout"),
+    ),
+}
+CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a relative of Llama's."""
+    kind = _KINDS[fields.family]
+
+    def says(bias: _Bias) -> bool:
+        return fields.flag(bias, False) if isinstance(bias, str) else bias
+
+    embed = fields.size("hidden_size")
+    heads, kv_heads, head_dim = fields.grouped_heads(embed)
+    positions = fields.size("max_position_embeddings")
+    eps = fields.number(kind.eps) if kind.eps else 1e-5
+    norm = Norm(kind.norm, eps, kind.unit_offset)
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), kind.gated)
+    parameters = fields.take("rope_parameters")
+    size = rotary_size(parameters, head_dim)
+    turning = {**parameters, "partial_rotary_factor": None}
+    rope = make_rope(turning, size, positions, kind.interleaved)
+    is_granite = fields.family == "granite"
+    scale = fields.number("attention_multiplier") if is_granite else head_dim**-0.5
+    qk_norm = norm if kind.qk_norm else None
+    shape = heads, kv_heads, head_dim, scale
+    parallel = says(kind.parallel)
+    placement = {"parallel": parallel, "shared_norm": parallel}
+    blocks = {
+        (window, turns): Layer(
+            Attention(*shape, window=window, rope=rope if turns else None, qk_norm=qk_norm),
+            mlp,
+            norm,
+            kind.placement,
+            **placement,
+            residual_scale=fields.number("residual_multiplier") if is_granite else 1.0,
+        )
+        for window, turns in set(_attentions(fields))
+    }
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=tuple(blocks[own] for own in _attentions(fields)),
+        max_positions=reach(parameters, positions),
+        embed_scale=_embed_scale(fields, embed),
+        final_norm=norm,
+        head=_head(fields, architecture.endswith("ForCausalLM")),
+    )
+    for name in ("clip_qkv", "qk_layernorm", "use_bidirectional_attention", "use_qk_norm"):
+        fields.require(name, False)
+    fields.ignore("attention_dropout", *kind.ignored)
+    return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
+
+
+def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:
+    return kind.qkv_bias, kind.out_bias, kind.mlp_bias
+
+
+def _attentions(fields: ConfigFields) -> list[tuple[int | None, bool]]:
+    """Of each layer its window, None where it sees all of the past, and whether it has rotary."""
+    count, family = fields.layers("num_hidden_layers"), fields.family
+    if family in ("starcoder2", "phi3"):
+        window = fields.take("sliding_window")
+        return [(None if window is None else fields.size("sliding_window"), True)] * count
+    if family not in ("cohere2", "exaone4", "ministral", "smollm3"):
+        return [(None, True)] * count
+    kinds = fields.layer_types(count)
+    windows = fields.windows(kinds)
+    if family == "smollm3":
+        turns = fields.take("no_rope_layers")
+        if not isinstance(turns, list | tuple) or len(turns) != count or {*turns} - {0, 1}:
+            raise ModelError(
+                f"config.json has no_rope_layers={shown(turns)}; expected a 0 or 1 for each of "
+                f"{count} layers."
+            )
+        return [(w, bool(t)) for w, t in zip(windows, turns, strict=True)]
+    everywhere = family == "ministral"
+    everywhere |= family == "exaone4" and fields.take("sliding_window") is None
+    return [(window, everywhere or window is not None) for window in windows]
+
+
+def _embed_scale(fields: ConfigFields, embed: int) -> float:
+    if fields.family == "granite":
+        return fields.number("embedding_multiplier")
+    return embed**0.5 if fields.family == "gemma" else 1.0
+
+
+def _head(fields: ConfigFields, has_head: bool) -> Head | None:
+    scale = 1.0
+    if fields.family.startswith("cohere"):
+        scale = fields.number("logit_scale")
+    elif fields.family == "granite":
+        scale = 1 / fields.number("logits_scaling")
+    return Head("causal", scale=scale) if has_head else None
+
+
+def _table(
+    fields: ConfigFields,
+    kind: _Kind,
+    spec: ModelSpec,
+    biases: tuple[bool, ...],
+    parallel: bool,
+) -> WeightTable:
+    norm = spec.layers[0].norm
+    qkv_bias, out_bias, mlp_bias = biases
+    hf = "model.layers.{i}."
+    names = {n: name for n, name in kind.norms.items() if n != "mlp_norm" or not parallel}
+    layer = [r for n, name in names.items() for r in _norm(kind, norm, n, f"{hf}{name}")]
+    if kind.qkv:
+        layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
+    else:
+        layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
+    layer += make.head_norms(norm if kind.qk_norm else None, f"{hf}self_attn")
+    layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
+    *first, down = kind.mlp
+    if len(first) == 2:
+        layer += make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias)
+    else:
+        axes = "gate+up embed" if kind.gated else "ffn embed"
+        layer += make.linear("up", f"{hf}mlp.{first[0]}", axes, mlp_bias)
+    inner = "embed up" if kind.gated else "embed ffn"
+    layer += make.linear("down", f"{hf}mlp.{down}", inner, mlp_bias)
+    outer = _norm(kind, norm, "final_norm", f"model.{kind.final_norm}")
+    if kind.head_bias and spec.head:
+        outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
+    return make.causal_table(
+        spec,
+        layer,
+        outer,
+        embedding="model.embed_tokens",
+        tied=fields.flag("tie_word_embeddings", kind.tied),
+        base="model.",
+        unused=[r"rotary_emb\.inv_freq$"],
+    )
+
+
+def _norm(kind: _Kind, norm: Norm, ours: str, theirs: str) -> list[Row]:
+    if not kind.eps:
+        return make.plain_layer_norm(ours)
+    rows = make.norm(norm, ours, theirs)
+    if norm.kind == "layer" and not kind.norm_bias:
+        rows[1:] = make.plain_layer_norm(ours)[1:]
+    return rows
