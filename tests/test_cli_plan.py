@@ -274,8 +274,9 @@ def test_plan_of_a_quantized_model_says_that_it_needs_the_weights(run, tmp_path)
 
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     sizes = {"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 200}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16}
-    config = hf.NemotronConfig(**sizes, **heads, attention_bias=True, mlp_bias=True)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
+    config = hf.NemotronConfig(**sizes, **heads)
     config.architectures = ["NemotronForCausalLM"]
     config.save_pretrained(tmp_path)
     shown = run("plan", tmp_path, "--tp", 3).stdout
@@ -341,6 +342,7 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
 
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch, raising=False)
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = {
         **hf.NemotronConfig(**sizes).to_dict(),
         "model_type": model_type,

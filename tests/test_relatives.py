@@ -1,11 +1,15 @@
 """Llama's relatives: each family against HF's own class, on both backends."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.model.families import describe_model
 
 from .models import BACKENDS, EOS, PAD, VOCAB, random_ids, randomize, relative_rms
 
@@ -75,13 +79,140 @@ CASES = {
 }
 
 
-def make(case, headless=False):
+def make_config(case):
     name, fields = CASES[case]
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields})
+    return getattr(hf, f"{name}Config")(**{**SIZES, **fields})
+
+
+def make(case, headless=False):
+    name, config = CASES[case][0], make_config(case)
     torch.manual_seed(0)
     model = getattr(hf, f"{name}Model" if headless else f"{name}ForCausalLM")(config)
     randomize(model)
     return model.eval()
+
+
+_OF_ALL = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0",
+    "use_cache": True,
+    "vocab_size": 100,
+}
+# Fields of config.json as the makers wrote them, beside those that all have.
+WRITTEN = {
+    "cohere": {"attention_bias": False, "layer_norm_eps": 1e-05, "logit_scale": 0.0625},
+    "cohere2": {
+        "cache_implementation": "hybrid",
+        "head_dim": 16,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.25,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": False,
+    },
+    "gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
+    "glm": {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5},
+    "granite": {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+    },
+    "phi": {
+        "attention_dropout": 0.0,
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-05,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": False,
+        "resid_pdrop": 0.1,
+        "rope_scaling": None,
+    },
+    "phi3": {
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "sliding_window": 2047,
+    },
+    "smollm3": {"max_window_layers": 28, "no_rope_layers": [1, 0], "pretraining_tp": 2},
+    "stablelm": {"norm_eps": None, "partial_rotary_factor": 0.25, "use_qkv_bias": True},
+    "starcoder2": {
+        "activation_function": "gelu",
+        "attention_softmax_in_fp32": True,
+        "layer_norm_epsilon": 1e-05,
+        "mlp_type": "default",
+        "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm",
+        "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True,
+        "sliding_window": 4096,
+        "use_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
+    written = {**_OF_ALL, **WRITTEN[family], "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    spec, table = describe_model(read_config(tmp_path).to_dict())
+    assert len(spec.layers) == 2 and spec.family == family and len(table.rows) > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("olmo", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
+        ("phi3", {"unheard_of": 3}, "unheard_of=3"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers="),
+        ("stablelm", {"rope_parameters": PARTIAL["rope_parameters"], "head_dim": 14}, "rotates 7"),
+    ],
+)
+def test_what_a_relative_does_not_honour_is_refused(family, fields, message):
+    config = make_config(next(case for case in CASES if case.startswith(family))).to_dict()
+    with pytest.raises(dualinfer.ModelError, match=message):
+        describe_model({**config, **fields})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_devices_give_what_one_gives(case):
+    """Splits of fused projections, of biases, and of norms by head."""
+    model, ids = make(case), random_ids(2, 11)
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": "jax"}
+    with dualinfer.init_inference(model, **how) as engine:
+        expected = np.asarray(engine(ids).logits)
+    with dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": 2}) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
+def test_a_relative_without_a_head_gives_its_last_hidden_state():
+    model, ids = make("cohere", headless=True), random_ids(2, 7)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).last_hidden_state
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": "torch"}
+    with dualinfer.init_inference(model, **how) as engine:
+        assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ from dualinfer.model.spec import Activation
 
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict, strided, torch
-from .test_activations import grid
+from .test_activations import measured
 
 from dualinfer.kernels.triton.activation import KINDS, activation, gated_activation  # isort: skip
 
@@ -21,9 +21,7 @@ def test_every_activation_of_the_spec_has_a_kernel():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_is_the_reference(dtype, kind):
-    x = grid(dtype)
-    expected = reference.activation(x, kind)
-    scale = np.minimum(np.abs(x.astype(np.float32)), 1 + np.abs(expected))
+    x, expected, scale = measured(kind, dtype)
     assert_close(get(activation(put(x), kind)), expected, dtype, scale=scale)
 
 

@@ -70,7 +70,17 @@ _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforwar
 _KINDS = {
     "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
     "cohere": _Kind("Cohere", **_COHERE, interleaved=True, tied=True),
-    "cohere2": _Kind("Cohere2", **_COHERE, interleaved=True, tied=True),
+    "cohere2": _Kind(
+        *("Cohere2",),
+        **_COHERE,
+        interleaved=True,
+        tied=True,
+        ignored=(  # of the makers' own code; HF folds the pattern into layer_types
+            *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
+            *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
+            *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+        ),
+    ),
     "ernie4_5": _Kind(
         *("Ernie4_5",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
@@ -83,9 +93,9 @@ _KINDS = {
         placement="behind",
         norms=_BEHIND,
         qk_norm=True,
-        ignored=("sliding_window_pattern",),
+        ignored=("sliding_window_pattern",),  # HF folds it into layer_types
     ),
-    "gemma": _Kind("Gemma", unit_offset=True, tied=True),
+    "gemma": _Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
     "glm": _Kind("Glm", **_GLM, interleaved=True),
     "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
     "granite": _Kind("Granite", mlp_bias="mlp_bias"),
@@ -120,7 +130,8 @@ _KINDS = {
         *("SmolLM3",),
         mlp_bias="mlp_bias",
         tied=True,
-        ignored=("use_sliding_window", "no_rope_layer_interval"),  # HF folds both into lists
+        # HF folds them into lists of layers.
+        ignored=("use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
     ),
     "stablelm": _Kind(
         *("StableLm",),
@@ -138,7 +149,11 @@ _KINDS = {
         mlp=("c_fc", "c_proj"),
         gated=False,
         tied=True,
-        ignored=("residual_dropout", "embedding_dropout"),
+        ignored=(  # of GPT-BigCode's config, from which it comes; HF reads none of them
+            *("residual_dropout", "embedding_dropout", "activation_function", "mlp_type"),
+            *("attention_softmax_in_fp32", "layer_norm_epsilon", "norm_type"),
+            *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
+        ),
     ),
 }
 CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
@@ -159,6 +174,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), kind.gated)
     parameters = fields.take("rope_parameters")
     size = rotary_size(parameters, head_dim)
+    for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
+        fields.require(name, parameters.get(name))
     turning = {**parameters, "partial_rotary_factor": None}
     rope = make_rope(turning, size, positions, kind.interleaved)
     is_granite = fields.family == "granite"
