@@ -16,11 +16,11 @@ from ...backends.contract import Neighbours
 from ...backends.jax.device import has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention
-from ...quantization.recipe import Recipe
 from ..case import (
     EPS,
     QUANTIZED_ROWS,
     OpCase,
+    Recipe,
     Shape,
     TracedCall,
     bytes_of,

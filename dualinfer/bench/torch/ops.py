@@ -19,11 +19,11 @@ from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
 from ...model.weights import Weight
-from ...quantization.recipe import Recipe
 from ..case import (
     EPS,
     QUANTIZED_ROWS,
     OpCase,
+    Recipe,
     Shape,
     bytes_of,
     fillings,
