@@ -11,7 +11,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from .models import BACKENDS, EOS, PAD, VOCAB, random_ids, randomize, relative_rms
+from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
     "hidden_size": 84,
@@ -215,8 +215,11 @@ def test_a_relative_without_a_head_gives_its_last_hidden_state():
         assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
+# On JAX the others show what these do: other names, and facts that torch's text has shown.
+QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
+
+
+@pytest.mark.parametrize(("case", "backend"), on_backends(CASES, set(CASES) - {*QUICK}))
 def test_a_relative_gives_what_hf_gives(case, backend):
     """Logits and hidden states, padded on the left, past the window; and text through the cache."""
     model, ids = make(case), random_ids(2, 11)
