@@ -66,7 +66,7 @@ def wanted_by_table(table: WeightTable, config: Mapping[str, Any]) -> Wanted:
 def wanted_by_module(module: Any) -> Wanted:
     """What a torch module asks for, on the meta device or not; a HF one's names with its prefix."""
     config = getattr(module, "config", None)
-    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    fields = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     shapes = {}
     prefix = getattr(module, "base_model_prefix", "")
     for name, tensor in module.state_dict().items():

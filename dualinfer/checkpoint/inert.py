@@ -43,7 +43,7 @@ class Storage(NamedTuple):
 
     kind: str
     key: str
-    count: int
+    length: int
 
 
 class StoredTensor(NamedTuple):

@@ -135,7 +135,7 @@ def convert(
     family = _FAMILIES.get(kind)
     if family is None:
         raise CheckpointError(
-            f"{description} holds layers of DeepSpeed's kernels (attn_qkvw ...), which are read for "
+            f"{description} holds layers of DeepSpeed's kernels (attn_qkvw ...), read for "
             f"{', '.join(_FAMILIES)}, and the model is {shortened(kind)}. Save it with HF's names, "
             "by save_pretrained(), before the kernels are injected."
         )
@@ -192,30 +192,31 @@ def _make(
         theirs = family.out if part == "attn_ow" else family.down
         return [(f"{theirs}.weight", replace(join(shards, 0), turned=turned))]
     is_bias = part.endswith("b")
-    joined = {"attn_qkvw": family.qkv, "attn_qkvb": family.qkv}
+    joined: dict[str, tuple[str, ...]] = {"attn_qkvw": family.qkv, "attn_qkvb": family.qkv}
     joined |= {"inter_w": family.up, "inter_b": family.up}
     if part not in joined:
         raise ValueError("a part that DeepSpeed's loader does not know either")
     names, axis = joined[part], 0 if is_bias else 1
     kind = "bias" if is_bias else "weight"
     turned = turned and not is_bias
-    if len(names) > 1:
-        lengths = [_rows(f"{layer}.{name}.{kind}", wanted) for name in names]
+    name, *more = names
+    if more:
+        lengths = [_rows(f"{layer}.{own}.{kind}", wanted) for own in names]
         return [
-            (f"{name}.{kind}", replace(join(shards, axis, lengths, [i]), turned=turned))
-            for i, name in enumerate(names)
+            (f"{own}.{kind}", replace(join(shards, axis, lengths, [i]), turned=turned))
+            for i, own in enumerate(names)
         ]
     total = sum(shard.shape[-1] for shard in shards)
     is_qkv = names == family.qkv
     if not is_qkv or family.kept:
-        return [(f"{names[0]}.{kind}", replace(join(shards, axis), turned=turned))]
+        return [(f"{name}.{kind}", replace(join(shards, axis), turned=turned))]
     made = join(shards, axis, [total // 3] * 3)
     if family.by_head:
         heads = wanted.config.get("num_attention_heads")
         if type(heads) is not int or not heads or total % (3 * heads):
             raise ValueError(f"{total} columns for three times {heads} heads")
         made = replace(made, order=swap(total, (3, heads, -1), (1, 0, 2)), axis=axis)
-    return [(f"{names[0]}.{kind}", replace(made, turned=turned))]
+    return [(f"{name}.{kind}", replace(made, turned=turned))]
 
 
 def _rows(name: str, wanted: Wanted) -> int:

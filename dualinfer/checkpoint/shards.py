@@ -1,4 +1,4 @@
-"""Tensors that ranks of a job have split among them, joined again to those that a model asks for."""
+"""Tensors that the ranks of a job have split, joined again to those that a model asks for."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ _FUSED = re.compile(r"(qkv|query_key_value|c_attn|gate_up|in_proj|c_fc_0_1)", re
 
 
 class Shards:
-    """The files of a checkpoint in rounds: the files of one are those of a tensor's ranks, in order.
+    """Files of a checkpoint in rounds; those of one round are of ranks, in order.
 
     A round of one file holds whole tensors. It is read once `fit` knows the model.
     """

@@ -159,15 +159,15 @@ class TorchFile(StoredFile):
             )
         itemsize = getattr(torch, dtype).itemsize
         start, size = record
-        if storage.count * itemsize != size:
+        if storage.length * itemsize != size:
             raise CheckpointError(
                 f"{self.path}: {name} lies in data/{shortened(storage.key)} of {size:,} bytes, "
-                f"expected {storage.count * itemsize:,}. The file is damaged; fetch it again."
+                f"expected {storage.length * itemsize:,}. The file is damaged; fetch it again."
             )
         count, reach = prod(shape), sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if count and max(count, offset + reach + 1) > storage.count:
+        if count and max(count, offset + reach + 1) > storage.length:
             raise CheckpointError(
-                f"{self.path}: {name} {shape} has {count:,} elements, and {storage.count:,} are "
+                f"{self.path}: {name} {shape} has {count:,} elements, and {storage.length:,} are "
                 "stored: it was expanded. Save a copy of it, tensor.contiguous()."
             )
         return Entry(dtype, shape, start + offset * itemsize, strides)
