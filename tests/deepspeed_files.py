@@ -5,6 +5,7 @@ Each writer follows the tool's own rules, by torch's operations on whole tensors
 
 import argparse
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -129,12 +130,12 @@ def save_injected(model, folder, size, partitions=8):
     for rank in range(size):
         state = injected_state(model, rank, size)
         outer = {n: t for n, t in state.items() if is_bloom and ".h." not in n}
-        torch.save(outer or {"": torch.zeros(0)}, folder / "non-tp.pt")
+        torch.save(OrderedDict(outer), folder / "non-tp.pt")
         keys = list(state)
         step = len(keys) // partitions + 1
         for m in range(partitions):
             own = {k: state[k] for k in keys[m * step : (m + 1) * step] if k not in outer}
-            torch.save(own or {"": torch.zeros(0)}, folder / f"tp_{rank:0>2d}_{m:0>2d}.pt")
+            torch.save(OrderedDict(own), folder / f"tp_{rank:0>2d}_{m:0>2d}.pt")
     said = {
         "type": "bloom" if is_bloom else "ds_model",
         "base_dir": str(folder),
@@ -202,7 +203,10 @@ def megatron_state(model, rank, size, version, padded=0):
             up = get(f"{own}mlp.c_fc.{what}")
             up = up.T if what == "weight" else up
             layers[f"{theirs}mlp.dense_h_to_4h.{what}"] = part(up, rank, size, 0)
-            for module, name in (("attention.dense", "attn.c_proj"), ("mlp.dense_4h_to_h", "mlp.c_proj")):
+            for module, name in (
+                ("attention.dense", "attn.c_proj"),
+                ("mlp.dense_4h_to_h", "mlp.c_proj"),
+            ):
                 value = get(f"{own}{name}.{what}")
                 if what == "weight":
                     value = part(value.T, rank, size, 1)

@@ -5,6 +5,7 @@ Only files inside the folder that the JSON speaks of are opened.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def _open(said: Mapping[str, Any], label: str, beside: Path | None, base_dir: st
     files = {name: _open_file(_inside(base, name, label)) for own in lists for name in own}
     rounds = [[files[name] for name in own] for own in lists]
     check_no_pairs(files.values(), label)
+    if not any(any(True for _ in file.names()) for file in files.values()):
+        raise CheckpointError(f"{label} lists files without tensors. Save the checkpoint again.")
     where = label if beside is not None else f"checkpoint={{'type': {kind!r}, ...}}"
     if is_megatron_type:
         return MegatronShards(rounds, where, notes, version=_version(said.get("version"), label))
@@ -93,7 +96,7 @@ def _lists(
         split = _names(given, label, "checkpoints")
     if not split and not whole:
         raise CheckpointError(f"{label} has no file in checkpoints. List the files of weights.")
-    twice = sorted({name for name in [*split, *whole] if [*split, *whole].count(name) > 1})
+    twice = sorted(name for name, count in Counter([*split, *whole]).items() if count > 1)
     if twice:
         raise CheckpointError(f"{label} lists {listing(twice)} twice. List each file once.")
     sizes = {key: _size(said, key, label) for key in ("mp_size", "tp_size") if key in said}
@@ -209,7 +212,9 @@ def _open_file(path: Path) -> StoredFile:
         raise CheckpointError(
             f"{shortened(path)} is no file of weights by its name; expected {', '.join(SUFFIXES)}."
         )
-    return TensorFile(path) if path.suffix == ".safetensors" else open_torch_file(path)
+    if path.suffix == ".safetensors":
+        return TensorFile(path)
+    return open_torch_file(path, may_be_empty=True)  # as DeepSpeed leaves some
 
 
 def _check_world(rounds: Sequence[Sequence[Any]], label: str) -> None:
@@ -236,10 +241,10 @@ def open_folder(folder: Path) -> Any:
         return open_json(folder / SAVED)
     tagged = _tagged(folder)
     found = sorted(name for name in os.listdir(tagged) if _RANK.match(name))
-    if found:
-        return _open_ranks(tagged, found)
-    _refuse_parts(folder, tagged)
-    return None
+    opened = _open_ranks(tagged, found) if found else None
+    if opened is None or all(0 in opened.shape(name) for name in opened.names()):
+        _refuse_parts(folder, tagged)
+    return opened
 
 
 def _tagged(folder: Path) -> Path:

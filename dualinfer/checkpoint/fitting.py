@@ -1,6 +1,6 @@
 """Weights made to fit a model: shards merged, names without the prefixes of what wrapped it."""
 
-import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -105,6 +105,8 @@ def strip(
     """
     known = tuple(parents)
     best, most, prefix = list(stored), _count(stored, wanted, known), ""
+    if most == len(stored):
+        return best, ""
     bare = [_without_inner(name) for name in stored]
     for start in _prefixes(bare):
         names = [name.removeprefix(start) for name in bare]
@@ -113,7 +115,7 @@ def strip(
             best, most, prefix = names, count, start
     if best == list(stored):
         return best, ""
-    twice = sorted({name for name in best if best.count(name) > 1}) if _repeats(best) else []
+    twice = sorted(name for name, count in Counter(best).items() if count > 1)
     if twice:
         raise CheckpointError(
             f"{label}: without what wrapped the model ({prefix or ', '.join(_INNER)}) two tensors "
@@ -124,10 +126,6 @@ def strip(
     return best, f"the names of {label} were read without {taken}"
 
 
-def _repeats(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
-
-
 def _without_inner(name: str) -> str:
     for wrapper in _INNER:
         name = name.replace(f".{wrapper}", ".")
@@ -136,12 +134,11 @@ def _without_inner(name: str) -> str:
 
 def _prefixes(names: Sequence[str]) -> list[str]:
     """The prefixes of wrappers that names begin with, the shortest first; "" for none."""
-    found = [""]
-    for count in range(1, _MOST_WRAPPERS + 1):
-        for chosen in itertools.product(_WRAPPERS, repeat=count):
-            start = "".join(chosen)
-            if any(name.startswith(start) for name in names):
-                found.append(start)
+    found, last = [""], [""]
+    for _ in range(_MOST_WRAPPERS):
+        longer = [start + wrapper for start in last for wrapper in _WRAPPERS]
+        last = [start for start in longer if any(name.startswith(start) for name in names)]
+        found += last
     return found
 
 

@@ -212,7 +212,7 @@ def read_generation_config(folder: Path, config: Any) -> Any:
         return _make_generation_config(path, read_json(path))
     path = folder / "config.json"
     fields = {name: getattr(config, name, None) for name in _SPECIAL}
-    written = {name: value for name, value in read_json(path).items() if name in GENERATION}
+    written = {name: value for name, value in read_written(folder).items() if name in GENERATION}
     return _make_generation_config(path, fields | written)
 
 

@@ -174,8 +174,9 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """True for the path of a folder with a config.json, or of a GGUF file."""
-    return is_gguf(path) or os.path.isfile(os.path.join(path, "config.json"))
+    """True for the path of a folder with a config.json or Meta's files, or of a GGUF file."""
+    is_described = os.path.isfile(os.path.join(path, "config.json"))
+    return is_described or is_gguf(path) or is_meta_folder(Path(path))
 
 
 def open_checkpoint(folder: Path) -> TensorSource:

@@ -37,9 +37,10 @@ class TorchFile(StoredFile):
 
     `facts` are numbers and texts that the file says beside its state dict, by name, and `pairs` the
     names under which it has lists with a tensor, as DeepSpeed saves int8 weights with their scales.
+    An empty state dict is an error unless it `may_be_empty`.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, may_be_empty: bool = False):
         super().__init__(path)
         try:
             self._records = self._find_records()
@@ -51,6 +52,8 @@ class TorchFile(StoredFile):
         except Exception as error:  # zipfile and torch raise many kinds
             raise no_state_dict(path, self.size, error) from error
         self.facts, self.pairs = facts_of(inert.value), pairs_of(inert.value)
+        if may_be_empty and inert.value == {}:
+            return
         if found is None:
             for name, own in find_tensors(path, inert.value, StoredTensor).items():
                 self._entries[name] = self._place_stored(name, own)
@@ -193,7 +196,7 @@ class OldTorchFile(StoredFile):
     facts: Mapping[str, Any] = {}
     pairs: tuple[str, ...] = ()
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, may_be_empty: bool = False):
         super().__init__(path)
         import torch
 
@@ -202,7 +205,8 @@ class OldTorchFile(StoredFile):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
         except Exception as error:  # torch raises many kinds for a damaged or unsafe file
             raise no_state_dict(path, self.size, error) from error
-        self._tensors = find_tensors(path, state)
+        is_empty = may_be_empty and state == {}
+        self._tensors = {} if is_empty else find_tensors(path, state)
         for name, tensor in self._tensors.items():
             check_plain(path, name, tensor)
             if tensor.is_meta:
@@ -237,8 +241,11 @@ class OldTorchFile(StoredFile):
         return out
 
 
-def open_torch_file(path: Path) -> StoredFile:
-    """A file of torch.save, of a state dict or of a dict that holds one by a known name."""
+def open_torch_file(path: Path, may_be_empty: bool = False) -> StoredFile:
+    """A file of torch.save, of a state dict or of a dict that holds one by a known name.
+
+    A state dict without tensors is an error unless it `may_be_empty`.
+    """
     try:
         import torch  # noqa: F401
     except ImportError as error:
@@ -247,7 +254,7 @@ def open_torch_file(path: Path) -> StoredFile:
             "Install `dualinfer[torch]`, or convert the checkpoint to safetensors."
         ) from error
     is_archive = os.path.isfile(path) and zipfile.is_zipfile(path)
-    return TorchFile(path) if is_archive else OldTorchFile(path)
+    return (TorchFile if is_archive else OldTorchFile)(path, may_be_empty)
 
 
 def no_state_dict(path: Path, size: int, error: Exception) -> CheckpointError:
