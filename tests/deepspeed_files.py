@@ -86,7 +86,7 @@ def injected_state(model, rank, size):
     for i in range(model.config.num_hidden_layers):
         layer = f"{prefix}{i}."
 
-        def get(names, what, layer=layer):
+        def get(names, what, state=state, layer=layer):
             names = [names] if isinstance(names, str) else names
             found = [state.pop(f"{layer}{name}.{what}", None) for name in names]
             return None if found[0] is None else torch.cat(found)

@@ -1,5 +1,6 @@
 """Weights made to fit a model: shards merged, names without the prefixes of what wrapped it."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from .merged import RenamedSource
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "_forward_module.", "_fsdp_wrapped_module.")
 _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_INSIDE = re.compile(rf"(?<=\.)(?:{'|'.join(map(re.escape, _INNER))})+")
 _MOST_WRAPPERS = 3
 
 
@@ -127,9 +129,7 @@ def strip(
 
 
 def _without_inner(name: str) -> str:
-    for wrapper in _INNER:
-        name = name.replace(f".{wrapper}", ".")
-    return name
+    return _INSIDE.sub("", name)
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:

@@ -59,7 +59,8 @@ class StoredTensor(NamedTuple):
 class Pickle:
     """What a pickle holds, how many bytes it has, and which classes and functions it names.
 
-    `is_risky`: torch's own reader would call some of them with arguments that fill the memory.
+    `is_risky`: torch's own reader would call some of them with arguments that fill the memory, or
+    overflow the stack.
     """
 
     value: Any = None
@@ -218,7 +219,14 @@ class _Machine:
             raise IndexError("a key without a value")
         if isinstance(target, dict):
             for key, value in zip(values[::2], values[1::2], strict=True):
-                put(target, key, value)
+                self._put(target, key, value)
+
+    def _put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
+        """Set an item. Keys that lie deep in one another would end the process when hashed."""
+        if not _is_plain(key):
+            is_shallow = isinstance(key, tuple) and all(map(_is_plain, key))
+            self.found.is_risky |= not is_shallow
+        put(target, key, value)
 
     def _global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -288,7 +296,7 @@ class _Machine:
             made: dict[Any, Any] = {}
             for pair in arguments[0] if arguments else ():
                 key, value = pair
-                put(made, key, value)
+                self._put(made, key, value)
             return made
         if what == ("torch", "Size") and len(arguments) == 1 and _is_shape(arguments[0]):
             return arguments[0]
@@ -314,9 +322,13 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(n) is int and 0 <= n < _MOST for n in value)
 
 
+def _is_plain(key: Any) -> bool:
+    return isinstance(key, str | int | float | bytes | None)
+
+
 def put(target: dict[Any, Any], key: Any, value: Any) -> None:
     """Set an item; ValueError for a name that is there already. Keys are never compared deeply."""
-    if not isinstance(key, str | int | float | bytes | None):
+    if not _is_plain(key):
         key = Inert("a key")
     if isinstance(key, str) and key in target:
         raise ValueError(f"it names {key[:80]!r} twice")

@@ -146,10 +146,9 @@ def read_meta_config(folder: Path) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise CheckpointError(f"{path} has {key}={shown(value)}; expected a positive number.")
     shards = open_meta_folder(folder)
-    vocab, ffn = (
-        _rows(shards, name, dim, params.get("vocab_size") if name.startswith("tok") else None)
-        for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight")
-    )
+    vocab = _rows(shards, "tok_embeddings.weight", dim, params.get("vocab_size"))
+    ffn = _rows(shards, "layers.0.feed_forward.w1.weight", dim)
+    query = _rows(shards, "layers.0.attention.wq.weight", dim)
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -159,7 +158,7 @@ def read_meta_config(folder: Path) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": dim // heads,
+        "head_dim": query // heads,
         "hidden_act": "silu",
         "rms_norm_eps": float(eps),
         "tie_word_embeddings": False,
@@ -207,7 +206,7 @@ def _count(params: Mapping[str, Any], key: str, path: Path) -> int:
     return value
 
 
-def _rows(shards: Shards, name: str, dim: int, said: Any) -> int:
+def _rows(shards: Shards, name: str, dim: int, said: Any = None) -> int:
     """The rows of a whole matrix with `dim` columns, from the shapes of its shards."""
     if name not in shards.shards or "norm.weight" not in shards.shards:
         raise CheckpointError(f"{shards.description} holds no {name}. Fetch its files again.")

@@ -120,7 +120,7 @@ class TorchFile(StoredFile):
         copy.seek(0)
         try:
             if inert.is_risky:
-                raise ValueError("it calls what fills the memory")
+                raise ValueError("it would fill the memory or the stack")
             return torch.load(copy, map_location="meta", weights_only=True, mmap=False), marks
         except Exception:
             if is_wrapped:
@@ -222,7 +222,7 @@ class OldTorchFile(StoredFile):
             try:
                 found = read_pickle(data[start:])
                 if found.is_risky:
-                    raise ValueError("it calls what fills the memory")
+                    raise ValueError("it would fill the memory or the stack")
             except ValueError as error:
                 raise no_state_dict(self.path, self.size, error) from error
             start += found.size
