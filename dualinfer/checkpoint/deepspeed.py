@@ -162,6 +162,7 @@ def _base(
 ) -> tuple[Path | None, list[str]]:
     """The folder of the files, and notes; None where the caller's names are paths themselves."""
     own = said.get("base_dir") or ""
+    own = os.fspath(own) if isinstance(own, os.PathLike) else own
     if not isinstance(own, str) or "\0" in own:
         raise CheckpointError(f"{label} has base_dir={shown(own)}; expected a folder's path.")
     for given, key in ((base_dir, "the config's base_dir"), (own, "base_dir")):

@@ -72,6 +72,8 @@ def wanted_by_module(module: Any) -> Wanted:
     shapes = {}
     prefix = getattr(module, "base_model_prefix", "")
     for name, tensor in module.state_dict().items():
+        if not hasattr(tensor, "shape"):  # what a module keeps beside its tensors
+            continue
         shapes[name] = tuple(tensor.shape)
         if prefix:
             start = f"{prefix}."
