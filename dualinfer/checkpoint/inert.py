@@ -57,7 +57,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass
 class Pickle:
-    """What a pickle holds, how many bytes it has, and which classes and functions it names.
+    """What a pickle holds, how many bytes it has, and the storages that it names, by their keys.
 
     `is_risky`: torch's own reader would call some of them with arguments that fill the memory, or
     overflow the stack.
@@ -65,7 +65,7 @@ class Pickle:
 
     value: Any = None
     size: int = 0
-    names: set[str] = field(default_factory=set)
+    storages: dict[str, Storage] = field(default_factory=dict)
     is_risky: bool = False
 
 
@@ -239,9 +239,7 @@ class _Machine:
         self._look_up(module, name)
 
     def _look_up(self, module: str, name: str) -> None:
-        found = Global(module, name)
-        self.found.names.add(found.path)
-        self._stack.append(found)
+        self._stack.append(Global(module, name))
 
     def _inst(self, argument: str) -> None:
         self._from_mark()
@@ -282,7 +280,10 @@ class _Machine:
             raise TypeError("no storage")
         if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST:
             raise TypeError("no storage")
-        self._stack.append(Storage(kind.name, key, count))
+        found = Storage(kind.name, key, count)
+        if self.found.storages.setdefault(key, found) != found:
+            raise ValueError("its pickle names a storage twice, and not alike")
+        self._stack.append(found)
 
     def _reduce(self) -> None:
         arguments, what = self.pop(), self.pop()

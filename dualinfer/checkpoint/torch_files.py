@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..arrays import numpy_dtype, to_numpy
 from ..errors import BackendNotAvailableError, CheckpointError, listing, shortened, shown
 from .files import Entry, StoredFile
 from .inert import Inert, Pickle, StoredTensor, put, read_pickle
@@ -29,6 +29,7 @@ _DESCRIBING = ("data.pkl", "version", "byteorder", "constants.pkl")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # its mark, and the lengths of a name and of what follows
 _ENCRYPTED = 0x1
 _OLD_PICKLES, _MOST_PICKLED = 4, 64 << 20  # magic, version, system and state; bytes of them
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C  # of torch.serialization
 _DEEPEST, _MOST_NAMES = 8, 1_000_000  # of dicts in a state dict, as Megatron nests them
 
 
@@ -55,8 +56,9 @@ class TorchFile(StoredFile):
         if may_be_empty and inert.value == {}:
             return
         if found is None:
+            records = {key: self._records.get(f"data/{key}") for key in inert.storages}
             for name, own in find_tensors(path, inert.value, StoredTensor).items():
-                self._entries[name] = self._place_stored(name, own)
+                self._entries[name] = _place_stored(path, name, own, records)
             return
         state, keys = found
         for name, tensor in find_tensors(path, state).items():
@@ -148,32 +150,35 @@ class TorchFile(StoredFile):
         start += tensor.storage_offset() * tensor.itemsize
         return Entry(dtype, tuple(tensor.shape), start, tensor.stride())
 
-    def _place_stored(self, name: str, tensor: StoredTensor) -> Entry:
-        """As `_place`, of a tensor that torch did not make."""
-        import torch
 
-        storage, offset, shape, strides = tensor
-        dtype = _STORAGES.get(storage.kind)
-        record = self._records.get(f"data/{storage.key}")
-        if dtype is None or record is None:
-            raise CheckpointError(
-                f"{self.path}: {name} lies in a {shortened(storage.kind)} without a record, as no "
-                "plain tensor does. Save the model again, as safetensors."
-            )
-        itemsize = getattr(torch, dtype).itemsize
-        start, size = record
-        if storage.length * itemsize != size:
-            raise CheckpointError(
-                f"{self.path}: {name} lies in data/{shortened(storage.key)} of {size:,} bytes, "
-                f"expected {storage.length * itemsize:,}. The file is damaged; fetch it again."
-            )
-        count, reach = prod(shape), sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if count and max(count, offset + reach + 1) > storage.length:
-            raise CheckpointError(
-                f"{self.path}: {name} {shape} has {count:,} elements, and {storage.length:,} are "
-                "stored: it was expanded. Save a copy of it, tensor.contiguous()."
-            )
-        return Entry(dtype, shape, start + offset * itemsize, strides)
+def _place_stored(
+    path: Path, name: str, tensor: StoredTensor, records: Mapping[str, tuple[int, int] | None]
+) -> Entry:
+    """Where a tensor's elements lie that torch did not make; `records` are places of storages.
+
+    Raises CheckpointError if its record does not hold them.
+    """
+    storage, offset, shape, strides = tensor
+    dtype, record = _STORAGES.get(storage.kind), records.get(storage.key)
+    if dtype is None or record is None:
+        raise CheckpointError(
+            f"{path}: {name} lies in a {shortened(storage.kind)} without a record, as no plain "
+            "tensor does. Save the model again, as safetensors."
+        )
+    itemsize = numpy_dtype(dtype).itemsize
+    start, size = record
+    if storage.length * itemsize != size:
+        raise CheckpointError(
+            f"{path}: {name} lies in data/{shortened(storage.key)} of {size:,} bytes, expected "
+            f"{storage.length * itemsize:,}. The file is damaged; fetch it again."
+        )
+    count, reach = prod(shape), sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if count and max(count, offset + reach + 1) > storage.length:
+        raise CheckpointError(
+            f"{path}: {name} {shape} has {count:,} elements, and {storage.length:,} are stored: it "
+            "was expanded. Save a copy of it, tensor.contiguous()."
+        )
+    return Entry(dtype, shape, start + offset * itemsize, strides)
 
 
 _STORAGES = {
@@ -191,20 +196,32 @@ _STORAGES = {
 
 
 class OldTorchFile(StoredFile):
-    """A file of torch before 1.6, which torch reads whole."""
+    """A file of torch before 1.6, which torch reads whole, unless other objects lie beside tensors.
 
-    facts: Mapping[str, Any] = {}
-    pairs: tuple[str, ...] = ()
+    Then it is read by parts, as a TorchFile is; `facts` and `pairs` are as there.
+    """
 
     def __init__(self, path: Path, may_be_empty: bool = False):
         super().__init__(path)
         import torch
 
-        self._check_pickles()
+        self._tensors: dict[str, Any] | None = None
         try:
+            system, inert, end = self._read_pickles()
+        except ValueError as error:
+            raise no_state_dict(path, self.size, error) from error
+        self.facts, self.pairs = facts_of(inert.value), pairs_of(inert.value)
+        try:
+            if inert.is_risky:
+                raise ValueError("it would fill the memory or the stack")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
         except Exception as error:  # torch raises many kinds for a damaged or unsafe file
-            raise no_state_dict(path, self.size, error) from error
+            if not (isinstance(inert.value, dict) and _wrappers(inert.value)):
+                raise no_state_dict(path, self.size, error) from error
+            records = self._find_storages(system, inert, end)
+            for name, own in find_tensors(path, inert.value, StoredTensor).items():
+                self._entries[name] = _place_stored(path, name, own, records)
+            return
         is_empty = may_be_empty and state == {}
         self._tensors = {} if is_empty else find_tensors(path, state)
         for name, tensor in self._tensors.items():
@@ -215,17 +232,52 @@ class OldTorchFile(StoredFile):
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._entries[name] = Entry(dtype, tuple(tensor.shape), 0, tensor.stride())
 
-    def _check_pickles(self) -> None:
-        """Raise CheckpointError for pickles that torch's reader would fill the memory by."""
-        start, data = 0, self.bytes_at(0, min(self.size, _MOST_PICKLED))
+    def _read_pickles(self) -> tuple[Any, Pickle, int]:
+        """What the file says of the machine that wrote it, its state, and where that ends.
+
+        Raises ValueError for what is damaged, or more than the file can hold.
+        """
+        start, data, found = 0, self.bytes_at(0, min(self.size, _MOST_PICKLED)), []
         for _ in range(_OLD_PICKLES):
-            try:
-                found = read_pickle(data[start:])
-                if found.is_risky:
-                    raise ValueError("it would fill the memory or the stack")
-            except ValueError as error:
-                raise no_state_dict(self.path, self.size, error) from error
-            start += found.size
+            found.append(read_pickle(data[start:]))
+            start += found[-1].size
+        held = sum(s.length for s in found[-1].storages.values())
+        if found[0].value != _OLD_MAGIC or held > self.size:  # a byte each at least
+            raise ValueError("it is no file of torch's, or was cut")
+        return found[2].value, found[-1], start
+
+    def _find_storages(
+        self, system: Any, inert: Pickle, start: int
+    ) -> dict[str, tuple[int, int] | None]:
+        """Where the elements of each storage lie: one after another, behind a list of their keys.
+
+        Before each is the number of its elements.
+        """
+        order = (
+            "little" if isinstance(system, dict) and system.get("little_endian", True) else "big"
+        )
+        if order != sys.byteorder:
+            raise CheckpointError(f"{self.path} was written on a {order}-endian machine.")
+        places: dict[str, tuple[int, int] | None] = {}
+        try:
+            keys = read_pickle(self.bytes_at(start, min(self.size - start, _MOST_PICKLED)))
+            start += keys.size
+            for key in keys.value:
+                storage = inert.storages[key]
+                if key in places or storage.kind not in _STORAGES:
+                    raise ValueError("a storage is held twice, or of no known kind")
+                if int.from_bytes(self.bytes_at(start, 8), order) != storage.length:
+                    raise ValueError("a storage is of another length than its tensors say")
+                size = storage.length * numpy_dtype(_STORAGES[storage.kind]).itemsize
+                places[key] = start + 8, size
+                start += 8 + size
+        except (ValueError, KeyError, TypeError) as error:
+            raise no_state_dict(self.path, self.size, error) from error
+        if start > self.size:
+            raise CheckpointError(
+                f"{self.path} ends before its tensors do: it was cut short. Fetch it again."
+            )
+        return places
 
     def read(
         self,
@@ -234,6 +286,8 @@ class OldTorchFile(StoredFile):
         out: np.ndarray | None = None,
     ) -> np.ndarray:
         """As of every file, from what is in memory."""
+        if self._tensors is None:
+            return super().read(name, index, out)
         part = to_numpy(self._tensors[name].detach()[index or ...])
         if out is None:
             return part.copy()
