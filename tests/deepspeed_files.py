@@ -47,6 +47,22 @@ _NAMES = {
         "post_attention_layernorm",
     ),
     "gpt2": (("attn.c_attn",), "attn.c_proj", ("mlp.c_fc",), "mlp.c_proj", "ln_1", "ln_2"),
+    "gptj": (
+        ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attn.out_proj",
+        ("mlp.fc_in",),
+        "mlp.fc_out",
+        "ln_1",
+        "none",
+    ),
+    "gpt_neo": (
+        ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        "attn.attention.out_proj",
+        ("mlp.c_fc",),
+        "mlp.c_proj",
+        "ln_1",
+        "ln_2",
+    ),
     "opt": (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "self_attn.out_proj",
@@ -68,6 +84,8 @@ _LAYERS = {
     "bloom": "transformer.h.",
     "gpt_neox": "gpt_neox.layers.",
     "gpt2": "transformer.h.",
+    "gptj": "transformer.h.",
+    "gpt_neo": "transformer.h.",
     "opt": "model.decoder.layers.",
     "llama": "model.layers.",
 }

@@ -47,6 +47,8 @@ SIZES = {
     "llama-gqa": {"num_key_value_heads": 2, "head_dim": 16},
     "llama-mha": {},
     "neox": {},
+    "gptj": {},
+    "gpt-neo": {},
 }
 IDS = torch.tensor(random_ids(2, 9))
 
@@ -502,6 +504,9 @@ def test_a_wrong_megatron_checkpoint_is_told(said, more, message, model_of, tmp_
 
 def test_megatron_fills_no_other_family(model_of, tmp_path):
     gpt2, _ = model_of("gpt2")
+    said = save_megatron(gpt2, tmp_path, 2, 0)
+    with pytest.raises(CheckpointError, match="Set type to 'Megatron'"):
+        source_of(gpt2, said | {"type": "ds_model", "parallelization": "tp"})
     bloom, _ = model_of("bloom")
     with pytest.raises(CheckpointError, match=r"fills GPT-2.*the model is 'bloom'"):
         source_of(bloom, save_megatron(gpt2, tmp_path, 2, 0))

@@ -69,7 +69,20 @@ def _open(said: Mapping[str, Any], label: str, beside: Path | None, base_dir: st
     if is_megatron_type:
         return MegatronShards(rounds, where, notes, version=_version(said.get("version"), label))
     _check_world(rounds[:1] if is_split else [], where)
-    return Shards(rounds, where, notes)
+    return ListedFiles(rounds, where, notes)
+
+
+class ListedFiles(Shards):
+    """Files that a JSON of type ds_model or bloom lists."""
+
+    def fit(self, wanted: Wanted) -> Any:
+        """As of Shards; CheckpointError for Megatron's names, which another type asks for."""
+        if is_megatron(self.shards, wanted):
+            raise CheckpointError(
+                f"{self.description} lists files with Megatron's names. Set type to 'Megatron', "
+                "and checkpoints to the list of its ranks' files."
+            )
+        return super().fit(wanted)
 
 
 def _lists(
