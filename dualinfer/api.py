@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import backends
 from .checkpoint.adapters import AdaptedSource, Adapter, open_adapter, open_adapters_of
+from .checkpoint.fitting import fit, wanted_by_module, wanted_by_table
 from .checkpoint.gguf import is_gguf
 from .checkpoint.hf_config import (
     check_sizes,
@@ -308,7 +309,8 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
     if settings.checkpoint is not None:
         if isinstance(model, Path):
             _refuse_checkpoint(settings)
-        hf_model = hf_model._replace(open_source=partial(open_weights, str(settings.checkpoint)))
+        source = partial(open_weights, settings.checkpoint, settings.base_dir)
+        hf_model = hf_model._replace(open_source=source)
     hf_model = hf_model._replace(config=_overlay(hf_model.config, settings.config))
     return _describe(hf_model, settings, notes)
 
@@ -322,10 +324,10 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
-    stored_as = source = found.open_source()
+    config, recipe = found.config.to_dict(), make_recipe(settings.quant)
+    stored_as = source = fit(found.open_source(), wanted_by_table(table, config))
     notes.extend(source.notes)
     adapters = [*found.own_adapters(), *_open_adapters(settings)]
-    config, recipe = found.config.to_dict(), make_recipe(settings.quant)
     source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
     notes.extend(more)
     plan = make_load_plan(table, source)
@@ -441,7 +443,9 @@ def _make_module_engine(
 ) -> ModuleEngine:
     """`is_checkpoint`: the user passed the checkpoint, and `model` was made for it."""
     with peers.together("The models and configs") as work:
-        source = None if settings.checkpoint is None else open_weights(str(settings.checkpoint))
+        source, given = None, settings.checkpoint
+        if given is not None:
+            source = fit(open_weights(given, settings.base_dir), wanted_by_module(model))
         if settings.adapter:
             if source is None:
                 raise ConfigError(

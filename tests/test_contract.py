@@ -9,6 +9,7 @@ Where the other rows are proved (files of tests/, by the part that owns the beha
 3.5      test_module_torch (keys, copies, bound), test_module_jax (executables), test_gpu_torch
 3.6      test_engine, test_module_torch, test_module_jax, test_gpu_*; here: a pipeline
 3.7      several devices are refused: test_limits. 3.8 here and test_errors
+4        test_deepspeed_checkpoints; test_checkpoint and test_module_torch (HF's files)
 9        test_limits, test_module_torch, test_module_jax (bytes); test_errors (lengths);
          test_generate (growth)
 10.1     TestInferenceConfig, TestModelProfiling: here, through init_inference

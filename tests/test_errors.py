@@ -956,7 +956,7 @@ def test_paths_that_no_system_takes_are_not_there(path, hf_model):
         dualinfer.init_inference(hf_model(CAUSAL), kernel_inject=True, checkpoint=path)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["net.", "learner.network."])
 def test_prefix_of_all_names_is_told(prefix, folder, hf_model):
     def change(tensors):
         for name in list(tensors):
@@ -967,11 +967,11 @@ def test_prefix_of_all_names_is_told(prefix, folder, hf_model):
     message = rf"missing \d+: .*names in the file begin with '{re.escape(prefix)}'"
     with pytest.raises(CheckpointError, match=message):
         dualinfer.init_inference(path)
-    if prefix == "module.":
+    if prefix == "net.":
         with pytest.raises(CheckpointError, match=message):
             dualinfer.init_inference(hf_model(CAUSAL), checkpoint=path)
         own = torch.nn.Linear(2, 3)
-        save_file({f"module.{n}": t for n, t in own.state_dict().items()}, path / "own.safetensors")
+        save_file({f"net.{n}": t for n, t in own.state_dict().items()}, path / "own.safetensors")
         with pytest.raises(CheckpointError, match=message):
             dualinfer.init_inference(own, checkpoint=path / "own.safetensors")
 

@@ -57,8 +57,6 @@ ANYWHERE = [
     ({"use_triton": True}, "use_triton=True"),
     ({"triton_autotune": True}, "triton_autotune=True"),
     ({"base_dir": "/shards"}, "base_dir='/shards'"),
-    ({"checkpoint": "shards.json"}, r"checkpoint='shards.json'.*folder of a HF"),
-    ({"checkpoint": {"type": "ds_model", "checkpoints": []}}, "checkpoint=.*DeepSpeed"),
 ]
 FUSED = [
     ({"use_triton": True}, "use_triton=True.*CUDA"),
@@ -372,7 +370,10 @@ def test_messages_name_what_was_given_and_the_way_on(hf_model, tmp_path):
         (dict(backend="jax", injection_policy={layer: "x"}), r"backend='torch'(?!.*kernel_inject)"),
         (dict(kernel_inject=True, injection_policy={layer: "x"}), "replace_with_kernel_inject"),
         (dict(kernel_inject=True, checkpoint="model.safetensors.index.json"), "Pass its folder"),
-        (dict(kernel_inject=True, checkpoint={"a": 1}, base_dir="/x"), "checkpoint="),
+        (
+            dict(kernel_inject=True, checkpoint="x.bin", base_dir="/x"),
+            "DeepSpeed's checkpoint JSON",
+        ),
     ]
     for arguments, message in cases:
         with pytest.raises(dualinfer.ConfigError, match=message):

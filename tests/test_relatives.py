@@ -206,6 +206,40 @@ def test_two_devices_give_what_one_gives(case):
         assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
+SMALL = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("case", ["arcee", "cohere2", "exaone4", "granite", "smollm3"])
+def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
+    """Norms behind, layers without rotary, factors of residuals and logits, relu2."""
+    pytest.importorskip("triton")
+    from dualinfer.backends import torch as backend
+    from dualinfer.backends.torch.ops.kernels import KernelOps
+    from dualinfer.kernels.triton import linear
+
+    name, fields = CASES[case]
+    odd = {"head_dim": 12} if "head_dim" in fields else {}
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **SMALL, **odd})
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForCausalLM")(config).eval()
+    randomize(model)
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": "torch"}
+    ids = random_ids(1, 9, vocab=97)
+    with dualinfer.init_inference(model, use_triton=False, **how) as plain:
+        expected = np.asarray(plain(ids).logits)
+        text = np.asarray(plain.generate(ids, max_new_tokens=5, do_sample=False))
+    monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    with dualinfer.init_inference(model, **how) as fast:
+        assert "Triton" in fast.report().ops["matmul"]
+        assert relative_rms(np.asarray(fast(ids).logits), expected) < 3e-6
+        found = fast.generate(ids, max_new_tokens=5, do_sample=False)
+        np.testing.assert_array_equal(np.asarray(found), text)
+
+
 def test_a_relative_without_a_head_gives_its_last_hidden_state():
     model, ids = make("cohere", headless=True), random_ids(2, 7)
     with torch.no_grad():

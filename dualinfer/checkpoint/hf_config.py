@@ -17,6 +17,7 @@ from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
 from .files import read_json
 from .gguf import is_gguf, read_gguf_config, read_gguf_generation
+from .meta_llama import is_meta_folder, read_meta_config
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
 _CODE = {
@@ -38,10 +39,12 @@ _LONGEST = 600  # letters of an error of transformers', which may repeat the who
 def read_written(folder: Path) -> dict[str, Any]:
     """config.json as it is, with what hf_quant_config.json beside it says where it says nothing.
 
-    Of a GGUF file it is what its fields say.
+    Of a GGUF file it is what its fields say, and of Meta's files what params.json does.
     """
     if is_gguf(folder):
         return read_gguf_config(folder)
+    if not os.path.isfile(folder / "config.json") and is_meta_folder(folder):
+        return read_meta_config(folder)
     written = read_json(folder / "config.json")
     beside = folder / modelopt.FILE
     if not written.get("quantization_config") and os.path.isfile(beside):
@@ -209,7 +212,7 @@ def read_generation_config(folder: Path, config: Any) -> Any:
         return _make_generation_config(path, read_json(path))
     path = folder / "config.json"
     fields = {name: getattr(config, name, None) for name in _SPECIAL}
-    written = {name: value for name, value in read_json(path).items() if name in GENERATION}
+    written = {name: value for name, value in read_written(folder).items() if name in GENERATION}
     return _make_generation_config(path, fields | written)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
 from ..model.hf_module import adapters_in_use, plain_tensors
 from ..model.load_plan import TensorSource
+from .deepspeed import open_dict, open_folder, open_json
 from .files import StoredFile, TensorFile, check_inside, read_json
 from .gguf import SUFFIX, GgufSource, find_gguf, is_gguf
+from .meta_llama import is_meta_folder
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file
 
@@ -160,7 +162,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
             f"{shortened(repr(str(path)))} {kind}; expected the folder of a HF checkpoint, a "
             f"{SUFFIX} file, or a model of the hub such as 'Qwen/Qwen3-0.6B'."
         )
-    described = os.path.isfile(folder / "config.json")
+    described = os.path.isfile(folder / "config.json") or is_meta_folder(folder)
     if not any(os.path.isfile(folder / form) for form in (*FORMS, INDEX)):
         with suppress(CheckpointNotFoundError) if described else nullcontext():
             packed = find_gguf(folder)
@@ -183,8 +185,9 @@ def holds_weights(folder: Path) -> bool:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """True for the path of a folder with a config.json, or of a GGUF file."""
-    return is_gguf(path) or os.path.isfile(os.path.join(path, "config.json"))
+    """True for the path of a folder with a config.json or Meta's files, or of a GGUF file."""
+    is_described = os.path.isfile(os.path.join(path, "config.json"))
+    return is_described or is_gguf(path) or is_meta_folder(Path(path))
 
 
 def open_checkpoint(folder: Path) -> TensorSource:
@@ -210,6 +213,9 @@ def open_checkpoint(folder: Path) -> TensorSource:
         packed = find_gguf(folder)
         if packed is not None:
             return GgufSource(packed)
+        written = open_folder(folder)
+        if written is not None:
+            return written
         raise _no_weights(folder)
     form, *others = forms
     notes = [f"{form} was read, as transformers does, not {', '.join(others)}"] if others else []
@@ -221,13 +227,21 @@ def open_checkpoint(folder: Path) -> TensorSource:
     return FilesSource(files, str(folder), index, notes)
 
 
-def open_weights(path: str | os.PathLike[str]) -> TensorSource:
+def open_weights(
+    path: str | os.PathLike[str] | Mapping[str, Any], base_dir: str = ""
+) -> TensorSource:
     """The weights of a HF folder, of a GGUF file, or of a state-dict file (.safetensors, torch's).
 
-    A torch file may hold its state dict under "module", "model" or "state_dict". It needs torch and
-    is read with `weights_only=True`.
+    DeepSpeed's checkpoint JSON, as a file or a dict, and the folders of its training serve as well,
+    and Meta's; `fit` makes them, and names with a wrapper's prefix, those of a model. A torch file
+    may hold its state dict under "module", "model" or "state_dict". It needs torch and is read with
+    `weights_only=True`.
     """
+    if isinstance(path, Mapping):
+        return open_dict(path, base_dir)
     file = Path(os.path.expanduser(path))
+    if file.suffix == ".json" and os.path.isfile(file):
+        return open_json(file, base_dir)
     if os.path.isdir(file) or is_gguf(file):
         return open_checkpoint(file)
     label = f"checkpoint={shortened(repr(str(path)))}"

@@ -14,6 +14,7 @@ from rich.text import Text
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..backends.streaming import Streaming
+from ..checkpoint.fitting import fit, wanted_by_table
 from ..checkpoint.gguf import is_gguf
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
@@ -216,7 +217,7 @@ def _open(
     The scales that are made of weights have the dtype in which these are stored.
     """
     try:
-        return open_checkpoint(folder)
+        return fit(open_checkpoint(folder), wanted_by_table(table, written))
     except CheckpointNotFoundError:
         if not may_lack:
             raise

@@ -21,6 +21,9 @@ _DEVICE = (
     "LOCAL_RANK says which GPU is whose; on JAX, set JAX_PLATFORMS, or jax_default_device by "
     "jax.config.update"
 )
+_JSON = (
+    "a dict or file of this form is DeepSpeed's checkpoint JSON: pass it as the field checkpoint"
+)
 
 
 class InferenceConfig(StaleFields):
@@ -43,7 +46,9 @@ class InferenceConfig(StaleFields):
         }
     )
     arguments: ClassVar[tuple[str, ...]] = ("params", "revision")
-    hints: ClassVar[Mapping[str, str]] = MappingProxyType(dict.fromkeys(_OF_DEVICES, _DEVICE))
+    hints: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**dict.fromkeys(_OF_DEVICES, _DEVICE), "checkpoints": _JSON}
+    )
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "enable_qkv_quantization": "quant",
@@ -129,11 +134,12 @@ class InferenceConfig(StaleFields):
     DeepSpeed never reads it."""
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
-    """What fills the module, one on the meta device too: a HF folder, a hub id or a state-dict file
-    (.safetensors, .bin, .pt, .pth). A Path is kept as a str.
+    """What fills the module, one on the meta device too: a HF folder, a hub id, a state-dict file
+    (.safetensors, .bin, .pt, .pth), DeepSpeed's checkpoint JSON as a path or a dict, a folder of
+    its training, or Meta's of a Llama. A Path is kept as a str.
 
-    DeepSpeed's JSON, as a path or a dict, is refused in this version. DeepSpeed ignores the field
-    in some modes, and runs a meta module with uninitialised weights.
+    The shards of several ranks are merged, and each device reads its share of them. DeepSpeed
+    ignores the field in some modes, and runs a meta module with uninitialised weights.
     """
 
     adapter: Annotated[
@@ -147,7 +153,8 @@ class InferenceConfig(StaleFields):
     """
 
     base_dir: PathText = ""
-    """Where the files are that DeepSpeed's checkpoint JSON names; refused with that JSON."""
+    """The folder of the files that DeepSpeed's checkpoint JSON names, before its own base_dir;
+    refused with another checkpoint."""
 
     save_mp_checkpoint_path: PathText | None = None
     """A folder, new or empty, to write the loaded model to, with a file of weights for each device;

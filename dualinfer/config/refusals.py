@@ -70,14 +70,12 @@ def _check_later(config: InferenceConfig) -> None:
     if str(config.checkpoint).endswith(".index.json"):
         reason = "this is the index of a HF checkpoint. Pass its folder."
         _refuse("checkpoint", config.checkpoint, reason)
-    if isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json"):
+    is_listed = isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json")
+    if config.base_dir and not is_listed:
         reason = (
-            "DeepSpeed's checkpoint JSON is not read in this version. Pass the folder of a HF "
-            "checkpoint or a state-dict file (.safetensors, .bin, .pt, .pth)."
+            "it completes the paths in DeepSpeed's checkpoint JSON, and checkpoint is none. Leave "
+            "it unset."
         )
-        _refuse("checkpoint", config.checkpoint, reason)
-    if config.base_dir:
-        reason = "it completes the paths in DeepSpeed's checkpoint JSON, which is not read here."
         _refuse("base_dir", config.base_dir, reason)
 
 

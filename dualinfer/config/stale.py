@@ -18,7 +18,7 @@ _TABLE: dict[str, tuple[str | None, Any, Any, Any, str]] = {
         *("ckpt_config", CheckpointConfig, CheckpointConfig(), CheckpointConfig()),
         "use the fields `checkpoint` and `base_dir` instead",
     ),
-    "training_mp_size": (None, Integer, 1, 1, "a HF checkpoint is not split"),
+    "training_mp_size": (None, Integer, 1, 1, "`checkpoint` says how many ranks wrote its files"),
     "replace_method": (None, str, "auto", "", "there is one method of replacement"),
     "injection_policy_tuple": (
         *(None, tuple[Any, ...] | None, None, (), "it is internal to DeepSpeed"),
