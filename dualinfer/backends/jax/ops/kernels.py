@@ -276,7 +276,7 @@ class KernelOps(PlainOps):
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
-        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
+        return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
     def attend(
         self,
