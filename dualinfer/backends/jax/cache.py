@@ -113,6 +113,10 @@ class BlockCache(NamedTuple):
         return self.k.shape[2]
 
     @property
+    def _pools(self) -> FullCache:
+        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
+
+    @property
     def capacity(self) -> int:
         """See `CacheView.capacity`."""
         return self.table.shape[1] * self._size
@@ -129,7 +133,8 @@ class BlockCache(NamedTuple):
         table = block_table((slots, -(-tokens // self._size)), old)
         more = (table.size - self.table.size,)
         table = jnp.asarray(table).at[: old[0], : old[1]].set(self.table)
-        return jax.tree.map(lambda x: padded(x, more), self)._replace(table=table)
+        k, v, *scales = jax.tree.map(lambda x: padded(x, more), self._pools)
+        return type(self)(k, v, table, *scales)
 
     def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
@@ -159,8 +164,7 @@ class BlockCache(NamedTuple):
             x = pool[self.table].swapaxes(1, 2)
             return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
-        pools = FullCache(self.k, self.v, self.k_scale, self.v_scale)
-        return jax.tree.map(rows, pools).read()
+        return jax.tree.map(rows, self._pools).read()
 
 
 KINDS: dict[str, type[Any]] = {"full": FullCache, "blocks": BlockCache}  # each a LayerCache
@@ -174,9 +178,9 @@ def codes_of(k: jax.Array) -> str | None:
 def changed(
     cache: Any, put: Callable[[jax.Array, jax.Array], jax.Array], k: jax.Array, v: jax.Array
 ) -> Any:
-    """The cache after `put` of (an array, what new heads [..., D] put there) for each of its arrays.
+    """The cache with each array as `put` makes it of the array and of what new heads give it.
 
-    These are keys, values and, of codes, their scales.
+    Heads are [..., D]; arrays are keys, values and, of codes, their scales.
     """
     if cache.codes is None:
         return cache._replace(k=put(cache.k, k), v=put(cache.v, v))

@@ -1,6 +1,6 @@
 """The torch cache: each layer's static buffers, a row a slot; it grows, keeping what is live."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -73,11 +73,11 @@ class FullCache(NamedTuple):
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
         more = slots - len(self.k), 0, tokens - self.capacity
-        return type(self)(*(x if x is None else padded(x, more) for x in self))
+        return over(self, lambda x: padded(x, more))
 
     def view(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.view`."""
-        return type(self)(*(x if x is None else x[:slots, :, :tokens] for x in self))
+        return over(self, lambda x: x[:slots, :, :tokens])
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
         """See `CacheView.write`; in place."""
@@ -130,6 +130,10 @@ class BlockCache(NamedTuple):
         return self.k.shape[2]
 
     @property
+    def _pools(self) -> FullCache:
+        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
+
+    @property
     def capacity(self) -> int:
         """See `CacheView.capacity`."""
         return self.table.shape[1] * self._size
@@ -148,9 +152,8 @@ class BlockCache(NamedTuple):
         table = torch.from_numpy(block_table((slots, each), old)).to(self.table.device)
         table[: old[0], : old[1]] = self.table
         more = (table.numel() - self.table.numel(),)
-        held = self._replace(table=None)  # pyright: ignore[reportArgumentType]
-        grown = type(self)(*(x if x is None else padded(x, more) for x in held))
-        return grown._replace(table=table)
+        k, v, *scales = over(self._pools, lambda x: padded(x, more))
+        return type(self)(k, v, table, *scales)
 
     def view(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.view`."""
@@ -177,9 +180,7 @@ class BlockCache(NamedTuple):
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CacheView.read`; a copy."""
-        pools = self.k, self.v, self.k_scale, self.v_scale
-        rows = [x if x is None else x[self.table].transpose(1, 2).flatten(2, 3) for x in pools]
-        return FullCache(*rows).read()  # pyright: ignore[reportArgumentType]
+        return over(self._pools, lambda x: x[self.table].transpose(1, 2).flatten(2, 3)).read()
 
 
 KINDS: dict[str, type[LayerCache]] = {"full": FullCache, "blocks": BlockCache}
@@ -188,6 +189,11 @@ KINDS: dict[str, type[LayerCache]] = {"full": FullCache, "blocks": BlockCache}
 def codes_of(k: torch.Tensor) -> str | None:
     """What keys are kept in where these are codes."""
     return {torch.uint8: "fp8_e4m3", torch.int8: "int8"}.get(k.dtype)
+
+
+def over(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The cache with each of its arrays changed."""
+    return type(cache)(*(x if x is None else change(x) for x in cache))
 
 
 def parts(
