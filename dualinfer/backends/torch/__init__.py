@@ -105,7 +105,7 @@ def create_runner(
     if config.triton_autotune:
         from .tuning.search import autotune
 
-        autotune(shard.spec, params, ops)
+        autotune(shard.spec, params, ops, config.kv_cache_dtype)
     graphs = config.enable_cuda_graph
     graphs = graphs is not False, graphs is True
     kept_in = config.kv_cache_dtype
