@@ -62,8 +62,10 @@ def codes_by(x, scale, CODES: tl.constexpr):
 def values_of(codes, dtype: tl.constexpr):
     """What codes mean before they are scaled; every dtype has these numbers."""
     if codes.dtype == tl.uint8:
-        codes = codes.to(tl.float8e4nv, bitcast=True)
-    return codes.to(dtype)
+        values = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        values = codes.to(tl.float32).to(dtype)
+    return values
 
 
 def served_codes(capability: int) -> frozenset[str]:

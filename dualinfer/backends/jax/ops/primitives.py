@@ -69,7 +69,11 @@ class JaxMaths:
         if dtype == jnp.float32:
             return a
         info = jnp.finfo(dtype)  # XLA may drop a cast and its way back
-        return lax.reduce_precision(a, info.nexp, info.nmant)
+        y = lax.reduce_precision(a, info.nexp, info.nmant)
+        if dtype != jnp.float16:
+            return y
+        # What is small there is a multiple of 2^-24, and zero here.
+        return jnp.where(abs(a) < 2.0**-14, jnp.round(a * 2.0**24) / 2.0**24, y)
 
     def float8(self, a: jax.Array, dtype: str) -> jax.Array:
         """See `schemes.Maths`."""
