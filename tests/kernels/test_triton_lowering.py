@@ -173,8 +173,8 @@ def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) ->
 
 
 TABLE = {"table_ptr": "*i32", "table_stride": "i32", "SIZE": 64}
-FLOATS8 = {"CODES": "fp8_e4m3", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
-INTEGERS8 = FLOATS8 | {"CODES": "int8"}
+SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+FLOATS8, INTEGERS8 = SCALES | {"CODES": "fp8_e4m3"}, SCALES | {"CODES": "int8"}
 POINTERS = {"TMA": False, "q": "*x", "k": "*x", "v": "*x"}
 NORMED = {"NORM": "rms"}
 BIASED = {"NORM": "layer", "bias_ptr": "*x"}
@@ -282,8 +282,8 @@ VARIANTS: list[Variant] = [
     attending(80, 2048),
     attending(128, 2048),
     attending(128, 2048, **POINTERS, **TABLE),
-    attending(128, 2048, **POINTERS | FLOATS8 | {"k": "*u8", "v": "*u8"}),
-    attending(128, 2048, **POINTERS | TABLE | INTEGERS8 | {"k": "*i8", "v": "*i8"}),
+    attending(128, 2048, **POINTERS | SCALES | {"k": "*u8", "v": "*u8"}),
+    attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
     attending(128, 2048, slopes_ptr="*fp32"),
     attending(128, 2048, window="i32"),
     attending(256, 2048),

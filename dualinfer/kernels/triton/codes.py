@@ -82,7 +82,9 @@ def scale_arguments(cache: Any, scales: Any, dtype: Any) -> tuple[Any, Any, str 
     if scales is None:
         for part in cache:
             if part.dtype != dtype:
-                raise ValueError(f"Heads are {dtype}, keys and values without scales {part.dtype}.")
+                raise ValueError(
+                    f"Heads are {dtype}, the cache {part.dtype}: without scales both are the same."
+                )
         return None, None, None
     for part, scale in zip(cache, scales, strict=True):
         dim = part.shape[-1]

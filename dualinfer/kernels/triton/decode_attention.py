@@ -193,11 +193,10 @@ def _decode_attention_kernel(
             if table_ptr is None:
                 known = s < last
                 to = s.to(tl.int64) * token_stride
-            row = (base + to) // DIM
+            row = base // DIM + to // DIM
             k_scale = tl.load(k_scale_ptr + row, mask=known, other=0.0)
             v_scale = tl.load(v_scale_ptr + row, mask=known, other=0.0)
             k = values_of(k, dtype)
-            v = values_of(v, dtype)
         if BLOCK_G == 1:
             score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
         else:
@@ -215,6 +214,7 @@ def _decode_attention_kernel(
         total = total * kept + tl.sum(weight, 1)
         if CODES is not None:
             weight *= v_scale[None, :] * _unit(CODES)
+            v = values_of(v, dtype)
         if BLOCK_G == 1:
             # The one row of weights stands across the tokens' axis.
             column = tl.reshape(weight, (BLOCK_S, 1))
