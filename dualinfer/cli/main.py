@@ -26,7 +26,7 @@ from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from ..engine.fused import FusedEngine
 from ..engine.text import TextStream, encode
 from ..errors import BackendNotAvailableError, DualinferError
-from ..system.command_options import QuantOption
+from ..system.command_options import KvCacheOption, QuantOption
 from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .devices import launch, plan
@@ -176,6 +176,7 @@ def parity(
         ),
     ] = "float32",
     quant: QuantOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Compare both backends layer by layer over one prompt."""
@@ -192,7 +193,7 @@ def parity(
         console.print("[dim]The folder holds no tokenizer: token ids 1 to 16 instead.[/]")
     else:
         ids = _row(encode(load_tokenizer(folder), prompt))
-    with _engines(folder, dtype, quant) as engines:
+    with _engines(folder, dtype, quant, kv_cache_dtype) as engines:
         result = compare(engines["jax"], engines["torch"], ids)
         computed = engines["torch"].inference_config.dtype
         asked = engines["torch"].inference_config.quant
@@ -267,13 +268,14 @@ def _row(ids: Any) -> Any:
 
 @contextmanager
 def _engines(
-    folder: Path, dtype: str, quant: str | None = None
+    folder: Path, dtype: str, quant: str | None = None, kv_cache_dtype: str | None = None
 ) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""
     engines: dict[str, FusedEngine] = {}
     try:
         for name in backends.BACKENDS:
-            engine = init_inference(folder, backend=name, dtype=dtype, quant=quant)
+            how = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
+            engine = init_inference(folder, how, backend=name)
             assert isinstance(engine, FusedEngine)
             engines[name] = engine
         yield engines

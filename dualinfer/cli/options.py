@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..system.command_options import QuantOption, with_options
+from ..system.command_options import KvCacheOption, QuantOption, with_options
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -59,6 +59,7 @@ class TextOptions:
         ),
     ] = None
     quant: QuantOption = None
+    kv_cache_dtype: KvCacheOption = None
     kernels: Annotated[
         bool | None,
         typer.Option(

@@ -346,6 +346,7 @@ def _engine(folder: Path, backend: str, tokenizer: Any, options: TextOptions) ->
         backend=backend,
         dtype=options.dtype,
         quant=options.quant,
+        kv_cache_dtype=options.kv_cache_dtype,
         replace_with_kernel_inject=options.kernels,
     ) as engine:
         engine.tokenizer = tokenizer

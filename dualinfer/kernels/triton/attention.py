@@ -47,10 +47,12 @@ def attention(
     """
     batch, tokens, heads, dim = q.shape
     by_table = table_arguments(table, k)
-    *held, codes = scale_arguments((k, v), scales, q.dtype)
+    held = (None, None) if scales is None else scale_arguments((k, v), scales, q.dtype)[:2]
     if table is not None:  # then a sequence of the pools is a block
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     _check(q, k, v, table, scale, window, softcap, start)
+    if scales is None and not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected the same.")
     per_key = {"mask": mask, "segments": segments, "positions": positions}
     for name, x in per_key.items():
         _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
@@ -70,7 +72,7 @@ def attention(
     if table is not None:
         config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
-    tma = table is None and codes is None and all(_has_descriptor(x) for x in (q, k, v))
+    tma = table is None and scales is None and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
     for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
         end = tokens if x is q else start + tokens
