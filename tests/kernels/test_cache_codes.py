@@ -22,6 +22,7 @@ CODES = ("fp8_e4m3", "int8")
 each_code = pytest.mark.parametrize("codes", CODES)
 kernels = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
 
 
 def heads(dtype: np.dtype) -> np.ndarray:
@@ -79,12 +80,15 @@ class TestRotary:
 
     @each_code
     @pytest.mark.parametrize(
-        ("dim", "part", "interleaved"),
-        [(64, 64, False), (80, 32, True), (63, 20, False), (16, 0, False)],
+        ("kind", "dim", "part", "interleaved"),
+        [
+            *[(FLOAT32, 80, 32, True), (BFLOAT16, 63, 20, False)],
+            *[(FLOAT16, 64, 64, False), (FLOAT32, 16, 0, False)],
+        ],
         ids=str,
     )
-    def test_heads_become_codes_of_what_the_dtype_has(self, dtype, codes, dim, part, interleaved):
-        prompt = Prompt(dtype, 6, 2, dim, part)
+    def test_heads_become_codes_of_what_the_dtype_has(self, kind, codes, dim, part, interleaved):
+        prompt = Prompt(kind, 6, 2, dim, part)
         how: dict[str, Any] = {"slots": put(prompt.slots), "starts": put(prompt.starts)}
         if part:
             how |= {"inv_freq": put(prompt.inv_freq), "interleaved": interleaved}
@@ -108,7 +112,7 @@ class TestRotary:
             np.testing.assert_array_equal(get(scale), wanted[1])
         before, found = (get(x).reshape(3, 3, -1, dim).astype(np.float32) for x in (whole, qkv))
         np.testing.assert_array_equal(found[:, :, :6], before[:, :, :6])
-        meant = reference.decode_heads(*encoded(before[:, :, 6:], codes)).astype(dtype)
+        meant = reference.decode_heads(*encoded(before[:, :, 6:], codes)).astype(kind)
         np.testing.assert_array_equal(found[:, :, 6:], meant.astype(np.float32))
         joined = np.concatenate([get(x).astype(np.float32) for x in apart], axis=2)
         np.testing.assert_array_equal(joined, found)
@@ -166,10 +170,12 @@ class TestDecodeAttention:
         return get(y), [get(x) for x in held], [get(x) for x in scales or ()]
 
     @each_code
-    @pytest.mark.parametrize("config", [DecodeConfig(16, 4, 1), SPLIT], ids=["one", "splits"])
     @pytest.mark.parametrize(
-        ("kind", "heads", "kv_heads", "dim"),
-        [(FLOAT32, 4, 2, 80), (FLOAT32, 3, 3, 16), (BFLOAT16, 4, 2, 63)],
+        ("kind", "heads", "kv_heads", "dim", "config"),
+        [
+            (FLOAT32, 4, 2, 80, DecodeConfig(16, 4, 1)),
+            *[(FLOAT32, 3, 3, 16, SPLIT), (BFLOAT16, 4, 2, 63, SPLIT)],
+        ],
         ids=str,
     )
     def test_it_is_the_reference_over_what_codes_mean(
@@ -200,7 +206,7 @@ class TestDecodeAttention:
 
     def test_small_values_stay_in_float16(self):
         """A weight times a scale is below what float16 has; many of them are a mean."""
-        half, tokens = np.dtype(np.float16), 600
+        half, tokens = FLOAT16, 600
         step = Step(half, 2, 1, 16, tokens, [tokens - 1])
         step.qkv[:, :32] = 0  # all tokens weigh the same
         step.cache = tuple(normal(i, 1, 1, tokens, 16, dtype=half, scale=1e-3) for i in (2, 3))
@@ -232,9 +238,10 @@ class TestDecodeAttention:
 class TestAttention:
     pytestmark = kernels
 
-    @each_code
-    @pytest.mark.parametrize("by_table", [False, True], ids=["slots", "blocks"])
-    @pytest.mark.parametrize("dim", [16, 80], ids=str)
+    @pytest.mark.parametrize(
+        ("codes", "by_table", "dim"),
+        [("fp8_e4m3", False, 80), ("fp8_e4m3", True, 16), ("int8", True, 80), ("int8", False, 16)],
+    )
     def test_a_later_piece_sees_what_codes_mean(self, codes, by_table, dim):
         q = normal(1, 1, 20, 4, dim, dtype=FLOAT32)
         cache = [encoded(normal(i, 1, 2, 64, dim, dtype=FLOAT32), codes) for i in (2, 3)]
