@@ -19,6 +19,7 @@ from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
 _MANY = 2048  # tokens
+CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}  # floats as the bytes that they are
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,6 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
     values = tuple(Buffer((*shape, d), dtype=dtype) for d in (spec.key_dim, spec.value_dim))
     return values, (Buffer(shape, dtype="float32"),) * 2 if dtype else ()
 
-
-# What codes are kept in; those of floats as the bytes that they are.
-CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}
 
 # The arrays of each kind, for so many slots with room for so many tokens each.
 LAYOUTS: dict[str, Layout] = {"full": full_layout, "blocks": blocks_layout}
