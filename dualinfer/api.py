@@ -321,6 +321,11 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
+    if settings.kv_cache_dtype is not None and not spec.can_generate:
+        raise ConfigError(
+            f"kv_cache_dtype={settings.kv_cache_dtype!r}: {spec.architecture} does not generate "
+            "and has no cache. Leave it unset."
+        )
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")

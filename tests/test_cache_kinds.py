@@ -173,7 +173,7 @@ def test_two_devices_share_the_pools_and_have_the_table_each(hf_model, engine_of
     how = {"backend": "jax", "tensor_parallel": {"tp_size": 2}, **OPTIONS}
     with dualinfer.init_inference(hf_model("llama-gqa"), **how) as engine:
         assert texts(engine) == expected
-        k, v, table = layers_of(engine)[0]
+        k, v, table, *_ = layers_of(engine)[0]
         check_scattered(table)
         for pool in (k, v):
             assert pool.addressable_data(0).shape[1] == pool.shape[1] // 2

@@ -34,8 +34,8 @@ def few(monkeypatch):
     monkeypatch.setattr(cases, "FORWARD_ROWS", (1, 64))
     real = search.tuning_cases
 
-    def find(spec, params, ops):
-        return real(spec, params, ops, reaches=(256,), prompts=(128,))
+    def find(spec, params, ops, **how):
+        return real(spec, params, ops, reaches=(256,), prompts=(128,), **how)
 
     monkeypatch.setattr(search, "tuning_cases", find)
 

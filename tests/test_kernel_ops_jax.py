@@ -156,12 +156,14 @@ def with_logits(
 # What is compiled
 
 
-def jobs(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> Any:
+def jobs(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...], **more: Any
+) -> Any:
     """The steps of a tiny model as they are compiled on a GPU, by name and rows; none is run."""
     model = make_model(name, vocab_size=VOCAB, **CASES[name])
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_make_ops", lambda *args: KernelOps(gpu(core_count=132)))
-        engine = dualinfer.init_inference(model, **OPTIONS | {"dtype": dtype})
+        engine = dualinfer.init_inference(model, **OPTIONS | {"dtype": dtype} | more)
     wanted = ahead.Wanted(rows, (5,), 4)
     for job in ahead.jobs(engine.runner, wanted, 4):
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
@@ -196,6 +198,18 @@ def test_every_step_lowers_for_cuda(name, dtype, monkeypatch):
             assert len(calls) == modes
             assert all(call.changed >= 2 * layers + 1 for call in calls)
             assert all(call.kernels[-1] == "choose_kernel" for call in calls)
+
+
+@pytest.mark.parametrize("codes", ["fp8_e4m3", "int8"])
+def test_steps_change_codes_and_scales_in_place(codes, monkeypatch):
+    layers = CASES["llama-gqa"]["num_hidden_layers"]
+    for what, _, step, args in jobs("llama-gqa", "bf16", monkeypatch, (1,), kv_cache_dtype=codes):
+        calls, _ = calls_for_cuda(step, args, monkeypatch)
+        kernels = [kernel for call in calls for kernel in call.kernels]
+        kernel = "attention_kernel" if what == "prefill" else "decode_attention_kernel"
+        assert kernels.count(kernel) == layers * (1 if what == "prefill" else len(KernelOps.modes))
+        if what == "decode":
+            assert all(call.changed >= 4 * layers + 1 for call in calls)
 
 
 def test_kernels_lower_where_the_caller_counts_in_64_bits(monkeypatch):

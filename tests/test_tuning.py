@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -349,6 +350,28 @@ def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypa
     assert len(asked) > 2 and set(asked) <= set(keys)
 
 
+@pytest.mark.parametrize("codes", ["fp8_e4m3", "int8"])
+def test_cases_of_a_cache_in_codes_run_under_the_keys_that_a_step_looks_up(
+    codes, runner_of, monkeypatch
+):
+    spec, params = runner_of("llama-gqa")
+    params, ops = half(params), KernelOps(torch.device("cpu"))
+    how: dict[str, Any] = {"rows": (1,), "reaches": (64,), "prompts": (8,)}
+    found = cases.tuning_cases(spec, params, ops, **how, cache_codes=codes)
+    (case,) = (case for case in found if case.key[0] == "decode_attention")
+    assert case.key[-1] == 1
+    asked = []
+    monkeypatch.setattr(
+        Configurations, "look_up", lambda self, key: (asked.append(key), (None,) * 2)[1]
+    )
+    run, _ = case.prepare()
+    run(None)
+    assert set(asked) == {case.key}
+    ops.cache_codes = frozenset()
+    found = cases.tuning_cases(spec, params, ops, **how, cache_codes=codes)
+    assert "decode_attention" not in {case.key[0] for case in found}
+
+
 @pytest.mark.slow
 def test_search_runs_a_models_own_products_and_attention(runner_of):
     spec, params = runner_of("llama-gqa")
@@ -374,7 +397,7 @@ def test_search_runs_a_models_own_products_and_attention(runner_of):
 def test_autotune_measures_once_and_reads_the_cache_from_then_on(runner_of, monkeypatch, folder):
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
-    monkeypatch.setattr(search, "tuning_cases", lambda *args: [fake.case()])
+    monkeypatch.setattr(search, "tuning_cases", lambda *args, **how: [fake.case()])
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     device = torch.device("cpu")
     for _ in range(2):
@@ -397,7 +420,7 @@ def test_autotune_tries_what_is_shipped_as_well(runner_of, monkeypatch):
     fake = FakeRun(plan)
     case = fake.case()
     fake.plan = {**plan, shipped: (2e-6, 1.0)}
-    monkeypatch.setattr(search, "tuning_cases", lambda *args: [case])
+    monkeypatch.setattr(search, "tuning_cases", lambda *args, **how: [case])
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     known = Configurations([("shipped for H100", {KEY: Measured(shipped, 1.0)})])
     ops = KernelOps(torch.device("cpu"), known)
@@ -409,7 +432,7 @@ def test_search_out_of_time_says_so_and_uses_what_it_has(runner_of, monkeypatch)
     spec, params = runner_of("llama-gqa")
     fake = FakeRun({VectorConfig(1, 4): (8e-6, 1.0), VectorConfig(2, 4): (4e-6, 1.0)})
     parts = [fake.case(), fake.case(("linear", 2, *KEY[2:]))]
-    monkeypatch.setattr(search, "tuning_cases", lambda *args: parts)
+    monkeypatch.setattr(search, "tuning_cases", lambda *args, **how: parts)
     monkeypatch.setattr(search, "graph_seconds", lambda device: fake.seconds)
     clock = iter([0.0, 1.0, 1e6])
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -19,16 +19,26 @@ from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
 _MANY = 2048  # tokens
+CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}  # floats as the bytes that they are
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One layer's cache: its kind, and the sizes of the keys and values that it keeps."""
+    """One layer's cache: its kind, and the sizes of the keys and values that it keeps.
+
+    `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None.
+    """
 
     kind: str
     kv_heads: int
     key_dim: int
     value_dim: int
+    codes: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The kind and its codes, for people."""
+        return f"{self.kind} in {self.codes}" if self.codes else self.kind
 
 
 class Buffer(NamedTuple):
@@ -47,20 +57,31 @@ Layout = Callable[[CacheSpec, int, int], tuple[Buffer, ...]]
 
 
 def full_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """Keys and values of every token, [N, K, S, D] each."""
-    return tuple(Buffer((slots, spec.kv_heads, tokens, d)) for d in (spec.key_dim, spec.value_dim))
+    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
+    values, scales = _held(spec, slots, tokens)
+    return values + scales
 
 
 def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """Pools of keys and values, [blocks, K, BLOCK, D] each, and the table [N, blocks a slot]."""
+    """Pools of keys and values, [blocks, K, BLOCK, D] each, and the table [N, blocks a slot].
+
+    Of codes their scales are behind it, [blocks, K, BLOCK] each.
+    """
     each = -(-tokens // BLOCK)
-    sizes = spec.key_dim, spec.value_dim
-    pools = (Buffer((slots * each, spec.kv_heads, BLOCK, d)) for d in sizes)
-    return *pools, Buffer((slots, each), None, "int32")
+    pools, scales = _held(spec, slots * each, BLOCK)
+    return *pools, Buffer((slots, each), None, "int32"), *scales
+
+
+def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """Keys and values, [rows, K, tokens, D] each, and the scales of codes, of the axes before D."""
+    shape, dtype = (rows, spec.kv_heads, tokens), CODE_DTYPES.get(spec.codes or "")
+    values = tuple(Buffer((*shape, d), dtype=dtype) for d in (spec.key_dim, spec.value_dim))
+    return values, (Buffer(shape, dtype="float32"),) * 2 if dtype else ()
 
 
 # The arrays of each kind, for so many slots with room for so many tokens each.
 LAYOUTS: dict[str, Layout] = {"full": full_layout, "blocks": blocks_layout}
+WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
 
 def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarray:
@@ -77,18 +98,18 @@ def kind_of(layer: Layer) -> str:
     return "full"
 
 
-def cache_specs(spec: ModelSpec) -> tuple[CacheSpec, ...]:
-    """The cache of each layer of a causal model."""
-    return tuple(map(_cache_spec, spec.layers))
+def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
+    """The cache of each layer of a causal model; `codes` as the config's `kv_cache_dtype`."""
+    return tuple(_cache_spec(layer, codes) for layer in spec.layers)
 
 
-def _cache_spec(layer: Layer) -> CacheSpec:
+def _cache_spec(layer: Layer, codes: str | None) -> CacheSpec:
     a = layer.attention
-    return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim)
+    return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim, codes)
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:
-    """Raise UnsupportedError for a kind that is not among those that the backend has."""
+    """Raise UnsupportedError for a kind that the backend has not, or that keeps no codes."""
     lacking = sorted({spec.kind for spec in specs} - {*known})
     if lacking:
         other = "torch" if backend == "jax" else "jax"
@@ -96,6 +117,12 @@ def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str
             f"backend={backend!r} has no cache of kind {', '.join(lacking)}, which layers of this "
             f"model keep (it has {', '.join(sorted(known))}). Use backend={other!r}."
         )
+    for spec in specs:
+        if spec.codes is not None and spec.kind not in WITH_SCALES:
+            raise UnsupportedError(
+                f"kv_cache_dtype={spec.codes!r}: layers of this model keep caches of kind "
+                f"{spec.kind}, which has no scales of codes. Leave it unset."
+            )
 
 
 def buffers(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
@@ -157,8 +184,17 @@ class CacheView(Protocol):
         ...
 
     @property
+    def codes(self) -> str | None:
+        """What keys and values are kept in where these are codes, as in `CacheSpec`."""
+        ...
+
+    @property
     def capacity(self) -> int:
         """S, the tokens that a slot has room for."""
+        ...
+
+    def kept(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """k and v [..., K, D] as `read` gives them back: of codes, what these mean in float32."""
         ...
 
     def write(self, slots: Any, k: Any, v: Any) -> Self:
@@ -177,25 +213,30 @@ class CacheView(Protocol):
         ...
 
     def read(self) -> tuple[Any, Any]:
-        """Keys and values [N, K, S, D] of every slot, by position."""
+        """Keys and values [N, K, S, D] of every slot, by position; of codes what these mean."""
         ...
+
+
+def describe_caches(specs: Sequence[CacheSpec]) -> str:
+    """The kinds of the layers' caches, for people; "" without any."""
+    return ", ".join(dict.fromkeys(spec.label for spec in specs))
 
 
 def served(
     by_kernels: Mapping[str, str],
     by_plain: Mapping[str, str],
-    known: frozenset[str],
-    kinds: Sequence[str],
+    knows: Callable[[CacheSpec], bool] | None,
+    specs: Sequence[CacheSpec],
 ) -> dict[str, str]:
-    """What serves each op, for people, where the layers' caches are of `kinds`.
+    """What serves each op, for people, where the layers' caches are `specs`.
 
-    Kernels serve the `known` ones, plain ops all others; without kernels none is known.
+    Kernels serve those that they know, plain ops all others; `knows` None: there are no kernels.
     """
-    others = ", ".join(sorted({*kinds} - known))
-    if not known or not others:
+    if knows is None or all(map(knows, specs)):
         return dict(by_kernels)
+    others = ", ".join(sorted({spec.label for spec in specs if not knows(spec)}))
     rotary = f"{by_kernels['rotary']}; the append to a cache of kind {others} is plain"
     attention = f"{by_plain['decode_attention']} for a cache of kind {others}"
-    if known & {*kinds}:
+    if any(map(knows, specs)):
         attention = f"{by_kernels['decode_attention']}; {attention}"
     return {**by_kernels, "rotary": rotary, "decode_attention": attention}

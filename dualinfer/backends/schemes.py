@@ -42,6 +42,10 @@ class Maths(Protocol):
         """float32 `a`, at most 448, as the nearest that float8_e4m3fn has."""
         ...
 
+    def as_codes(self, a: Any, codes: str) -> Any:
+        """The codes nearest to float32 `a`, "fp8_e4m3" as bytes or "int8", ties to even."""
+        ...
+
     def power(self, a: Any, mantissa: int) -> Any:
         """The power of two not above float32 `a`, which is rounded to so many bits before."""
         ...

@@ -15,7 +15,7 @@ from .. import backends
 from ..config import make_config
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
-from ..system.command_options import QuantOption, ResidentOption, with_options
+from ..system.command_options import KvCacheOption, QuantOption, ResidentOption, with_options
 from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -123,6 +123,7 @@ def decode(
     ] = 128,
     repeats: RepeatsOption = 5,
     resident_layers: ResidentOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     *,
     asked: _Measured,
 ) -> None:
@@ -131,8 +132,11 @@ def decode(
     Where layers are streamed, of the rate from host to device, if that takes longer.
     """
     tasks = _tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
+    kept_in = make_config({"kv_cache_dtype": kv_cache_dtype}, {}).kv_cache_dtype
     own = [
-        replace(task, resident=resident_layers) if task.system in backends.BACKENDS else task
+        replace(task, resident=resident_layers, kv_cache=kept_in)
+        if task.system in backends.BACKENDS
+        else task
         for task in tasks
     ]
     _bench("decode", own, asked.json, asked.plot)

@@ -37,8 +37,11 @@ class Counts:
     held_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: LoadPlan, dtype: str) -> "Counts":
-        """The counts of a model as an engine in `dtype` loads it."""
+    def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
+        """The counts of a model as an engine in `dtype` loads it.
+
+        `cache_codes` are the config's `kv_cache_dtype`.
+        """
         table, size = plan.table, numpy_dtype(dtype).itemsize
         spec, one = table.spec, whole(table)
         held = {row.name: row for row, _ in plan.rows}
@@ -61,7 +64,7 @@ class Counts:
             head=total(head),
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
-            caches=cache_specs(spec) if spec.causal else (),
+            caches=cache_specs(spec, cache_codes) if spec.causal else (),
             held_bytes=size_of(held.values()),
         )
 

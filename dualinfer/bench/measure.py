@@ -23,6 +23,7 @@ class Task:
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     `resident` layers lie on the device and the others are streamed; None: all lie there.
+    `kv_cache` is the config's `kv_cache_dtype`.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Task:
     tp: int = 1
     quant: str | None = None
     resident: int | None = None
+    kv_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""

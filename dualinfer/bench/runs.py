@@ -55,7 +55,7 @@ def _process_key(task: Task) -> tuple[Any, ...]:
     """What one process can measure: several of torch's share the weights of one model on disk."""
     if task.tp == 1 or side_of(task.system) != "torch":
         return (1,)
-    return task.tp, task.model, task.dtype, task.quant, task.resident
+    return task.tp, task.model, task.dtype, task.quant, task.resident, task.kv_cache
 
 
 def _run_process(waiting: deque[Task]) -> Iterator[Row]:

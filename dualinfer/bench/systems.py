@@ -62,6 +62,7 @@ def opened(
     tp: int = 1,
     quant: str | None = None,
     resident: int | None = None,
+    kv_cache: str | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
 
@@ -69,7 +70,7 @@ def opened(
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident)
+        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident, kv_cache)
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -91,9 +92,10 @@ class Engine:
         tp: int = 1,
         quant: str | None = None,
         resident: int | None = None,
+        kv_cache: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
-        options["quant"] = quant
+        options |= {"quant": quant, "kv_cache_dtype": kv_cache}
         if resident is not None:
             options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:

@@ -44,6 +44,7 @@ _WORKLOAD: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row["model"],
     "dtype": lambda row: row["dtype"] or "",
     "weights": lambda row: _held(row),
+    "cache": lambda row: row.get("kv_cache") or row["dtype"] or "",
     "batch x\ntokens": lambda row: f"{row['batch']} x {row['tokens']}",
 }
 _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
@@ -88,9 +89,10 @@ def _held(row: Row) -> str:
 
 
 def _workload(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """The columns that say what was run, with the weights' own where some are quantized."""
+    """The columns that say what was run; those of weights and cache where some are in codes."""
     quantized = any(row.get("scheme") or row.get("quant") for row in rows)
-    return {name: show for name, show in _WORKLOAD.items() if name != "weights" or quantized}
+    shown = {"weights": quantized, "cache": any(row.get("kv_cache") for row in rows)}
+    return {name: show for name, show in _WORKLOAD.items() if shown.get(name, True)}
 
 
 def label(row: Row) -> str:

@@ -65,7 +65,8 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    loaded = attrgetter("kind", "model", "system", "dtype", "kernels", "tp", "quant", "resident")
+    same = "kind", "model", "system", "dtype", "kernels", "tp", "quant", "resident", "kv_cache"
+    loaded = attrgetter(*same)
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
         if group[0][1].kind == "ops":
@@ -95,10 +96,10 @@ def _measure_group(
         if about["scheme"] and task.system not in backends.BACKENDS:  # which may unpack it
             about |= {"scheme": f"as {task.system} holds it", "group": None, "head": None}
             about["weights"] = {}
-        counts = Counts.of(plan, dtype)
+        counts = Counts.of(plan, dtype, task.kv_cache)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
-        how = task.kernels, task.kind, task.tp, task.quant, task.resident
+        how = task.kernels, task.kind, task.tp, task.quant, task.resident, task.kv_cache
         if task.resident is not None:
             device.host_rate()  # likewise
         with opened(task.system, model, dtype, *how) as system:

@@ -35,7 +35,7 @@ from ..model.weights import WeightTable
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
 from ..quantization.recipe import make_recipe
-from ..system.command_options import QuantOption, ResidentOption
+from ..system.command_options import KvCacheOption, QuantOption, ResidentOption
 from ..system.tables import Table
 from ..system.terminal import print_folded
 from .options import One, RevisionOption
@@ -85,6 +85,7 @@ def plan(
         ),
     ] = TensorParallelConfig().tp_grain_size,
     quant: QuantOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     resident_layers: ResidentOption = None,
     device_memory: Annotated[
         float | None,
@@ -122,6 +123,7 @@ def plan(
             "--host-rate is about layers that are streamed. Pass --resident-layers or "
             "--device-memory, too."
         )
+    fields["kv_cache_dtype"] = kv_cache_dtype
     fields |= {"keep_module_on_host": streams, "resident_layers": resident_layers}
     settings = make_config(fields, {}).with_int8_as_quant()
     free = None if device_memory is None else int(device_memory * 2**30)
@@ -136,6 +138,11 @@ def plan(
             raise ConfigError(
                 f"quant={asked.scheme!r}: a plan of module mode counts plain weights "
                 f"alone, and the model runs in it. Leave quant unset. {error}"
+            ) from error
+        if settings.kv_cache_dtype is not None:
+            raise ConfigError(
+                f"kv_cache_dtype={settings.kv_cache_dtype!r}: in module mode, in which the model "
+                f"runs, the cache is the module's own. Leave it unset. {error}"
             ) from error
         if streams:
             raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..system.command_options import QuantOption, with_options
+from ..system.command_options import KvCacheOption, QuantOption, with_options
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -75,6 +75,7 @@ class TextOptions:
     ] = None
     quant: QuantOption = None
     adapter: AdapterOption = None
+    kv_cache_dtype: KvCacheOption = None
     kernels: Annotated[
         bool | None,
         typer.Option(

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import cache_specs, token_bytes
+from ..backends.caches import cache_specs, describe_caches, token_bytes
 from ..backends.held import describe_rows, held_bytes
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
+from ..model.spec import ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
 
@@ -84,6 +85,7 @@ def make_plan_table(
     rows = table.rows if rows is None else rows
     spec, plan = table.spec, make_plan(table, size, grain, equal)
     itemsize = numpy_dtype(dtype).itemsize
+    codes = None if settings is None else settings.kv_cache_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
     layers = spec.layers
     # Rows of the same axes have the same shapes in layers that are one object.
@@ -105,12 +107,12 @@ def make_plan_table(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(rows, shown)),
-        devices=tuple(_part(shard, itemsize, counts) for shard in plan.shards),
+        devices=tuple(_part(shard, itemsize, counts, codes) for shard in plan.shards),
         whole=sum(row.size for row in shown),
         sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
-        notes=tuple(_notes(plan, rows)),
+        notes=(*_notes(plan, rows), *_cache_notes(spec, codes)),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
         streaming=tuple(
@@ -153,7 +155,9 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
             yield replace(row, name=name, count=count, size=row.size * count)
 
 
-def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> DevicePart:
+def _part(
+    shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], codes: str | None
+) -> DevicePart:
     """What a device holds; `counts` has a row of each kind, and how many there are of it."""
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
@@ -161,8 +165,15 @@ def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]]) -> Dev
         alike = {id(layer): layer for layer in shard.spec.layers}
         for key, count in Counter(map(id, shard.spec.layers)).items():
             one = replace(shard.spec, layers=(alike[key],))
-            cache += count * token_bytes(cache_specs(one), itemsize)
+            cache += count * token_bytes(cache_specs(one, codes), itemsize)
     return DevicePart(weights, cache, tuple(shard.held()))
+
+
+def _cache_notes(spec: ModelSpec, codes: str | None) -> Iterator[str]:
+    """What the cache keeps where that is codes."""
+    if codes is not None and spec.causal:
+        kinds = describe_caches(cache_specs(spec, codes))
+        yield f"cache: {kinds}, with a float32 scale for each token and KV head, which is counted"
 
 
 def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:

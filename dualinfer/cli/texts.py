@@ -348,6 +348,7 @@ def _engine(found: Found, backend: str, tokenizer: Any, options: TextOptions) ->
         adapter=found.adapters,
         dtype=options.dtype,
         quant=options.quant,
+        kv_cache_dtype=options.kv_cache_dtype,
         replace_with_kernel_inject=options.kernels,
     ) as engine:
         engine.tokenizer = tokenizer

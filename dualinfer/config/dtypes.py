@@ -38,6 +38,26 @@ def asked_dtype(value: Any) -> str:
     return INT8 if _bare(name) == INT8 else dtype_name(value)
 
 
+_CACHE_CODES = {
+    **{"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"},
+    **{"float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "int8": "int8"},
+}
+
+
+def cache_codes(value: Any) -> str | None:
+    """`fp8_e4m3` or `int8` for any spelling; None for None. Raises ValueError."""
+    if value is None:
+        return None
+    name = value.__name__ if isinstance(value, type) else str(value)
+    codes = _CACHE_CODES.get(_bare(name))
+    if codes is None:
+        raise ValueError(
+            'keys and values are kept as "fp8_e4m3" or "int8"; unset, in the dtype that the model '
+            "computes in"
+        )
+    return codes
+
+
 def _bare(name: str) -> str:
     return re.sub(r"^(torch|numpy|np|jax\.numpy|jnp)\.", "", name.strip().lower())
 

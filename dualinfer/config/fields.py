@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .dtypes import INT8, asked_dtype
+from .dtypes import INT8, asked_dtype, cache_codes
 from .installed import default_backend
 from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig, ZeroConfig
@@ -132,6 +132,13 @@ class InferenceConfig(StaleFields):
     "int8_w8a8" or "fp8_w8a8", or a block of what is asked for. {} asks for nothing. In module mode
     the linear layers of a torch module become quantized in place; a Flax module is refused.
     DeepSpeed never reads it."""
+
+    kv_cache_dtype: Annotated[str | None, BeforeValidator(cache_codes)] = None
+    """What the cache keeps keys and values in: "fp8_e4m3" ("fp8") or "int8", codes of 8 bits with
+    a float32 scale for each token and KV head, made as they come.
+
+    Unset or "auto": the model's dtype. Fused mode only. DeepSpeed has no such field.
+    """
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None
     """What fills the module, one on the meta device too: a HF folder, a hub id, a state-dict file

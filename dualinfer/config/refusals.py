@@ -118,6 +118,12 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "it unset: with keep_module_on_host=True a module runs on the host."
         )
         _refuse(name, value, reason)
+    if config.kv_cache_dtype is not None:
+        reason = (
+            "in module mode the cache is the module's own. Set replace_with_kernel_inject=True, or "
+            "leave it unset."
+        )
+        _refuse("kv_cache_dtype", config.kv_cache_dtype, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

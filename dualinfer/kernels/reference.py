@@ -12,6 +12,7 @@ G = H/K, D head_dim, F ffn, V vocab.
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray
@@ -183,6 +184,30 @@ def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
         return _softmax(scores)
     beside = np.full((*scores.shape[:-1], 1), float(sinks[head]))
     return _softmax(np.concatenate([scores, beside], axis=-1))[..., :-1]
+
+
+def encode_heads(x: Array, codes: str) -> tuple[Array, Array]:
+    """Codes of heads x [..., D], "fp8_e4m3" as bytes or "int8", and their scales float32 [...].
+
+    A head's largest magnitude has the code 448 or 127. Divisions are those of float32, codes the
+    nearest, ties to even. A head whose scale is below 2**-100 is zero, with scale 0.
+    """
+    x = np.asarray(x).astype(np.float32)
+    largest = np.float32(448 if codes == "fp8_e4m3" else 127)
+    scale = np.abs(x).max(-1) / largest
+    scale = np.where(scale < np.float32(2.0**-100), np.float32(0), scale)
+    a = x / np.where(scale == 0, np.float32(1), scale)[..., None]
+    a = a.clip(-largest, largest)
+    if codes == "int8":
+        return np.rint(a).astype(np.int8), scale
+    return a.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+def decode_heads(data: Array, scale: Array) -> Array:
+    """float32 heads [..., D] that codes of `encode_heads` mean."""
+    if data.dtype == np.uint8:
+        data = data.view(ml_dtypes.float8_e4m3fn)
+    return data.astype(np.float32) * scale[..., None]
 
 
 def read_blocks(pool: Array, table: Array) -> Array:

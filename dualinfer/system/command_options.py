@@ -16,6 +16,15 @@ QuantOption = Annotated[
     ),
 ]
 
+KvCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="fp8_e4m3 (fp8) or int8: keep keys and values in codes of 8 bits; unset: in the "
+        "model's dtype.",
+    ),
+]
+
 ResidentOption = Annotated[
     int | None,
     typer.Option(

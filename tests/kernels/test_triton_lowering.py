@@ -38,6 +38,7 @@ DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
+CACHE = "keys_ptr", "values_ptr"
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
 
@@ -172,6 +173,8 @@ def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) ->
 
 
 TABLE = {"table_ptr": "*i32", "table_stride": "i32", "SIZE": 64}
+SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+FLOATS8, INTEGERS8 = SCALES | {"CODES": "fp8_e4m3"}, SCALES | {"CODES": "int8"}
 POINTERS = {"TMA": False, "q": "*x", "k": "*x", "v": "*x"}
 NORMED = {"NORM": "rms"}
 BIASED = {"NORM": "layer", "bias_ptr": "*x"}
@@ -220,6 +223,8 @@ VARIANTS: list[Variant] = [
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
     ("rotary", "_rotary_append_kernel", PREFILL | TABLE | {"dtypes": BFLOAT16}),
+    ("rotary", "_rotary_append_kernel", PREFILL | FLOATS8 | dict.fromkeys(CACHE, "*u8")),
+    ("rotary", "_rotary_append_kernel", PREFILL | TABLE | INTEGERS8 | dict.fromkeys(CACHE, "*i8")),
     product(1, 6144, 4096, **NORMED),
     product(1, 6144, 4096, HALF, **NORMED),
     product(1, 6144, 4096, WHOLE, **NORMED),
@@ -267,11 +272,18 @@ VARIANTS: list[Variant] = [
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(1, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128, **TABLE),
+    decoding(1, 8, 4, 128, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
+    decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8"),
+    decoding(32, 8, 4, 128, **INTEGERS8, k_ptr="*i8", v_ptr="*i8"),
+    decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
+    decoding(1, 4, 2, 256, **INTEGERS8, k_ptr="*i8", v_ptr="*i8"),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
     attending(64, 2048),
     attending(80, 2048),
     attending(128, 2048),
     attending(128, 2048, **POINTERS, **TABLE),
+    attending(128, 2048, **POINTERS | SCALES | {"k": "*u8", "v": "*u8"}),
+    attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
     attending(128, 2048, slopes_ptr="*fp32"),
     attending(128, 2048, window="i32"),
     attending(256, 2048),
@@ -294,6 +306,7 @@ TYPES = {
     "scaling": "fp32",
     "position_offset": "i32",
     **{"table_ptr": None, "table_stride": None, "SIZE": 0},
+    **dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "CODES")),
     "softcap": "fp32",
     "rotary_scale": "fp32",
     **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),

@@ -86,7 +86,8 @@ def create_runner(
         most = spec.most_tokens(config.max_out_tokens)
         streams = streaming is not None and streaming.layers
         runner = (StreamingRunner if streams else JaxRunner)(
-            *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming)
+            *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming),
+            config.kv_cache_dtype,
         )
     runner.notes += notes
     if streaming:

@@ -12,6 +12,7 @@ from ...system.memory import host_free_bytes
 from ..caches import CacheSpec, CacheView, block_table, buffers, check_kinds
 from .executables import jit_few
 from .mesh import WHOLE, Place
+from .ops.primitives import CACHE_CODES
 
 
 class LayerCache(CacheView, Protocol):
@@ -34,11 +35,18 @@ class LayerCache(CacheView, Protocol):
 
 
 class FullCache(NamedTuple):
-    """Keys and values of every token, [N, K, S, D] each."""
+    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
     kind = "full"
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
 
     @property
     def capacity(self) -> int:
@@ -52,45 +60,61 @@ class FullCache(NamedTuple):
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
-        more = (0, slots - len(self.k)), (0, 0), (0, tokens - self.capacity), (0, 0)
-        return type(self)(jnp.pad(self.k, more), jnp.pad(self.v, more))
+        more = slots - len(self.k), 0, tokens - self.capacity
+        return jax.tree.map(lambda x: padded(x, more), self)
 
     def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
 
         def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            rows = jnp.pad(
-                new.swapaxes(1, 2), ((0, 0), (0, 0), (0, buffer.shape[2] - new.shape[1]), (0, 0))
-            )
+            rows = padded(new, (0, buffer.shape[2] - new.shape[1])).swapaxes(1, 2)
             return buffer.at[slots].set(rows, mode="drop")
 
-        return type(self)(put(self.k, k), put(self.v, v))
+        return changed(self, put, k, v)
 
     def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
         """See `CacheView.append`."""
         slots = jnp.arange(k.shape[0])
         at = jnp.minimum(lengths, self.capacity - 1)
-        return type(self)(self.k.at[slots, :, at].set(k), self.v.at[slots, :, at].set(v))
+        return changed(self, lambda buffer, new: buffer.at[slots, :, at].set(new), k, v)
+
+    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """See `CacheView.read`."""
-        return self.k, self.v
+        if self.k_scale is None:
+            return self.k, self.v
+        return CACHE_CODES.values(self.k, self.k_scale), CACHE_CODES.values(self.v, self.v_scale)
 
 
 class BlockCache(NamedTuple):
     """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
 
-    Token s of slot n lies in block table[n, s // size] at place s % size.
+    Token s of slot n lies in block table[n, s // size] at place s % size. Of codes there are their
+    scales, [blocks, K, size] each.
     """
 
     k: jax.Array
     v: jax.Array
     table: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
     kind = "blocks"
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
 
     @property
     def _size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def _pools(self) -> FullCache:
+        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
 
     @property
     def capacity(self) -> int:
@@ -100,41 +124,80 @@ class BlockCache(NamedTuple):
     @classmethod
     def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
         """See `LayerCache.make`."""
-        k, v, table = zeros(spec, slots, tokens, zero)
-        return cls(k, v, jnp.asarray(block_table(table.shape)))
+        k, v, table, *scales = zeros(spec, slots, tokens, zero)
+        return cls(k, v, jnp.asarray(block_table(table.shape)), *scales)
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
         old = self.table.shape
         table = block_table((slots, -(-tokens // self._size)), old)
-        more = (0, table.size - self.table.size), (0, 0), (0, 0), (0, 0)
+        more = (table.size - self.table.size,)
         table = jnp.asarray(table).at[: old[0], : old[1]].set(self.table)
-        return type(self)(jnp.pad(self.k, more), jnp.pad(self.v, more), table)
+        k, v, *scales = jax.tree.map(lambda x: padded(x, more), self._pools)
+        return type(self)(k, v, table, *scales)
 
     def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
         blocks = self.table.at[slots].get(mode="fill", fill_value=len(self.k))
 
         def put(pool: jax.Array, new: jax.Array) -> jax.Array:
-            rows = jnp.pad(new, ((0, 0), (0, self.capacity - new.shape[1]), (0, 0), (0, 0)))
+            rows = padded(new, (0, self.capacity - new.shape[1]))
             rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
             return pool.at[blocks].set(rows, mode="drop")
 
-        return self._replace(k=put(self.k, k), v=put(self.v, v))
+        return changed(self, put, k, v)
 
     def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
         """See `CacheView.append`."""
         at = jnp.minimum(lengths, self.capacity - 1)
         blocks, at = self.table[jnp.arange(len(k)), at // self._size], at % self._size
-        return self._replace(k=self.k.at[blocks, :, at].set(k), v=self.v.at[blocks, :, at].set(v))
+        return changed(self, lambda pool, new: pool.at[blocks, :, at].set(new), k, v)
+
+    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """See `CacheView.read`."""
-        k, v = (pool[self.table].swapaxes(1, 2) for pool in (self.k, self.v))
-        return k.reshape(*k.shape[:2], -1, k.shape[-1]), v.reshape(*v.shape[:2], -1, v.shape[-1])
+
+        def rows(pool: jax.Array) -> jax.Array:
+            x = pool[self.table].swapaxes(1, 2)
+            return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+        return jax.tree.map(rows, self._pools).read()
 
 
 KINDS: dict[str, type[Any]] = {"full": FullCache, "blocks": BlockCache}  # each a LayerCache
+
+
+def codes_of(k: jax.Array) -> str | None:
+    """What keys are kept in where these are codes."""
+    return {"uint8": "fp8_e4m3", "int8": "int8"}.get(k.dtype.name)
+
+
+def changed(
+    cache: Any, put: Callable[[jax.Array, jax.Array], jax.Array], k: jax.Array, v: jax.Array
+) -> Any:
+    """The cache with each array as `put` makes it of the array and of what new heads give it.
+
+    Heads are [..., D]; arrays are keys, values and, of codes, their scales.
+    """
+    if cache.codes is None:
+        return cache._replace(k=put(cache.k, k), v=put(cache.v, v))
+    (k, k_scale), (v, v_scale) = (CACHE_CODES.encode(x, cache.codes) for x in (k, v))
+    scales = {"k_scale": put(cache.k_scale, k_scale), "v_scale": put(cache.v_scale, v_scale)}
+    return cache._replace(k=put(cache.k, k), v=put(cache.v, v), **scales)
+
+
+def kept(cache: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """See `CacheView.kept`."""
+    codes = cache.codes
+    return (k, v) if codes is None else (CACHE_CODES.kept(k, codes), CACHE_CODES.kept(v, codes))
+
+
+def padded(x: jax.Array, more: Sequence[int]) -> jax.Array:
+    """`x` with zeros behind, so many along each of the first axes."""
+    return jnp.pad(x, [(0, by) for by in (*more, *[0] * (x.ndim - len(more)))])
 
 
 def zeros(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> list[jax.Array]:

@@ -19,7 +19,7 @@ from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
-from ..caches import cache_bytes, cache_specs, check_room, served
+from ..caches import cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
 from ..streaming import Streaming
@@ -78,6 +78,7 @@ class JaxRunner:
         most_tokens: int,
         options: Mapping[str, str] | None = None,
         streaming: Streaming | None = None,
+        cache_codes: str | None = None,
     ) -> None:
         own = tp_plan.shards[0].spec
         on_gpu = place.size == 1 and place.device.platform == "gpu"
@@ -91,7 +92,7 @@ class JaxRunner:
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
         self._executables = Executables(options, launching=place.devices if ops.kernels else ())
-        self._cache_specs = cache_specs(own) if spec.causal else ()
+        self._cache_specs = cache_specs(own, cache_codes) if spec.causal else ()
         self._split = split(self._cache_specs, place)
         self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)
         self._cache: Cache | None = None
@@ -477,18 +478,19 @@ class JaxRunner:
         leaves = params.leaves()
         inner = {f"{i}.{n}": w for i, g in enumerate(params.layers) for n, w in g.items()}
         ways = self.steps.ops.implementations, PlainOps.implementations
-        known, kinds = self.steps.ops.cache_kinds, [spec.kind for spec in self._cache_specs]
+        knows = self.steps.ops.knows if self.steps.ops.cache_kinds else None
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
             "ops": {
-                **served(*ways, known, kinds),
+                **served(*ways, knows, self._cache_specs),
                 **SCHEMES.implementations(leaves, self.steps.ops.reads_codes),
             },
             "weights": describe_weights({**params.outer, **inner}),
             **count_leaves(leaves),
             "streamed_bytes": self._streaming.streamed if self._streaming else 0,
             **self._executables.facts,
+            "cache": describe_caches(self._cache_specs),
             "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache))),
         }
 

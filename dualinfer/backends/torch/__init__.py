@@ -105,10 +105,11 @@ def create_runner(
     if config.triton_autotune:
         from .tuning.search import autotune
 
-        autotune(shard.spec, params, ops)
+        autotune(shard.spec, params, ops, config.kv_cache_dtype)
     graphs = config.enable_cuda_graph
     graphs = graphs is not False, graphs is True
-    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs)
+    kept_in = config.kv_cache_dtype
+    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs, kept_in)
     if streaming:
         runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:

@@ -1,6 +1,6 @@
 """The torch cache: each layer's static buffers, a row a slot; it grows, keeping what is live."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -18,6 +18,7 @@ from ..caches import (
     no_room,
 )
 from .device import free_bytes
+from .ops.primitives import CACHE_CODES
 
 
 class LayerCache(CacheView, Protocol):
@@ -44,11 +45,18 @@ class LayerCache(CacheView, Protocol):
 
 
 class FullCache(NamedTuple):
-    """Keys and values of every token, [N, K, S, D] each."""
+    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     kind = "full"
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
 
     @property
     def capacity(self) -> int:
@@ -64,17 +72,17 @@ class FullCache(NamedTuple):
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
-        more = 0, 0, 0, tokens - self.capacity, 0, 0, 0, slots - len(self.k)
-        return type(self)(F.pad(self.k, more), F.pad(self.v, more))
+        more = slots - len(self.k), 0, tokens - self.capacity
+        return over(self, lambda x: padded(x, more))
 
     def view(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.view`."""
-        return type(self)(self.k[:slots, :, :tokens], self.v[:slots, :, :tokens])
+        return over(self, lambda x: x[:slots, :, :tokens])
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
         """See `CacheView.write`; in place."""
         tokens = k.shape[1]
-        for buffer, new in zip(self, (k, v), strict=True):
+        for buffer, new in parts(self, k, v):
             buffer[slots, :, :tokens] = new.transpose(1, 2)
             buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
         return self
@@ -83,29 +91,47 @@ class FullCache(NamedTuple):
         """See `CacheView.append`; in place."""
         at = lengths.clamp(max=self.capacity - 1)
         slots = torch.arange(len(k), device=k.device)
-        self.k[slots, :, at] = k
-        self.v[slots, :, at] = v
+        for buffer, new in parts(self, k, v):
+            buffer[slots, :, at] = new
         return self
 
+    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
+
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.read`; no copy."""
-        return self.k, self.v
+        """See `CacheView.read`; no copy but of codes."""
+        if self.k_scale is None:
+            return self.k, self.v
+        return CACHE_CODES.values(self.k, self.k_scale), CACHE_CODES.values(self.v, self.v_scale)
 
 
 class BlockCache(NamedTuple):
     """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
 
-    Token s of slot n lies in block table[n, s // size] at place s % size.
+    Token s of slot n lies in block table[n, s // size] at place s % size. Of codes there are their
+    scales, [blocks, K, size] each.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     kind = "blocks"
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
 
     @property
     def _size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def _pools(self) -> FullCache:
+        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
 
     @property
     def capacity(self) -> int:
@@ -117,16 +143,17 @@ class BlockCache(NamedTuple):
         cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         """See `LayerCache.make`."""
-        k, v, table = zeros(spec, slots, tokens, dtype, device)
-        return cls(k, v, table.copy_(torch.from_numpy(block_table(table.shape))))
+        k, v, table, *scales = zeros(spec, slots, tokens, dtype, device)
+        return cls(k, v, table.copy_(torch.from_numpy(block_table(table.shape))), *scales)
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
         old, each = self.table.shape, -(-tokens // self._size)
         table = torch.from_numpy(block_table((slots, each), old)).to(self.table.device)
         table[: old[0], : old[1]] = self.table
-        more = 0, 0, 0, 0, 0, 0, 0, table.numel() - self.table.numel()
-        return type(self)(F.pad(self.k, more), F.pad(self.v, more), table)
+        more = (table.numel() - self.table.numel(),)
+        k, v, *scales = over(self._pools, lambda x: padded(x, more))
+        return type(self)(k, v, table, *scales)
 
     def view(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.view`."""
@@ -134,9 +161,8 @@ class BlockCache(NamedTuple):
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
         """See `CacheView.write`; in place."""
-        for pool, new in ((self.k, k), (self.v, v)):
-            behind = 0, 0, 0, 0, 0, self.capacity - new.shape[1]
-            rows = F.pad(new, behind).unflatten(1, (-1, self._size))
+        for pool, new in parts(self, k, v):
+            rows = padded(new, (0, self.capacity - new.shape[1])).unflatten(1, (-1, self._size))
             pool[self.table[slots]] = rows.transpose(2, 3)
         return self
 
@@ -144,17 +170,55 @@ class BlockCache(NamedTuple):
         """See `CacheView.append`; in place."""
         at = lengths.clamp(max=self.capacity - 1)
         blocks = self.table[torch.arange(len(k), device=k.device), at // self._size]
-        self.k[blocks, :, at % self._size] = k
-        self.v[blocks, :, at % self._size] = v
+        for pool, new in parts(self, k, v):
+            pool[blocks, :, at % self._size] = new
         return self
+
+    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CacheView.read`; a copy."""
-        k, v = (pool[self.table].transpose(1, 2).flatten(2, 3) for pool in (self.k, self.v))
-        return k, v
+        return over(self._pools, lambda x: x[self.table].transpose(1, 2).flatten(2, 3)).read()
 
 
 KINDS: dict[str, type[LayerCache]] = {"full": FullCache, "blocks": BlockCache}
+
+
+def codes_of(k: torch.Tensor) -> str | None:
+    """What keys are kept in where these are codes."""
+    return {torch.uint8: "fp8_e4m3", torch.int8: "int8"}.get(k.dtype)
+
+
+def over(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The cache with each of its arrays changed."""
+    return type(cache)(*(x if x is None else change(x) for x in cache))
+
+
+def parts(
+    cache: FullCache | BlockCache, k: torch.Tensor, v: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers of keys, values and their scales, each with what new heads [..., D] put there."""
+    codes = cache.codes
+    if codes is None or cache.k_scale is None or cache.v_scale is None:
+        return [(cache.k, k), (cache.v, v)]
+    (k, k_scale), (v, v_scale) = (CACHE_CODES.encode(x, codes) for x in (k, v))
+    return [(cache.k, k), (cache.v, v), (cache.k_scale, k_scale), (cache.v_scale, v_scale)]
+
+
+def kept(
+    cache: FullCache | BlockCache, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `CacheView.kept`."""
+    codes = cache.codes
+    return (k, v) if codes is None else (CACHE_CODES.kept(k, codes), CACHE_CODES.kept(v, codes))
+
+
+def padded(x: torch.Tensor, more: Sequence[int]) -> torch.Tensor:
+    """`x` with zeros behind, so many along each of the first axes."""
+    sizes = [n for by in reversed((*more, *[0] * (x.ndim - len(more)))) for n in (0, by)]
+    return F.pad(x, sizes)
 
 
 def zeros(
@@ -177,10 +241,9 @@ class Cache:
         self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device, peers: Peers
     ):
         check_kinds(specs, KINDS, "torch")
-        self._specs, self._peers = specs, peers
+        self.specs, self._peers = specs, peers
         self._dtype, self._device = dtype, device
         self._layers: list[LayerCache] = []
-        self.kinds = [spec.kind for spec in specs]
         self.slots = self.tokens = 0
 
     def smaller_than(self, slots: int, tokens: int) -> bool:
@@ -213,11 +276,11 @@ class Cache:
         if self._layers:
             return [layer.grown(slots, tokens) for layer in self._layers]
         where = self._dtype, self._device
-        return [KINDS[spec.kind].make(spec, slots, tokens, *where) for spec in self._specs]
+        return [KINDS[spec.kind].make(spec, slots, tokens, *where) for spec in self.specs]
 
     def bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache of this size."""
-        return cache_bytes(self._specs, slots, tokens, self._dtype.itemsize)
+        return cache_bytes(self.specs, slots, tokens, self._dtype.itemsize)
 
     def view(self, slots: int, tokens: int) -> list[LayerCache]:
         """The first `slots` rows and `tokens` positions of every layer."""
@@ -231,7 +294,7 @@ class Cache:
     def bytes(self) -> int:
         """Bytes allocated."""
         layers: list[Any] = self._layers
-        return sum(buffer.nbytes for layer in layers for buffer in layer)
+        return sum(x.nbytes for layer in layers for x in layer if x is not None)
 
     def clear(self) -> None:
         """Let go of the buffers."""

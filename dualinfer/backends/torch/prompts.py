@@ -47,7 +47,7 @@ class Prompts:
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         if slots.is_cuda and len(tokens) * width <= _MOST_REPLAYED:
             return self._replayed(params, cache, tokens, slots, width)
-        takes_chunks = self._ops.cache_kinds.issuperset(cache.kinds)
+        takes_chunks = all(map(self._ops.knows, cache.specs))
         at_once = max(1, _MOST_AT_ONCE // longest) if takes_chunks else len(tokens)
         parts = []
         for first in range(0, len(tokens), at_once):

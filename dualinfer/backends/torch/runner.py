@@ -16,7 +16,7 @@ from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
-from ..caches import cache_specs, served
+from ..caches import cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
@@ -81,6 +81,7 @@ class TorchRunner:
         peers: Peers,
         decode_graphs: bool,
         forward_graphs: bool = False,
+        cache_codes: str | None = None,
     ) -> None:
         spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
@@ -89,7 +90,8 @@ class TorchRunner:
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels = ops.kernels
-        self._cache = Cache(cache_specs(spec) if spec.causal else (), dtype, device, peers)
+        specs = cache_specs(spec, cache_codes) if spec.causal else ()
+        self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._live = LiveSlots()
@@ -353,7 +355,8 @@ class TorchRunner:
         leaves = self.params.leaves()
         inner = {f"{i}.{n}": w for i, g in enumerate(self.params.layers) for n, w in g.items()}
         ways = self.ops.implementations, PlainOps.implementations
-        ops = served(*ways, self.ops.cache_kinds, self._cache.kinds)
+        knows = self.ops.knows if self.ops.cache_kinds else None
+        ops = served(*ways, knows, self._cache.specs)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
@@ -362,6 +365,7 @@ class TorchRunner:
             **count_leaves(leaves),
             "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),
             "cache_bytes": self._cache.bytes,
+            "cache": describe_caches(self._cache.specs),
             **graph_facts(self._graphs, self._prompts.graphs, self._calls),
         }
 

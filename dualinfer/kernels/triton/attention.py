@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
 from .blocks import table_arguments
+from .codes import scale_arguments
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
 from .operands import Operand, dtype_name
 
@@ -30,6 +31,7 @@ def attention(
     sinks: Any = None,
     start: int = 0,
     table: Any = None,
+    scales: Any = None,
     config: Config | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -40,13 +42,17 @@ def attention(
     `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. Keys and values that are hidden
     are read all the same and must be finite. Strides are free but for the last axis. `sms` is the
     device's number of multiprocessors. With `table` int32 [B, blocks] k and v are the pools of a
-    cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least.
+    cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least. With
+    `scales`, a pair float32 of the axes of k and v before D, these are codes (codes.py).
     """
     batch, tokens, heads, dim = q.shape
     by_table = table_arguments(table, k)
+    held = (None, None) if scales is None else scale_arguments((k, v), scales, q.dtype)[:2]
     if table is not None:  # then a sequence of the pools is a block
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     _check(q, k, v, table, scale, window, softcap, start)
+    if scales is None and not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected the same.")
     per_key = {"mask": mask, "segments": segments, "positions": positions}
     for name, x in per_key.items():
         _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
@@ -66,7 +72,7 @@ def attention(
     if table is not None:
         config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
-    tma = table is None and all(_has_descriptor(x) for x in (q, k, v))
+    tma = table is None and scales is None and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
     for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
         end = tokens if x is q else start + tokens
@@ -80,7 +86,7 @@ def attention(
     launch(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
-        *tensors, out, mask, segments, positions, alibi, sinks, *by_table[:2],
+        *tensors, out, mask, segments, positions, alibi, sinks, *by_table[:2], *held,
         factor, softcap, window, tokens, start, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),
@@ -152,8 +158,8 @@ def _check(
         raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use torch's attention for it.")
     if not 0 <= start <= room - tokens:
         raise ValueError(f"start={start} with {tokens} queries and {room} keys.")
-    if dtype_name(q.dtype) not in _DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected one of {_DTYPES}.")
+    if dtype_name(q.dtype) not in _DTYPES:
+        raise ValueError(f"q is {q.dtype}: expected one of {_DTYPES}.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() and x.stride(-1) != 1:
             raise ValueError(f"{name} has stride {x.stride(-1)} in its last axis; expected 1.")

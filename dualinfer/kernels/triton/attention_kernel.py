@@ -5,9 +5,11 @@ its queries see pass without a mask; only those at the diagonal, the window's ed
 masked. Scores are kept in units of log2, so that exp2 serves.
 """
 
+# pyright: reportArgumentType=false
 import triton
 import triton.language as tl
 
+from .codes import values_of
 from .launch import dot, let_next_start, wait_for_inputs
 
 _FRONT = tl.constexpr(0)
@@ -24,7 +26,7 @@ def _tile(
 ):  # fmt: skip
     """ROWS rows of one head of x [B, T, heads, D], elements FIRST..; 0 beyond `end` and D.
 
-    `strides` end with a row of a table and the size of its blocks, by which x has its tokens.
+    `strides` have a row of a table and the size of its blocks, by which x has its tokens.
     """
     if TMA:
         tile = x.load([b, head, row, FIRST]).reshape(ROWS, COLUMNS)
@@ -46,6 +48,30 @@ def _tile(
         if FIRST + COLUMNS > DIM:
             inside = inside & (columns[None, :] < DIM)
         tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _meant(
+    tile, strides, b, head, row, end, dtype: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What a tile's codes mean, rounded to `dtype`; `strides` end with their scales, or None."""
+    scale_ptr = strides[5]
+    if scale_ptr is not None:
+        rows = row + tl.arange(0, ROWS)
+        table_ptr = strides[3]
+        inside = rows < end
+        if table_ptr is None:
+            at = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+            at += rows.to(tl.int64) * strides[2]
+        else:
+            block = tl.load(table_ptr + tl.minimum(row, end - 1) // strides[4])
+            at = block.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+            at += (row % strides[4] + tl.arange(0, ROWS)).to(tl.int64) * strides[2]
+            inside = rows < tl.where(block >= 0, end, 0)
+        scale = tl.load(scale_ptr + at // DIM, mask=inside, other=0.0)
+        tile = (values_of(tile, tl.float32) * scale[:, None]).to(dtype)
     return tile
 
 
@@ -78,9 +104,11 @@ def _scores(
     scale, softcap, slope, window = scoring
     columns = n + tl.arange(0, BLOCK_N)
     tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    tile = _meant(tile, k_strides, b, head, n, end, q.dtype, BLOCK_N, DIM)
     s = dot(q, tile.T, tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if REST > 0:
         tile = _tile(k_rest, k_strides, b, head, n, end, BLOCK_N, REST, MAIN, DIM, TMA)
+        tile = _meant(tile, k_strides, b, head, n, end, q.dtype, BLOCK_N, DIM)
         s = dot(q_rest, tile.T, s)
     if softcap is not None:
         s = _tanh(s * scale, q.dtype == tl.float32)
@@ -132,10 +160,12 @@ def _add(
     b, head, end = place
     acc = acc * shrink[:, None]
     tile = _tile(v, v_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
+    tile = _meant(tile, v_strides, b, head, n, end, p.dtype, BLOCK_N, DIM)
     acc = dot(p, tile, acc)
     if REST > 0:
         acc_rest = acc_rest * shrink[:, None]
         tile = _tile(v_rest, v_strides, b, head, n, end, BLOCK_N, REST, MAIN, DIM, TMA)
+        tile = _meant(tile, v_strides, b, head, n, end, p.dtype, BLOCK_N, DIM)
         acc_rest = dot(p, tile, acc_rest)
     return acc, acc_rest
 
@@ -144,6 +174,7 @@ def _add(
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
     mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
+    k_scale_ptr, v_scale_ptr,
     scale, softcap, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
@@ -169,9 +200,9 @@ def attention_kernel(
 
     if table_ptr is not None:
         table_ptr += b.to(tl.int64) * table_stride
-    q_strides = (q_stride_b, q_stride_h, q_stride_t, None, SIZE)
-    k_strides = (k_stride_b, k_stride_h, k_stride_t, table_ptr, SIZE)
-    v_strides = (v_stride_b, v_stride_h, v_stride_t, table_ptr, SIZE)
+    q_strides = (q_stride_b, q_stride_h, q_stride_t, None, SIZE, None)
+    k_strides = (k_stride_b, k_stride_h, k_stride_t, table_ptr, SIZE, k_scale_ptr)
+    v_strides = (v_stride_b, v_stride_h, v_stride_t, table_ptr, SIZE, v_scale_ptr)
     rows = start + m + tl.arange(0, BLOCK_M)
     end = start + tokens
     far = b.to(tl.int64)

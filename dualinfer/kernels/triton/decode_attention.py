@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .activation import activate
 from .blocks import places, slots_and_room, table_arguments
+from .codes import codes_by, scale_arguments, scale_of, values_of
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
@@ -52,17 +53,35 @@ def _head(
     return x * cos + other * sin
 
 
+@triton.constexpr_function
+def _unit(codes):
+    """What weights times scales are multiplied with, a power of two, so that float16 holds them.
+
+    A scale is the largest magnitude over 448 or 127.
+    """
+    return 256.0 if codes == "fp8_e4m3" else 64.0
+
+
+@triton.jit
+def _encoded(x, CODES: tl.constexpr):
+    """Codes of one head x [1, BLOCK_D], its scale [1, 1], and what they mean, float32."""
+    x = x.to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(x), 1), CODES)[:, None]
+    codes = codes_by(x, scale, CODES)
+    return codes, scale, values_of(codes, tl.float32) * scale
+
+
 @triton.jit
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
-    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
-    qkv_stride, slot_stride, head_stride, token_stride, capacity, scale, softcap, window, eps,
-    rotary_scale,
+    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, k_scale_ptr,
+    v_scale_ptr, table_stride, qkv_stride, slot_stride, head_stride, token_stride, capacity, scale,
+    softcap, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
@@ -70,7 +89,7 @@ def _decode_attention_kernel(
     split = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     g = tl.arange(0, BLOCK_G)
-    dtype = k_ptr.dtype.element_ty
+    dtype = qkv_ptr.dtype.element_ty
     # Nothing in front of this kernel in a step writes lengths or the cache's older tokens.
     length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
     if ROTARY > 0:
@@ -120,20 +139,36 @@ def _decode_attention_kernel(
         k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
         v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
         v_new = v_new.to(dtype)
+        if CODES is not None:
+            k_codes, k_scale, k_new = _encoded(k_new, CODES)
+            v_codes, v_scale, v_new = _encoded(v_new, CODES)
         if table_ptr is None:
             at = base + length.to(tl.int64) * token_stride + d[None, :]
         else:
             token = length + tl.zeros((1, 1), tl.int32)
             to, new = places(table_ptr, token, new, slot_stride, token_stride, SIZE)
             at = base + to + d[None, :]
-        tl.store(k_ptr + at, k_new, mask=new)
-        tl.store(v_ptr + at, v_new, mask=new)
+        if CODES is None:
+            tl.store(k_ptr + at, k_new, mask=new)
+            tl.store(v_ptr + at, v_new, mask=new)
+        else:
+            tl.store(k_ptr + at, k_codes, mask=new)
+            tl.store(v_ptr + at, v_codes, mask=new)
+            if table_ptr is None:
+                row = base + length.to(tl.int64) * token_stride + tl.zeros((1, 1), tl.int64)
+                there = row >= 0
+            else:
+                token = length + tl.zeros((1, 1), tl.int32)
+                to, there = places(table_ptr, token, token >= 0, slot_stride, token_stride, SIZE)
+                row = base + to
+            tl.store(k_scale_ptr + row // DIM, k_scale, mask=there)
+            tl.store(v_scale_ptr + row // DIM, v_scale, mask=there)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
         top = score
         total += 1.0
-        acc += v_new.to(tl.float32)
+        acc += v_new.to(tl.float32) if CODES is None else v_new * _unit(CODES)
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + q_heads, mask=g < GROUP, other=-float("inf"))
             top = tl.maximum(score, sink)
@@ -154,10 +189,20 @@ def _decode_attention_kernel(
             at = base + to[:, None] + d[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)
         v = tl.load(v_ptr + at, mask=there, other=0.0)
+        if CODES is not None:
+            if table_ptr is None:
+                known = s < last
+                to = s.to(tl.int64) * token_stride
+            row = base // DIM + to // DIM
+            k_scale = tl.load(k_scale_ptr + row, mask=known, other=0.0)
+            v_scale = tl.load(v_scale_ptr + row, mask=known, other=0.0)
+            k = values_of(k, dtype)
         if BLOCK_G == 1:
             score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
         else:
             score = dot(q, k.T, tl.zeros((BLOCK_G, BLOCK_S), tl.float32))
+        if CODES is not None:
+            score *= k_scale[None, :]
         score *= scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
@@ -167,6 +212,9 @@ def _decode_attention_kernel(
         kept = tl.exp(top - higher)
         weight = tl.exp(score - higher[:, None])
         total = total * kept + tl.sum(weight, 1)
+        if CODES is not None:
+            weight *= v_scale[None, :] * _unit(CODES)
+            v = values_of(v, dtype)
         if BLOCK_G == 1:
             # The one row of weights stands across the tokens' axis.
             column = tl.reshape(weight, (BLOCK_S, 1))
@@ -175,6 +223,8 @@ def _decode_attention_kernel(
             acc = dot(weight.to(dtype), v, acc * kept[:, None])
         top = higher
 
+    if CODES is not None:
+        acc *= 1 / _unit(CODES)
     if SPLITS == 1:
         heads = tl.program_id(0).to(tl.int64) * GROUP + g
         y_at = y_ptr + heads[:, None] * DIM + d[None, :]
@@ -217,6 +267,7 @@ def decode_attention(
     scale: float,
     counters: Any,
     table: Any = None,
+    scales: Any = None,
     window: int | None = None,
     alibi: Any = None,
     softcap: float | None = None,
@@ -237,7 +288,8 @@ def decode_attention(
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
     `k_norm` [D] if given, rotated by that position times `inv_freq` float32 [R/2] (R <= D), and key
     and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
-    overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py).
+    overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py),
+    with `scales`, a pair float32 of the cache's axes before D, of codes (codes.py).
     `window`, `alibi`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """
@@ -246,6 +298,7 @@ def decode_attention(
     slots, capacity = slots_and_room(keys, table)
     table, table_stride, size = table_arguments(table, keys)
     _check(qkv, keys, values, slots, lengths, heads, counters, inv_freq)
+    *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
@@ -266,6 +319,7 @@ def decode_attention(
             alibi,
             sinks,
             table,
+            *held,
             table_stride,
             qkv.stride(0),
             *keys.stride()[:3],
@@ -280,7 +334,7 @@ def decode_attention(
         **{"NORM_OFFSET": norm_unit_offset, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
-        SIZE=size,
+        **{"SIZE": size, "CODES": codes},
         num_warps=config.warps,
         pdl=pdl,
     )
@@ -295,7 +349,10 @@ def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int)
 
 
 def tuning_key(pairs: int, reach: int, group: int, dim: int, itemsize: int) -> Key:
-    """Of one token's attention: `pairs` of slot and KV head, `reach` tokens that may be seen."""
+    """Of one token's attention: `pairs` of slot and KV head, `reach` tokens that may be seen.
+
+    `itemsize` is that of what the cache keeps.
+    """
     return "decode_attention", next_power_of_2(pairs), next_power_of_2(reach), group, dim, itemsize
 
 
@@ -306,7 +363,7 @@ def _fits(key: Key, config: DecodeConfig) -> bool:
 
 def _candidates(key: Key, sms: int) -> list[DecodeConfig]:
     _, pairs, reach, _, dim, itemsize = key
-    default = default_config(pairs, reach, dim, itemsize, sms)
+    default = default_config(pairs, reach, dim, max(itemsize, 2), sms)  # codes become floats
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
     configs = [default]
@@ -362,8 +419,6 @@ def _check(
             f"{tuple(values.shape)} with strides {values.stride()}: both must be the same, with a "
             "contiguous last axis."
         )
-    if keys.dtype != qkv.dtype or values.dtype != qkv.dtype:
-        raise ValueError(f"qkv is {qkv.dtype}, the cache {keys.dtype} and {values.dtype}.")
     if tuple(lengths.shape) != (slots,) or lengths.stride(0) != 1:
         raise ValueError(f"lengths {tuple(lengths.shape)}: one for each of {slots} slots, please.")
     if counters.numel() < slots * kv_heads:

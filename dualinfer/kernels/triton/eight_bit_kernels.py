@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from .codes import nearest_e4m3, nearest_integer
 from .launch import INTERPRETED, let_next_start, wait_for_inputs
 from .linear_kernels import _finish_tile
 from .quantized_kernels import _scale
@@ -33,23 +34,6 @@ def _normed(x, inside, k, norm, K: tl.constexpr, NORM: tl.constexpr):
     if NORM == "layer":
         x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
     return x
-
-
-@triton.jit
-def _nearest_integer(a):
-    """The nearest integer of float32 in [-128, 127], ties to even."""
-    return (a + 12582912.0) - 12582912.0  # 1.5 * 2^23, above which float32 has integers alone
-
-
-@triton.jit
-def _nearest_e4m3(a):
-    """The nearest float8_e4m3fn of float32, at most 448, ties to even."""
-    if _INTERPRETED:  # its conversion rounds ties up and cuts small numbers off
-        bits = a.to(tl.uint32, bitcast=True)
-        bits += 0x7FFFF + ((bits >> 20) & 1)
-        normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
-        a = tl.where(tl.abs(a) < 2.0**-6, (a + 24576.0) - 24576.0, normal)  # multiples of 2^-9
-    return a.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -90,9 +74,9 @@ def quantize_kernel(
     a = _rounded(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), dtype)
     a = tl.minimum(tl.maximum(a, least), largest)
     if CODES == "fp8_e4m3":
-        codes = _nearest_e4m3(a).to(tl.uint8, bitcast=True)
+        codes = nearest_e4m3(a).to(tl.uint8, bitcast=True)
     else:
-        codes = _nearest_integer(a).to(tl.int8)
+        codes = nearest_integer(a).to(tl.int8)
     tl.store(y_ptr + row * K + k, tl.reshape(codes, (BLOCK,)), mask=inside)
 
 

@@ -4,13 +4,14 @@ Su et al., 2021. The first R elements of a head of D are turned, the rest passes
 complex number: elements i and i + R/2 (HF's `rotate_half`), or 2 i and 2 i + 1 (GPT-J).
 """
 
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from .blocks import places, slots_and_room, table_arguments
+from .codes import codes_by, scale_arguments, scale_of, values_of
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import dtype_name
 from .rows import check_last_axis, check_vector
@@ -63,6 +64,12 @@ def _store_head(
 
 
 @triton.jit
+def _rounded(a, dtype: tl.constexpr):
+    """float32 `a` with the precision of `dtype`."""
+    return a.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
     """A head norm's weight at elements `at`; 1 where there is no norm."""
     gain = tl.full(at.shape, 1.0, tl.float32)
@@ -76,15 +83,20 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 @triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, table_stride,
+    slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    table_stride,
     scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v."""
+    """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
+
+    With CODES keys and values become what their codes mean.
+    """
     let_next_start(PDL)
     i = tl.arange(0, HALF)
     first = i * 2 if INTERLEAVED else i
@@ -129,6 +141,18 @@ def _rotary_append_kernel(
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
+    if CODES is not None:
+        dtype: tl.constexpr = at.dtype.element_ty
+        parts = (_rounded(x, dtype), _rounded(y, dtype), _rounded(z, dtype))
+        most = tl.maximum(tl.max(tl.abs(parts[0]), 1), tl.max(tl.abs(parts[1]), 1))
+        scale = scale_of(tl.maximum(most, tl.max(tl.abs(parts[2]), 1)), CODES)[:, None]
+        codes_x = codes_by(parts[0], scale, CODES)
+        codes_y = codes_by(parts[1], scale, CODES)
+        codes_z = codes_by(parts[2], scale, CODES)
+        x = tl.where(is_q, x, values_of(codes_x, tl.float32) * scale)
+        y = tl.where(is_q, y, values_of(codes_y, tl.float32) * scale)
+        z = tl.where(is_q, z, values_of(codes_z, tl.float32) * scale)
+        changed |= head >= H
     z = z.to(at.dtype.element_ty)
     if q_out_ptr is None:
         # Where several threads hold one element, all must have read it before one writes.
@@ -166,8 +190,20 @@ def _rotary_append_kernel(
         else:
             v_at = values_ptr + at_v
         v_at += (head - H - K).to(tl.int64) * values_stride1
-        _store_head(k_at, x, y, z, rest, to_k, D, PAIRS, INTERLEAVED, HALF, REST)
-        _store_head(v_at, x, y, z, rest, to_v, D, PAIRS, INTERLEAVED, HALF, REST)
+        if CODES is None:
+            _store_head(k_at, x, y, z, rest, to_k, D, PAIRS, INTERLEAVED, HALF, REST)
+            _store_head(v_at, x, y, z, rest, to_v, D, PAIRS, INTERLEAVED, HALF, REST)
+        else:
+            x, y, z = codes_x, codes_y, codes_z
+            _store_head(k_at, x, y, z, rest, to_k, D, PAIRS, INTERLEAVED, HALF, REST)
+            _store_head(v_at, x, y, z, rest, to_v, D, PAIRS, INTERLEAVED, HALF, REST)
+            if table_ptr is None:
+                at_k = slot.to(tl.int64) * keys_stride0 + place * keys_stride2
+                at_v = slot.to(tl.int64) * values_stride0 + place * values_stride2
+            at_k += (head - H).to(tl.int64) * keys_stride1
+            at_v += (head - H - K).to(tl.int64) * values_stride1
+            tl.store(k_scale_ptr + at_k // D, scale, mask=to_k)
+            tl.store(v_scale_ptr + at_v // D, scale, mask=to_v)
 
 
 @triton.jit
@@ -200,6 +236,7 @@ def rotary_append(
     norm_eps: float = 0.0,
     norm_unit_offset: bool = False,
     cache: Any = None,
+    scales: Any = None,
     slots: Any = None,
     starts: Any = None,
     table: Any = None,
@@ -215,9 +252,10 @@ def rotary_append(
     sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
     to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
     N on; no other place is written. With `table` int32 [N, blocks] the cache is of blocks
-    (blocks.py). Positions, slots [B] and starts [B] are int32 or int64. What is None falls away.
-    Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms and frequencies
-    are read before the kernel in front has ended.
+    (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
+    (codes.py), and k and v become what these mean. Positions, slots [B] and starts [B] are int32 or
+    int64. What is None falls away. Everything is computed in float32 and rounded once. `pdl` as in
+    `launch`: norms and frequencies are read before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim
@@ -236,9 +274,10 @@ def rotary_append(
         if weight is not None:
             check_vector(name, weight, head_dim)
     keys, values = (None, None) if cache is None else cache
-    count = room = 0
+    count, room, held = 0, 0, (None, None, None)
     if keys is not None:
-        _check_cache(qkv, keys, values, kv_heads, head_dim)
+        _check_cache(keys, values, kv_heads, head_dim)
+        held = scale_arguments(cache, scales, qkv.dtype)
         count, room = slots_and_room(keys, table)
         if slots is None and batch > count:
             raise ValueError(f"{batch} sequences without slots, but {count} slots.")
@@ -265,7 +304,7 @@ def rotary_append(
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
         *(parts or (None, None, None)),
-        *(table, table_stride, scaling, norm_eps, tokens, room, count),
+        *(table, *held[:2], table_stride, scaling, norm_eps, tokens, room, count),
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
         *((0, 0, 0) if keys is None else keys.stride()[:3]),
@@ -273,7 +312,7 @@ def rotary_append(
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
         UNIT_OFFSET=norm_unit_offset,
-        SIZE=size,
+        **{"SIZE": size, "CODES": held[2]},
         pdl=pdl,
         **meta,
     )
@@ -288,17 +327,16 @@ def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has stride {x.stride(0)}; a contiguous vector is expected.")
 
 
-def _check_cache(qkv: Any, keys: Any, values: Any, kv_heads: int, head_dim: int) -> None:
+def _check_cache(keys: Any, values: Any, kv_heads: int, head_dim: int) -> None:
     for name, part in (("keys", keys), ("values", values)):
-        check_last_axis(f"cache {name}", part)
+        if part.numel() and part.shape[-1] > 1 and part.stride(-1) != 1:
+            raise ValueError(f"cache {name} has stride {part.stride(-1)} in its last axis, not 1.")
         shape = tuple(part.shape)
         if (
             len(shape) != 4
             or shape != tuple(keys.shape)
             or (shape[1], shape[3]) != (kv_heads, head_dim)
-            or part.dtype != qkv.dtype
         ):
             raise ValueError(
-                f"cache {name} is {shape} {part.dtype}; [N, {kv_heads}, S, {head_dim}] "
-                f"{qkv.dtype} is expected."
+                f"cache {name} is {shape}; [N, {kv_heads}, S, {head_dim}] is expected."
             )

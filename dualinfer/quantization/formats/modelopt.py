@@ -101,8 +101,8 @@ def _excludes(pattern: str, module: str) -> bool:
 
 
 KEPT_CACHE = (
-    "the checkpoint has scales for a key-value cache in fewer bits; they are not used, and the "
-    "cache keeps its dtype"
+    "the checkpoint has scales for a key-value cache in fewer bits; they are not used: the cache "
+    "keeps its dtype, or with kv_cache_dtype each token has scales of its own"
 )
 
 

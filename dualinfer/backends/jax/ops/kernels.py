@@ -30,6 +30,7 @@ from ....kernels.triton import (
     thresholds,
 )
 from ....kernels.triton import norm as norms
+from ....kernels.triton.codes import served_codes
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
@@ -92,6 +93,7 @@ class KernelOps(PlainOps):
         super().__init__(split)
         self.sms = getattr(device, "core_count", None) or 132
         self.capability = capability_of(device)
+        self.cache_codes = served_codes(self.capability)
         self._on_gpu = device.platform == "gpu"
         major, minor = divmod(self.capability, 10)
         kinds = device_kinds(device.device_kind, (major, minor), self.sms) if self._on_gpu else ()
@@ -276,7 +278,7 @@ class KernelOps(PlainOps):
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
-        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
+        return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
     def attend(
         self,
@@ -294,11 +296,12 @@ class KernelOps(PlainOps):
         a = layer.spec
         batch, tokens, _ = qkv.shape
         known = self._known(cache)
+        held = _held(known)
         pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
         turn |= {"cache": pools, "slots": None if known is None else slots}
-        turn |= {"table": _table_of(known)}
+        turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads
         shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
@@ -309,7 +312,7 @@ class KernelOps(PlainOps):
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         apart = by_cudnn or (cache is not None and known is None)
         with jax.named_scope("rotary"):
-            written = (*(() if apart else (qkv,)), *(pools or ()))
+            written = (*(() if apart else (qkv,)), *held)
             y, filled = call(
                 rotary.rotary_append if apart else _turn_and_attend,
                 qkv,
@@ -318,13 +321,15 @@ class KernelOps(PlainOps):
                 capability=self.capability,
                 written=written,
             )
-            cache = known._replace(k=filled[-2], v=filled[-1]) if known is not None else cache
+            if known is not None:
+                cache = _with(known, filled[len(filled) - len(held) :])
         if not apart:
             return y.reshape(batch, tokens, -1), cache
         q, k, v = y
         if cache is not None and known is None:
             assert slots is not None
             cache = primitives.write(cache, slots, k, v)
+            k, v = (part.astype(q.dtype) for part in cache.kept(k, v))
         with jax.named_scope("attention"):
             if by_cudnn:
                 y = jax.nn.dot_product_attention(
@@ -351,27 +356,29 @@ class KernelOps(PlainOps):
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
-        shape = a.heads // kv_heads, dim, qkv.dtype.itemsize
+        shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
+        held = _held(known)
         key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.window or reach), *shape)
         assert self._counters is not None
         with jax.named_scope("decode_attention"):
-            y, (keys, values, self._counters) = call(
+            y, (*filled, self._counters) = call(
                 decode_attention.decode_attention,
                 qkv[:, 0],
                 known[:2],
                 lengths,
                 table=_table_of(known),
+                scales=tuple(held[2:]) or None,
                 heads=a.heads,
                 counters=self._counters,
                 config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
-                written=(*known[:2], self._counters),
+                written=(*held, self._counters),
                 **_norms_of(layer),
                 **scoring(layer),
             )
-        return y[:, None], known._replace(k=keys, v=values)
+        return y[:, None], _with(known, filled)
 
     def advance(
         self,
@@ -462,6 +469,19 @@ def _frequencies(rope: Rope) -> np.ndarray:
 
 def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
     return cache.table if isinstance(cache, BlockCache) else None
+
+
+def _held(cache: FullCache | BlockCache | None) -> list[jax.Array]:
+    """What kernels change: keys and values and, of codes, their scales."""
+    if cache is None:
+        return []
+    parts = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    return [part for part in parts if part is not None]
+
+
+def _with(cache: FullCache | BlockCache, held: list[jax.Array]) -> FullCache | BlockCache:
+    """The cache with other arrays in the place of `_held`."""
+    return cache._replace(**dict(zip(("k", "v", "k_scale", "v_scale"), held, strict=False)))
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:

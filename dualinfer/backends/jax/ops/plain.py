@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
-from ...caches import CacheView
+from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
 from ..exchange import Exchange
@@ -32,6 +32,7 @@ class PlainOps:
     """Fused ops on any device, as primitives of XLA; see `contract.Ops`."""
 
     cache_kinds: frozenset[str] = frozenset()  # that kernels know
+    cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
     reads_codes: str | None = None  # by kernels: how, for people
@@ -43,6 +44,12 @@ class PlainOps:
         self.exchange: Exchange | None = None  # peer to peer, of kernels alone
         if split is not None:
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """Whether kernels write and read a cache."""
+        return cache.kind in self.cache_kinds and (
+            not cache.codes or cache.codes in self.cache_codes
+        )
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
         """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty.
@@ -196,6 +203,7 @@ class PlainOps:
         if cache is not None:
             assert slots is not None
             cache = primitives.write(cache, slots, k, v)
+            k, v = cache.kept(k, v)
         y = primitives.attention(
             q,
             k,

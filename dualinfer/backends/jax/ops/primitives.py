@@ -14,6 +14,7 @@ from jax import lax
 
 from ....model.spec import Activation
 from ....model.weights import Weight
+from ...cache_codes import CacheCodes
 from ...caches import CacheView
 from ...schemes import BlockArithmetic
 
@@ -68,7 +69,11 @@ class JaxMaths:
         if dtype == jnp.float32:
             return a
         info = jnp.finfo(dtype)  # XLA may drop a cast and its way back
-        return lax.reduce_precision(a, info.nexp, info.nmant)
+        y = lax.reduce_precision(a, info.nexp, info.nmant)
+        if dtype != jnp.float16:
+            return y
+        # What is small there is a multiple of 2^-24, and zero here.
+        return jnp.where(abs(a) < 2.0**-14, jnp.round(a * 2.0**24) / 2.0**24, y)
 
     def float8(self, a: jax.Array, dtype: str) -> jax.Array:
         """See `schemes.Maths`."""
@@ -77,6 +82,13 @@ class JaxMaths:
     def nearest_e4m3(self, a: jax.Array) -> jax.Array:
         """See `schemes.Maths`."""
         return jnp.where(abs(a) < 2.0**-6, jnp.round(a * 512) / 512, lax.reduce_precision(a, 8, 3))
+
+    def as_codes(self, a: jax.Array, codes: str) -> jax.Array:
+        """See `schemes.Maths`."""
+        if codes == "int8":
+            return jnp.round(a).astype(jnp.int8)
+        nearest = self.nearest_e4m3(a).astype(jnp.float8_e4m3fn)
+        return lax.bitcast_convert_type(nearest, jnp.uint8)
 
     def power(self, a: jax.Array, mantissa: int) -> jax.Array:
         """See `schemes.Maths`."""
@@ -122,6 +134,7 @@ class JaxMaths:
 
 
 SCHEMES = BlockArithmetic(JaxMaths())
+CACHE_CODES = CacheCodes(JaxMaths())
 dequantize, _product = SCHEMES.dequantize, SCHEMES.product
 
 
@@ -240,8 +253,10 @@ def attention(
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count.
+    `positions` int [B, T] are what the slopes of `alibi` count. k and v may be float32 where q is
+    not, as a cache in codes keeps them.
     """
+    dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
@@ -260,12 +275,12 @@ def attention(
         return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if tokens <= _WHOLE or tokens % _WHOLE:
-        return rows(grouped, 0).reshape(q.shape)
+        return rows(grouped, 0).reshape(q.shape).astype(dtype)
     # Scores of all queries at once would take B * H * T * T floats.
     parts = grouped.reshape(batch, -1, _WHOLE, *grouped.shape[2:]).swapaxes(0, 1)
     starts = jnp.arange(0, tokens, _WHOLE)
     out = lax.map(lambda pair: rows(*pair), (parts, starts))
-    return out.swapaxes(0, 1).reshape(q.shape)
+    return out.swapaxes(0, 1).reshape(q.shape).astype(dtype)
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -335,6 +350,7 @@ def decode_attention(
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
+    dtype, q = q.dtype, q.astype(keys.dtype)
     kv_heads = keys.shape[1]
     at = jnp.arange(cache.capacity)[None]
     visible = at < lengths[:, None]
@@ -347,4 +363,5 @@ def decode_attention(
         ahead = (at - (lengths[:, None] - 1)).astype(jnp.float32)
         scores += alibi.reshape(kv_heads, -1, 1) * ahead[:, None, None]
     weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
-    return einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values).reshape(q.shape)
+    y = einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values)
+    return y.reshape(q.shape).astype(dtype)

@@ -25,6 +25,7 @@ from ....kernels.triton import (
     thresholds,
 )
 from ....kernels.triton import norm as norms
+from ....kernels.triton.codes import served_codes
 from ....kernels.triton.eight_bit import EightBitConfig
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
@@ -91,10 +92,13 @@ class KernelOps(PlainOps):
     ):
         super().__init__(split)
         self.configurations = configurations or Configurations()
-        self.sms = 1
+        self.sms, capability = 1, 90
         self.pdl = has_pdl(torch.empty(0, device=device))
         if device.type == "cuda":
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+            major, minor = torch.cuda.get_device_capability(device)
+            capability = 10 * major + minor
+        self.cache_codes = served_codes(capability)
         self.device = device
         self._counters: dict[int, torch.Tensor] = {}
         self._workspaces: dict[tuple[int, int], sampling.Workspace] = {}
@@ -264,6 +268,7 @@ class KernelOps(PlainOps):
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
             cache=None if cache is None else cache[:2],
+            scales=_scales_of(cache),
             table=_table_of(cache),
             slots=slots,
             starts=torch.full_like(slots, start) if start and slots is not None else None,
@@ -274,7 +279,7 @@ class KernelOps(PlainOps):
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
-        return cast(Any, cache) if cache is not None and cache.kind in self.cache_kinds else None
+        return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
     @named("attention")
     def attend(
@@ -295,16 +300,19 @@ class KernelOps(PlainOps):
         start = chunk.start if chunk else 0
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
-        table = None
+        table = scales = None
         if known is not None and chunk is not None and start:
-            k, v, *tables = known
-            if tables:
-                table = tables[0][chunk.slot, None]
+            k, v, table, scales = known.k, known.v, _table_of(known), _scales_of(known)
+            if table is not None:
+                table = table[chunk.slot, None]
             else:
                 k, v = (part[chunk.slot, None].transpose(1, 2) for part in (k, v))
+                if scales is not None:
+                    scales = tuple(part[chunk.slot, None].transpose(1, 2) for part in scales)
         elif cache is not None and known is None:
             assert slots is not None and not start, "of kinds that kernels know"
             primitives.write(cache, slots, k, v)
+            k, v = (part.to(q.dtype) for part in cache.kept(k, v))
         how: dict[str, Any] = {
             "start": start,
             "causal": a.causal,
@@ -330,7 +338,7 @@ class KernelOps(PlainOps):
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
-            how |= {"positions": counted, "config": config, "table": table}
+            how |= {"positions": counted, "config": config, "table": table, "scales": scales}
             y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
         return y.flatten(-2), cache
 
@@ -351,7 +359,7 @@ class KernelOps(PlainOps):
         a = layer.spec
         if config is None:
             slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
-            shape = a.heads // kv_heads, dim, qkv.element_size()
+            shape = a.heads // kv_heads, dim, known.k.element_size()
             reach = min(reach, a.window or reach)
             key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
             config = self.configurations.find(key)
@@ -360,6 +368,7 @@ class KernelOps(PlainOps):
             known[:2],
             lengths,
             table=_table_of(known),
+            scales=_scales_of(known),
             heads=a.heads,
             scale=a.scale,
             counters=self._zeros(qkv.shape[0] * a.kv_heads),
@@ -455,6 +464,11 @@ def linear_key(x: torch.Tensor, weight: Weight, by: Neighbours) -> Key:
 
 def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
     return cache.table if isinstance(cache, BlockCache) else None
+
+
+def _scales_of(cache: FullCache | BlockCache | None) -> Any:
+    """Those of keys and values; None where these are no codes."""
+    return None if cache is None or cache.codes is None else (cache.k_scale, cache.v_scale)
 
 
 def _norms_of(layer: LayerAttention) -> dict[str, Any]:

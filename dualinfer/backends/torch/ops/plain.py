@@ -9,7 +9,7 @@ import torch
 from ....model.spec import ModelSpec, Rope
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
+from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
 from ..parallel import Split
@@ -32,7 +32,8 @@ class Chunk(NamedTuple):
 class PlainOps:
     """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
 
-    cache_kinds: frozenset[str] = frozenset()  # that kernels know; with them `attend` takes chunks
+    cache_kinds: frozenset[str] = frozenset()  # that kernels know
+    cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
     implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
     kernels = ""  # whose, for people
     reads_codes: str | None = None  # by kernels: how, for people
@@ -43,6 +44,12 @@ class PlainOps:
 
     def clear(self) -> None:
         """Let go of memory on the device."""
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """Whether kernels write and read a cache; then `attend` takes chunks."""
+        return cache.kind in self.cache_kinds and (
+            not cache.codes or cache.codes in self.cache_codes
+        )
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """See `contract.BlockOps.span`: `dualinfer::name`."""
@@ -177,6 +184,7 @@ class PlainOps:
         if cache is not None:
             assert slots is not None
             primitives.write(cache, slots, k, v)
+            k, v = cache.kept(k, v)
         y = primitives.attention(
             q,
             k,

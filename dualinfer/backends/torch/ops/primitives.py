@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ....model.spec import Activation
 from ....model.weights import Weight
+from ...cache_codes import CacheCodes
 from ...caches import CacheView
 from ...schemes import BlockArithmetic
 from ..profiling import named
@@ -66,6 +67,12 @@ class TorchMaths:
         """See `schemes.Maths`."""
         return a.to(torch.float8_e4m3fn).float()
 
+    def as_codes(self, a: torch.Tensor, codes: str) -> torch.Tensor:
+        """See `schemes.Maths`."""
+        if codes == "int8":
+            return a.round().to(torch.int8)
+        return a.to(torch.float8_e4m3fn).view(torch.uint8)
+
     def power(self, a: torch.Tensor, mantissa: int) -> torch.Tensor:
         """See `schemes.Maths`."""
         bits = a.view(torch.int32) + (1 << (22 - mantissa))
@@ -77,6 +84,8 @@ class TorchMaths:
 
     def quotient(self, a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
         """See `schemes.Maths`."""
+        if not isinstance(b, torch.Tensor):  # on a GPU torch multiplies by a number's reciprocal
+            b = a.new_full((), b)
         return a / b
 
     def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
@@ -115,6 +124,7 @@ def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 SCHEMES = BlockArithmetic(TorchMaths())
+CACHE_CODES = CacheCodes(TorchMaths())
 dequantize = SCHEMES.dequantize
 
 
@@ -218,15 +228,17 @@ def attention(
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count.
+    `positions` int [B, T] are what the slopes of `alibi` count. k and v may be float32 where q is
+    not, as a cache in codes keeps them.
     """
+    dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
         at = torch.arange(q.shape[1], device=q.device)[None] if positions is None else positions
         ahead = None if alibi is None else at[:, None, :] - at[:, :, None]
         visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
         query, keys, values = (x.transpose(1, 2) for x in (q, k, v))
         out = _dense_attention(query, keys, values, visible, scale, alibi, ahead, softcap, sinks)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(dtype)
     visible = None
     windowed = window is not None and window < q.shape[1]
     if mask is not None or segments is not None or windowed:
@@ -240,7 +252,7 @@ def attention(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).to(dtype)
 
 
 def _dense_attention(
@@ -331,6 +343,7 @@ def decode_attention(
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
+    dtype, q = q.dtype, q.to(keys.dtype)
     kv_heads = keys.shape[1]
     at = torch.arange(cache.capacity, device=q.device)
     visible = at[None] < lengths[:, None]
@@ -341,7 +354,7 @@ def decode_attention(
         mask = visible[:, None, None]
         query = q[:, :, None]
         out = _dense_attention(query, keys, values, mask, scale, alibi, ahead, softcap, sinks)
-        return out[:, :, 0]
+        return out[:, :, 0].to(dtype)
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(
         q.view(slots, kv_heads, heads // kv_heads, dim),
@@ -350,4 +363,4 @@ def decode_attention(
         attn_mask=visible[:, None, None, :],
         scale=scale,
     )
-    return out.reshape(slots, heads, dim)
+    return out.reshape(slots, heads, dim).to(dtype)

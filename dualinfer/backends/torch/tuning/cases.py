@@ -18,6 +18,7 @@ from ...slots import bucket
 from ..cache import FullCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, linear_key
+from ..ops.primitives import CACHE_CODES
 from ..params import Params
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
@@ -56,6 +57,7 @@ def tuning_cases(
     rows: Iterable[int] = (),
     reaches: Iterable[int] = REACHES,
     prompts: Iterable[int] = PROMPTS,
+    cache_codes: str | None = None,
 ) -> list[TuningCase]:
     """What a model's steps ask of the kernels with so many rows (by default the likely ones).
 
@@ -69,7 +71,7 @@ def tuning_cases(
         for case in _products(spec, params, ops, count):
             cases.setdefault(case.key, case)
         if spec.causal:
-            for case in _decodes(layers, ops, params, count, reaches):
+            for case in _decodes(layers, ops, params, count, reaches, cache_codes):
                 cases.setdefault(case.key, case)
     for tokens in sorted({min(tokens, most) for tokens in prompts}):
         for case in _prompts(layers, ops, params, tokens):
@@ -180,33 +182,50 @@ def _product_maker(
 
 
 def _decodes(
-    layers: list[LayerAttention], ops: KernelOps, params: Params, slots: int, reaches: Sequence[int]
+    layers: list[LayerAttention],
+    ops: KernelOps,
+    params: Params,
+    slots: int,
+    reaches: Sequence[int],
+    codes: str | None,
 ) -> Iterable[TuningCase]:
     """Attention of one token of `slots` sequences, by kind of layer and length."""
     like = torch.empty(0, dtype=params.outer["embed.weight"].dtype, device=ops.device)
+    if codes is not None and codes not in ops.cache_codes:
+        return
+    itemsize = 1 if codes else like.element_size()
     for reach in reaches:
         for layer in layers:
             a = layer.spec
             keys = min(reach, a.window or reach)
-            shape = a.heads // a.kv_heads, a.head_dim, like.element_size()
-            if 2 * slots * reach * a.kv_heads * a.head_dim * like.element_size() > _MOST_CACHE:
+            shape = a.heads // a.kv_heads, a.head_dim, itemsize
+            if 2 * slots * reach * a.kv_heads * a.head_dim * itemsize > _MOST_CACHE:
                 continue
             key = decode_attention.tuning_key(slots * a.kv_heads, keys, *shape)
-            maker = _decode_maker(layer, ops, like, slots, reach, len(layers))
+            maker = _decode_maker(layer, ops, like, slots, reach, len(layers), codes)
             yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
 
 def _decode_maker(
-    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+    layer: LayerAttention,
+    ops: KernelOps,
+    like: torch.Tensor,
+    slots: int,
+    reach: int,
+    layers: int,
+    codes: str | None,
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         qkv = _random(like, slots, 1, sum(a.qkv_sizes))
-        keys = _random(like, slots, a.kv_heads, reach, a.head_dim)
+        keys, scales = _random(like, slots, a.kv_heads, reach, a.head_dim), []
+        if codes is not None:
+            keys, scale = CACHE_CODES.encode(keys, codes)
+            scales = [scale, scale.flip(2).contiguous()]
         size = 2 * keys.nbytes
         count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
         count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
-        caches = [FullCache(keys.clone(), keys.flip(2).contiguous()) for _ in range(count)]
+        caches = [FullCache(keys.clone(), keys.flip(2).contiguous(), *scales) for _ in range(count)]
         lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
 
         def run(config: Any) -> torch.Tensor:

@@ -30,8 +30,12 @@ _log = logging.getLogger(__name__)
 Clock: TypeAlias = Callable[[Callable[[], Any], int], float]
 
 
-def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
+def autotune(
+    spec: ModelSpec, params: Params, ops: PlainOps, cache_codes: str | None = None
+) -> None:
     """Give `ops` the best configurations for the model: those of the cache, else measured now.
+
+    `cache_codes` are the config's `kv_cache_dtype`.
 
     What is measured is added to the cache. It takes a minute or two, five at the most, of which
     nearly all is Triton's compiler; where that was not enough, the next call goes on.
@@ -41,7 +45,7 @@ def autotune(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
     known = ops.configurations.table(HERE)
     cases = [
         _with_shipped(case, ops)
-        for case in tuning_cases(spec, params, ops)
+        for case in tuning_cases(spec, params, ops, cache_codes=cache_codes)
         if case.key not in known
     ]
     if not cases:
