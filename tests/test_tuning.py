@@ -4,11 +4,11 @@ import fcntl
 import json
 import os
 import stat
-from typing import Any
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
