@@ -391,8 +391,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/cache.py",
-        "F.pad(self.v, more))",
-        "F.pad(self.v, more).zero_())",
+        "over(self, lambda x: padded(x, more))",
+        "over(self, lambda x: padded(x, more).zero_())",
         "When the cache grows, open sequences lose their values.",
         "tests/test_runner.py -k cache_grows",
     ),
@@ -545,6 +545,20 @@ ROWS: list[Row] = [
         "tests/test_compilation.py -k users_own",
     ),
     # --- kernels, interpreted
+    Row(
+        "backends/torch/ops/plain.py",
+        "            k, v = cache.kept(k, v)\n",
+        "",
+        "With kv_cache_dtype a prompt's tokens see other keys than the tokens after them do.",
+        "tests/test_kv_cache_dtype.py -k logits",
+    ),
+    Row(
+        "kernels/triton/decode_attention.py",
+        "score *= k_scale[None, :]",
+        "score *= 1.0",
+        "On a GPU with kv_cache_dtype attention weighs old tokens by codes without scales.",
+        "tests/kernels/test_cache_codes.py -k codes_mean",
+    ),
     Row(
         "kernels/triton/decode_attention.py",
         """there, -float("inf"), cache_modifier""",

@@ -118,7 +118,7 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
             inv_freq=layer.frequencies,
-            cache=cache,
+            cache=cache[:2],
             slots=slots,
             pdl=bench.ops.pdl,
         )
