@@ -5,15 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 hf = pytest.importorskip("transformers")
 
 import dualinfer  # noqa: E402
+from dualinfer import embedded  # noqa: E402
 from dualinfer.backends import caches  # noqa: E402
 from dualinfer.backends.caches import CacheSpec, check_kinds  # noqa: E402
 from dualinfer.bench.counts import Counts  # noqa: E402
+from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.config import InferenceConfig, make_config  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
@@ -278,3 +281,45 @@ def test_the_plan_and_the_bench_count_codes_and_scales(hf_model):
     assert any("full in int8" in note for note in found.notes)
     read = Counts.of(plan, "float16", "int8").kv_bytes("float16", 3, 5, 9)
     assert read == pytest.approx(3 * per_token * np.mean([5 + k for k in range(8)]))
+
+
+def text_of_a_rank(codes):
+    model = make_model("llama-gqa")
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "kv_cache_dtype": codes}
+    with dualinfer.init_inference(model, tensor_parallel={"tp_size": 2}, **how) as engine:
+        return np.asarray(engine.generate(random_ids(2, 9), **GREEDY)).tolist()
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torch_give_the_text_of_one(crew):
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "kv_cache_dtype": "int8"}
+    with dualinfer.init_inference(make_model("llama-gqa"), backend="torch", **how) as engine:
+        expected = np.asarray(engine.generate(random_ids(2, 9), **GREEDY)).tolist()
+    assert crew.run(text_of_a_rank, "int8", world=2) == [expected, expected]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_on_the_host_go_with_a_cache_in_codes(backend, hf_model):
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "kv_cache_dtype": "int8"}
+    found = []
+    for streamed in ({}, {"keep_module_on_host": True, "resident_layers": 1}):
+        model = hf_model("llama-gqa")
+        with dualinfer.init_inference(model, backend=backend, **how, **streamed) as engine:
+            assert engine.report().cache == "full in int8"
+            found.append(np.asarray(engine.generate(random_ids(2, 9), **GREEDY)))
+    np.testing.assert_array_equal(*found)
+
+
+def test_the_command_line_asks_for_codes():
+    asked = ["--kv-cache-dtype", "fp8"]
+    made = [
+        CliRunner().invoke(app, ["generate", "import os", "--max-new-tokens", "6", *kind])
+        for kind in ([], asked)
+    ]
+    assert [result.exit_code for result in made] == [0, 0]
+    assert made[0].stdout.startswith("import os") and made[1].stdout.startswith("import os")
+    shown = CliRunner().invoke(app, ["plan", str(embedded.path()), "--tp", "1", *asked])
+    assert "cache: full in fp8_e4m3, with a float32 scale" in " ".join(shown.stdout.split())
+    refused = CliRunner().invoke(app, ["generate", "import os", "--kv-cache-dtype", "fp9"])
+    said = " ".join(str(refused.exception or "").split()) + refused.output
+    assert refused.exit_code and "fp9" in said
