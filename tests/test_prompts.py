@@ -78,7 +78,7 @@ def prefill(engine: Any, rows: list[np.ndarray]) -> tuple[np.ndarray, list[np.nd
     last = runner._prompts.run(runner.params, cache, rows, slots)
     written = []
     for layer in cache.view(len(rows) + 1, PLACES):
-        for part in layer:
+        for part in (layer.k, layer.v):
             assert not part[0].any()
             written += [
                 part[slot, :, : len(row)].flatten()

@@ -90,7 +90,7 @@ class Torch(Implementation):
     def _put_cache(self, cache: Any) -> Any:
         """As the runner passes it: a view of the first slots and positions of larger buffers."""
         views = []
-        for array in cache:
+        for array in (cache.k, cache.v):  # a cache in codes has scales, too
             larger = np.pad(array, [(0, 2), (0, 0), (0, 3), (0, 0)], constant_values=GARBAGE)
             views.append(self.put(larger)[: array.shape[0], :, : array.shape[2]])
         return type(cache)(*views)
@@ -102,7 +102,7 @@ class Torch(Implementation):
         )
         result = function(*args, **over_arrays(self.put, kwargs))
         if isinstance(result, tuple):
-            return tuple(self._to_numpy(r) for r in result)
+            return tuple(self._to_numpy(r) for r in result if r is not None)
         return self._to_numpy(result)
 
     def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
@@ -135,7 +135,9 @@ class Jax(Implementation):
         arrays = [a.astype(np.int32) if a.dtype == np.int64 else a for a in arrays]
         rest = repr(over_arrays(lambda _: "array", (args, kwargs)))
         compiled = self._compiled.setdefault((function, rest), jax.jit(call))
-        return jax.tree.map(np.asarray, compiled(arrays))
+        result = jax.tree.map(np.asarray, compiled(arrays))
+        is_cache = isinstance(result, tuple)
+        return tuple(r for r in result if r is not None) if is_cache else result
 
     def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
         words = {name: getattr(state, name).astype(np.uint32) for name in self.sampler.WORDS}
