@@ -116,7 +116,7 @@ def answers(engines):
     return get
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.parametrize("name", MAIN)
 def test_answers_are_those_of_one_device(name, devices, answers):
     logits, text = answers(name, devices)
