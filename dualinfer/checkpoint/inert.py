@@ -81,14 +81,7 @@ def read_pickle(data: bytes) -> Pickle:
                 machine.found.value = machine.pop()
                 return machine.found
             machine.run(opcode.name, argument)
-    except (
-        IndexError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except _DAMAGE as error:
         raise ValueError(f"its pickle is damaged ({type(error).__name__})") from error
     raise ValueError("its pickle has no end")
 
