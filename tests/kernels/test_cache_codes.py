@@ -61,8 +61,9 @@ def test_codes_and_scales_are_those_of_the_reference(backend, dtype, codes):
         meant = np.asarray(jax.jit(CACHE_CODES.values)(*found))
         found = [np.asarray(part) for part in found]
     np.testing.assert_array_equal(found[0], data)
-    np.testing.assert_array_equal(found[1], scale)
-    np.testing.assert_array_equal(meant, values)
+    # XLA divides with an error of a unit in the last place on a GPU.
+    np.testing.assert_array_almost_equal_nulp(found[1], scale, 1 if backend == "jax" else 0)
+    np.testing.assert_array_equal(meant, reference.decode_heads(found[0], found[1]))
     # Half a step: of e4m3 a sixteenth of the value, or of the smallest that is normal.
     largest = np.abs(x.astype(np.float32)).max(-1, keepdims=True)
     most = largest / 254

@@ -27,13 +27,19 @@ def nearest_integer(a):
 
 
 @triton.jit
+def rounded_e4m3(a):
+    """The nearest number of float8_e4m3fn, as float32; a is at most 448, and ties go to even."""
+    bits = a.to(tl.uint32, bitcast=True)
+    bits += 0x7FFFF + ((bits >> 20) & 1)
+    normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(a) < 2.0**-6, (a + 24576.0) - 24576.0, normal)  # multiples of 2^-9
+
+
+@triton.jit
 def nearest_e4m3(a):
     """The nearest float8_e4m3fn of float32, at most 448, ties to even."""
     if _INTERPRETED:  # its conversion rounds ties up and cuts small numbers off
-        bits = a.to(tl.uint32, bitcast=True)
-        bits += 0x7FFFF + ((bits >> 20) & 1)
-        normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
-        a = tl.where(tl.abs(a) < 2.0**-6, (a + 24576.0) - 24576.0, normal)  # multiples of 2^-9
+        a = rounded_e4m3(a)
     return a.to(tl.float8e4nv)
 
 
@@ -47,15 +53,20 @@ def scale_of(most, CODES: tl.constexpr):
 
 @triton.jit
 def codes_by(x, scale, CODES: tl.constexpr):
-    """Codes of heads x [rows, D], float32, by their scales [rows, 1]."""
+    """Codes of heads x [rows, D], float32, by their scales [rows, 1], and what they mean.
+
+    The meaning is rounded apart: ptxas of CUDA 12.8 loses registers where codes are made and read.
+    """
     largest: tl.constexpr = 448.0 if CODES == "fp8_e4m3" else 127.0
     a = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0, 1.0, scale), x.shape))
     a = tl.minimum(tl.maximum(a, -largest), largest)
     if CODES == "fp8_e4m3":
         codes = nearest_e4m3(a).to(tl.uint8, bitcast=True)
+        rounded = rounded_e4m3(a)
     else:
-        codes = nearest_integer(a).to(tl.int8)
-    return codes
+        rounded = nearest_integer(a)
+        codes = rounded.to(tl.int8)
+    return codes, rounded * scale
 
 
 @triton.jit

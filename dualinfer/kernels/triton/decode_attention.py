@@ -67,8 +67,8 @@ def _encoded(x, CODES: tl.constexpr):
     """Codes of one head x [1, BLOCK_D], its scale [1, 1], and what they mean, float32."""
     x = x.to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1), CODES)[:, None]
-    codes = codes_by(x, scale, CODES)
-    return codes, scale, values_of(codes, tl.float32) * scale
+    codes, new = codes_by(x, scale, CODES)
+    return codes, scale, new
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .blocks import places, slots_and_room, table_arguments
-from .codes import codes_by, scale_arguments, scale_of, values_of
+from .codes import codes_by, scale_arguments, scale_of
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import dtype_name
 from .rows import check_last_axis, check_vector
@@ -146,12 +146,12 @@ def _rotary_append_kernel(
         parts = (_rounded(x, dtype), _rounded(y, dtype), _rounded(z, dtype))
         most = tl.maximum(tl.max(tl.abs(parts[0]), 1), tl.max(tl.abs(parts[1]), 1))
         scale = scale_of(tl.maximum(most, tl.max(tl.abs(parts[2]), 1)), CODES)[:, None]
-        codes_x = codes_by(parts[0], scale, CODES)
-        codes_y = codes_by(parts[1], scale, CODES)
-        codes_z = codes_by(parts[2], scale, CODES)
-        x = tl.where(is_q, x, values_of(codes_x, tl.float32) * scale)
-        y = tl.where(is_q, y, values_of(codes_y, tl.float32) * scale)
-        z = tl.where(is_q, z, values_of(codes_z, tl.float32) * scale)
+        codes_x, new_x = codes_by(parts[0], scale, CODES)
+        codes_y, new_y = codes_by(parts[1], scale, CODES)
+        codes_z, new_z = codes_by(parts[2], scale, CODES)
+        x = tl.where(is_q, x, new_x)
+        y = tl.where(is_q, y, new_y)
+        z = tl.where(is_q, z, new_z)
         changed |= head >= H
     z = z.to(at.dtype.element_ty)
     if q_out_ptr is None:
