@@ -226,7 +226,7 @@ def test_what_kernels_do_not_know_is_refused():
         linear(x, weight._replace(columns=24))
     with pytest.raises(ValueError, match="do not fit x"):
         linear(x, weight._replace(width=96))
-    with pytest.raises(ValueError, match="up to 64 rows"):
+    with pytest.raises(ValueError, match="up to 128 rows"):
         linear(x.expand(200, 64), weight)
     with pytest.raises(ValueError, match="no place for a norm"):
         linear(x, weight, norm=NormArguments("rms", x[0], None, EPS), config=TILE)

@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .conversions import as_floats
 from .launch import INTERPRETED
 from .operands import dtype_name
 
@@ -72,10 +73,15 @@ def codes_by(x, scale, CODES: tl.constexpr):
 @triton.jit
 def values_of(codes, dtype: tl.constexpr):
     """What codes mean before they are scaled; every dtype has these numbers."""
-    if codes.dtype == tl.uint8:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    if _INTERPRETED or dtype == tl.float32:
+        if codes.dtype == tl.uint8:
+            values = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+        else:
+            values = codes.to(tl.float32).to(dtype)
+    elif codes.dtype == tl.uint8:
+        values = as_floats(codes, 0, "fp8_e4m3", dtype)
     else:
-        values = codes.to(tl.float32).to(dtype)
+        values = codes.to(dtype)
     return values
 
 

@@ -13,9 +13,10 @@ from .eight_bit_kernels import quantize_kernel, tile_kernel
 from .launch import launch, next_power_of_2
 from .linear import NormArguments
 from .operands import empty
-from .quantized import MOST_ROWS, Packed
+from .quantized import Packed
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
+_LEAST = 64  # rows of x, which are multiplied in 16 bits
 MOST_SCALED = 512  # rows of x whose sums are scaled in parts
 GROUP = 128  # columns that share a scale where not all do
 WIDEST = 65536  # columns that a program quantizes
@@ -62,7 +63,7 @@ def pays(count: int, itemsize: int, weight: Packed, block: int) -> bool:
     Sums that are scaled in parts run at half the rate: of many rows the 16-bit units are faster.
     """
     scaled = bool(weight.columns or block)
-    return itemsize == 2 and MOST_ROWS < count <= (MOST_SCALED if scaled else count)
+    return itemsize == 2 and _LEAST < count <= (MOST_SCALED if scaled else count)
 
 
 def quantize(

@@ -15,15 +15,24 @@ from .fragment_kernel import fragment_kernel
 from .launch import launch, next_power_of_2
 from .linear import MOST_TILES, NormArguments
 from .operands import as_words, empty
-from .quantized_kernels import matvec_kernel, stream_kernel, tile_kernel, values_kernel
+from .quantized_kernels import (
+    matvec_kernel,
+    order_kernel,
+    stream_kernel,
+    tile_kernel,
+    values_kernel,
+)
 from .tunable import Key, Kind, Tunable, powers
 
-MOST_ROWS = 64  # of x; more are multiplied with a matrix that `values` makes
+MOST_ROWS = 128  # of x; more are multiplied with a matrix that `values` makes
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 _MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _MASKS = 0x000F000F  # of two
 _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
+_CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
+_ORDERED = 64  # quads of a row of x that a program puts in order
+_MANY = 128, 64, 4, 4, 3, 2.5  # m, n, quads, warps, stages and waves of 8-bit codes
 _VALUES = 4096  # codes that a program of `values` reads
 
 
@@ -176,8 +185,10 @@ def linear(
             **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks, **how},
         )
         return y
-    turns = triton.cdiv(quads, config.quads)
-    parts = 2 if gated else 1
+    parts, at_once = 2 if gated else 1, config.quads
+    if isinstance(config, QuantizedTileConfig) and weight.columns:
+        at_once = min(at_once, max(1, weight.columns * weight.bits // 128) * _CHUNKS)
+    turns = triton.cdiv(quads, at_once)
     if isinstance(config, QuantizedVectorConfig):
         tiles, area = (triton.cdiv(features, config.rows),), config.rows * parts
     else:
@@ -187,7 +198,7 @@ def linear(
     share = triton.cdiv(turns, 1 if alone else min(config.splits, turns))
     splits = triton.cdiv(turns, share)  # none is left without work
     partial = empty(counters, (math.prod(tiles) * splits * area,), "float32") if splits > 1 else y
-    meant |= {"QUADS": config.quads, "TURNS": share, "SPLITS": splits}
+    meant |= {"QUADS": at_once, "TURNS": share, "SPLITS": splits}
     if isinstance(config, QuantizedVectorConfig):
         launch(
             matvec_kernel,
@@ -198,10 +209,13 @@ def linear(
         return y
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; those of one row have.")
+    if weight.bits == 4:
+        rows = _ordered(rows, pdl)
+        strides = rows.stride(0), strides[1]
     launch(
         tile_kernel,
         (*tiles, splits),
-        *(*arrays, *ends, y, partial, counters, count, features, *strides),
+        *(rows, weight.data, *arrays[2:], *ends, y, partial, counters, count, features, *strides),
         **{**meant, "BLOCK_M": config.m, "BLOCK_N": config.n, "STAGES": config.stages, **how},
     )
     return y
@@ -221,6 +235,17 @@ def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False) -> A
         *(*_arrays(weight), y, features),
         **{**_meaning(weight), "ROWS": rows, "QUADS": quads, "num_warps": 4, "pdl": pdl},
     )
+    return y
+
+
+def _ordered(x: Any, pdl: bool) -> Any:
+    """Rows of x [rows, K] as the tiles of codes of 4 bits want them."""
+    count, width = x.shape
+    quads = triton.cdiv(width, 32)
+    y = x.new_empty((count, quads * 32))
+    each = min(next_power_of_2(quads), _ORDERED)
+    grid = count, triton.cdiv(quads, each)
+    launch(order_kernel, grid, x, y, x.stride(0), K=width, QUADS=each, num_warps=4, pdl=pdl)
     return y
 
 
@@ -249,7 +274,7 @@ def _meaning(weight: Packed) -> dict[str, Any]:
 
 def default_config(key: Key, sms: int) -> QuantizedConfig:
     """A configuration for a shape that nobody measured."""
-    _, rows, features, width, number, _, _, gated, _ = key
+    _, rows, features, width, number, _, itemsize, gated, _ = key
     bits, parts = bits_of(_CODES[number - 1]), 2 if gated else 1
     fragments = _default_fragments(key, sms)
     if fragments is not None:
@@ -265,12 +290,31 @@ def default_config(key: Key, sms: int) -> QuantizedConfig:
         while results > 1 and features < 2 * sms * results:
             results //= 2
         return QuantizedStreamConfig(results, warps, 16 // warps)
-    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    n = 32 if gated else 64
+    return _default_tile(rows, features, width, bits, parts, itemsize, sms)
+
+
+def _default_tile(
+    rows: int, features: int, width: int, bits: int, parts: int, itemsize: int, sms: int
+) -> QuantizedTileConfig:
+    """Of many rows, as the fastest of a search at the 8B shape on an H100 were; `waves` of it."""
+    if itemsize == 4:
+        m, n, quads, warps, stages, waves = min(next_power_of_2(rows), 32), 64, 4, 4, 2, 1.5
+    elif rows <= 32:
+        m, n, quads, warps, stages, waves = 16 if rows <= 16 else 32, 128, 4, 8, 3, 2.5
+    elif bits == 8:
+        m, n, quads, warps, stages, waves = (64, 64, 8, 4, 3, 2.5) if rows <= 64 else _MANY
+    elif rows > 64:
+        m, n, quads, warps, stages, waves = 128, 128, 4, 8, 3, 1
+    else:
+        m, n, quads, warps, stages, waves = (
+            (64, 128, 4, 4, 3, 1) if parts == 2 else (64, 128, 8, 8, 2, 1.5)
+        )
+    m, n = max(m, 16), n // parts
     tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
-    waves = 1.5 if bits == 4 else 4 if m < 64 else 2
-    splits = max(1, min(round(waves * sms / tiles), quads // 16, 8))
-    return QuantizedTileConfig(m, n, 4, 4, 3, splits)
+    turns = triton.cdiv(width * bits, 128 * quads)
+    return QuantizedTileConfig(
+        m, n, quads, warps, stages, max(1, min(round(waves * sms / tiles), turns // 4, 8))
+    )
 
 
 def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
@@ -396,12 +440,14 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
             if splits == 1 or features < 16 * sms
         ]  # fmt: skip
         return [*first, *streams, *vectors]
-    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    m = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     tiles = []
-    for n, quads, warps, stages in ((64, 4, 4, 3), (64, 8, 4, 2), (32, 8, 4, 3), (128, 4, 8, 3)):
+    for n, quads, warps, stages in (
+        (64, 4, 4, 3), (64, 8, 4, 3), (128, 4, 4, 3), (128, 4, 8, 3), (128, 8, 8, 2),
+    ):  # fmt: skip
         n = n // 2 if gated else n
         programs = triton.cdiv(rows, m) * triton.cdiv(features, n)
-        for wave in (0, 1, 2):
+        for wave in (0, 1, 2.5):
             splits = max(1, min(round(wave * sms / programs), 8))
             tiles.append(QuantizedTileConfig(m, n, quads, warps, stages, splits))
     return [*first, *tiles]
