@@ -110,7 +110,7 @@ def reading(
         options["activation"] = "silu"
     counters = new(linear.MOST_TILES, dtype="int32")
     quantized.linear(x, weight, config=config, counters=counters, **options)
-    (launch,) = recording.launches
+    launch = recording.launches[-1]  # others prepare x
     types = {"float32": "*fp32", "int32": "*i32", "uint8": "*u8", "uint32": "*u32"}
     types |= {"float16": "*fp16", "bfloat16": "*bf16"}
     arguments: dict[str, Any] = dict(launch.options) | {"dtypes": dtypes}
@@ -128,9 +128,8 @@ def decoding(
     slots: int, kv_heads: int, group: int, dim: int, dtypes: Any = BFLOAT16, **arguments: Any
 ) -> Variant:
     """Attention of a decode step with 2,048 places in the cache; plain but for `arguments`."""
-    config = decode_attention.default_config(
-        slots * kv_heads, 2048, dim, 4 if dtypes == WHOLE else 2, 132
-    )
+    kept = 4 if dtypes == WHOLE else 1 if "CODES" in arguments else 2
+    config = decode_attention.default_config(slots * kv_heads, 2048, dim, kept, 132)
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = dict.fromkeys(("INTERLEAVED", "NORM_OFFSET", "WINDOWED", "SOFTCAP"), False)
@@ -260,6 +259,9 @@ VARIANTS: list[Variant] = [
     reading("int4", 28672, 4096, count=8, gated=True),
     reading("int4", 4096, 14336, count=32),
     reading("int8", 4096, 14336, 0, count=64, scales="float32"),
+    reading("uint4", 6144, 4096, count=64, zeros=True),
+    reading("fp8_e4m3", 28672, 4096, 0, count=128, gated=True, scales="float32"),
+    reading("fp4_e2m1", 4096, 4096, 32, count=32, scales="float8_e8m0fnu"),
     reading("fp4_e2m1", 4096, 14336, 16, count=8, scales="float8_e4m3fn"),
     decoding(1, 8, 4, 128),
     decoding(32, 8, 4, 128),
@@ -394,6 +396,7 @@ def facts(log: str, ptx: str) -> dict[str, int]:
         "registers": int(registers[1]),
         "wide": len(re.findall(wide, ptx)),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "fed": len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", ptx)),  # by registers
         "eight": len(re.findall(r"wgmma.mma_async\S+\.(?:f32\.e4m3\.e4m3|s32\.s8\.s8)", ptx)),
     }
 
@@ -503,6 +506,15 @@ def test_codes_become_values_by_few_instructions(report):
     assert 0 < stream["loop"] / 64 <= 4.0 and not stream["conversions"]
     assert 0 < line(VECTOR._replace(rows=4, quads=64), *INT8)["loop"] / 128 <= 4.5
     assert 0 < line(None, *INT8)["loop"] / 64 <= 4.0
+
+
+def test_tiles_of_codes_go_to_the_matrix_units_from_registers(report):
+    tiles = [
+        line for line in report if line["kernel"] == "tile_kernel" and "TABLE" in line["variant"]
+    ]
+    halves = [line for line in tiles if "'BLOCK': (1, 16)" not in line["variant"]]
+    assert len(halves) >= 5
+    assert not [line for line in halves if not 0 < line["fed"] == line["wgmma"]]
 
 
 def test_codes_are_the_matrix_units_operand_where_they_were_loaded(report):

@@ -3,7 +3,7 @@
 Conversions of single elements run at a quarter of the rate of these.
 """
 
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 import triton
 import triton.language as tl
 

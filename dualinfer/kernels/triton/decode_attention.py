@@ -302,7 +302,8 @@ def decode_attention(
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
-        config = default_config(slots * kv_heads, capacity, dim, qkv.element_size(), sms)
+        kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
+        config = default_config(slots * kv_heads, capacity, dim, kept, sms)
     # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
     # they do not take, would pay for the rows that are not there.
     block_g = max(16, next_power_of_2(group)) if group > 1 or qkv.element_size() == 2 else 1
@@ -342,10 +343,16 @@ def decode_attention(
 
 
 def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
-    """A configuration for `pairs` of slot and KV head that nobody measured: two programs an SM."""
-    block = 16 if dim * itemsize > 256 else 32 if capacity <= 512 else 64  # as registers allow
-    splits = max(1, min(round(2 * sms / pairs), triton.cdiv(capacity, block), 32))
-    return DecodeConfig(block, 4, splits, 2 if splits > 1 else 3)
+    """A configuration for `pairs` of slot and KV head that nobody measured: eight warps an SM.
+
+    `itemsize` is that of what the cache keeps, or of float32 heads. Codes, of which as many elements are half the bytes,
+    want programs of two warps.
+    """
+    warps = 2 if itemsize == 1 else 4
+    wide = dim * max(itemsize, 2) > 256  # codes become floats
+    block = 16 if wide else 32 if capacity <= 512 else 64  # as registers allow
+    splits = max(1, min(round(8 // warps * sms / pairs), triton.cdiv(capacity, block), 32))
+    return DecodeConfig(block, warps, splits, 2 if splits > 1 and itemsize > 1 else 3)
 
 
 def tuning_key(pairs: int, reach: int, group: int, dim: int, itemsize: int) -> Key:
@@ -363,12 +370,12 @@ def _fits(key: Key, config: DecodeConfig) -> bool:
 
 def _candidates(key: Key, sms: int) -> list[DecodeConfig]:
     _, pairs, reach, _, dim, itemsize = key
-    default = default_config(pairs, reach, dim, max(itemsize, 2), sms)  # codes become floats
+    default = default_config(pairs, reach, dim, itemsize, sms)
     base = next_power_of_2(default.splits)
     splits = [n for n in (base, base // 2, base * 2, base // 4) if 1 <= n <= 64]
     configs = [default]
     for n in splits:
-        for block, warps in ((32, 4), (32, 2), (64, 4), (16, 2)):
+        for block, warps in ((32, 4), (32, 2), (64, 4), (64, 2), (16, 2)):
             if n > triton.cdiv(reach, block) or block * dim > 8192:
                 continue
             configs += [DecodeConfig(block, warps, n, stages) for stages in (2, 3)]

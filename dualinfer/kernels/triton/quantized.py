@@ -32,7 +32,6 @@ _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
 _CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
 _ORDERED = 64  # quads of a row of x that a program puts in order
-_MANY = 128, 64, 4, 4, 3, 2.5  # m, n, quads, warps, stages and waves of 8-bit codes
 _VALUES = 4096  # codes that a program of `values` reads
 
 
@@ -296,20 +295,18 @@ def default_config(key: Key, sms: int) -> QuantizedConfig:
 def _default_tile(
     rows: int, features: int, width: int, bits: int, parts: int, itemsize: int, sms: int
 ) -> QuantizedTileConfig:
-    """Of many rows, as the fastest of a search at the 8B shape on an H100 were; `waves` of it."""
+    """As the fastest of a search at the 8B shape on an H100 were; `waves` of programs fill it."""
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    n, quads, warps, stages, waves = 128, 4, 8, 3, 1.0
     if itemsize == 4:
-        m, n, quads, warps, stages, waves = min(next_power_of_2(rows), 32), 64, 4, 4, 2, 1.5
-    elif rows <= 32:
-        m, n, quads, warps, stages, waves = 16 if rows <= 16 else 32, 128, 4, 8, 3, 2.5
-    elif bits == 8:
-        m, n, quads, warps, stages, waves = (64, 64, 8, 4, 3, 2.5) if rows <= 64 else _MANY
-    elif rows > 64:
-        m, n, quads, warps, stages, waves = 128, 128, 4, 8, 3, 1
-    else:
-        m, n, quads, warps, stages, waves = (
-            (64, 128, 4, 4, 3, 1) if parts == 2 else (64, 128, 8, 8, 2, 1.5)
-        )
-    m, n = max(m, 16), n // parts
+        m, n, warps, stages = min(m, 32), 64, 4, 2
+    elif m <= 32:
+        waves = 2.5 if bits == 8 else 1.5
+    elif bits == 8 and parts == 1:
+        n, quads, warps, waves = 64, 8 if m == 64 else 4, 4, 2.5
+    elif bits == 4 and parts == 2 and m == 64:
+        warps = 4
+    n //= parts
     tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
     turns = triton.cdiv(width * bits, 128 * quads)
     return QuantizedTileConfig(

@@ -542,7 +542,7 @@ def tile_kernel(
     BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
     CHUNKS: tl.constexpr = QUADS * 16 // BYTES
     COLUMNS: tl.constexpr = BYTES * 8 // BITS
-    SMALL: tl.constexpr = 0 < BLOCK[1] and BLOCK[1] < COLUMNS
+    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
     EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
     HELD: tl.constexpr = (K + 31) // 32 * 16 if BITS == 4 else K
     BLOCKS: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1] if BLOCK[1] else 1
