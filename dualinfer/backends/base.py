@@ -11,6 +11,7 @@ from ..model.spec import ModelSpec
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
+NO_LABEL = -100  # HF's, where no loss is asked for
 MAX_STEPS = 32  # of one `decode` call
 NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
@@ -19,17 +20,29 @@ NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so
 class ForwardInputs:
     """Whole sequences for one forward pass without a cache, checked and in host memory.
 
-    `ids` int32 [B, T]; `mask` bool [B, T], True where a token is real, None for everywhere;
-    `positions` and `token_types` int32 [B, T]; `segments` int32 [B, T] numbers the packed
-    sequences of a row, which do not see each other.
+    `ids` int32 [B, T], or None and `embeds` float32 [B, T, W], W as wide as the embedding; `mask`
+    bool [B, T], True where a token is real, None for everywhere; `positions` and `token_types`
+    int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
+    each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
+    int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
+    the number of labels.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray | None
     positions: np.ndarray
     mask: np.ndarray | None = None
     token_types: np.ndarray | None = None
     segments: np.ndarray | None = None
     output_hidden_states: bool = False
+    embeds: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    loss_count: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and T."""
+        return self.positions.shape[0], self.positions.shape[1]
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,8 @@ class Runner(Protocol):
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
 
         `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
-        embedding, each layer's output, the last one after the final norm.
+        embedding, each layer's output, the last one after the final norm. With labels there is a
+        `loss` as well, float32 [].
         """
         ...
 

@@ -94,6 +94,10 @@ class FusedEngine(InferenceEngine):
         *,
         position_ids: Any = None,
         token_type_ids: Any = None,
+        inputs_embeds: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        logits_to_keep: Any = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         return_tuple: bool | None = None,
@@ -106,7 +110,11 @@ class FusedEngine(InferenceEngine):
         counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
         come back in the same framework, in the engine's dtype, on its device. As in HF,
         `position_ids` that start anew separate packed sequences only without a mask and without a
-        cache: with `use_cache=False` here or in the model's config. Returns HF's ModelOutput; with
+        cache: with `use_cache=False` here or in the model's config. `inputs_embeds` [B, T, W] come
+        in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
+        a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
+        `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
+        others are computed, and labels are theirs. Returns HF's ModelOutput; with
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
@@ -115,6 +123,8 @@ class FusedEngine(InferenceEngine):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "token_type_ids": token_type_ids,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
         }
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
@@ -131,13 +141,16 @@ class FusedEngine(InferenceEngine):
             inputs = make_forward_inputs(
                 self._spec,
                 *call.inputs.values(),
+                logits_to_keep=logits_to_keep,
+                loss_count=num_items_in_batch,
                 output_hidden_states=output_hidden_states,
                 may_pack=not use_cache,
             )
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        kind = kind_of(call.inputs["input_ids"]) or "list"
+        given = call.inputs["input_ids"]
+        kind = kind_of(call.inputs["inputs_embeds"] if given is None else given) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)

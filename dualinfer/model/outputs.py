@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-FIELDS = ("logits", "last_hidden_state", "pooler_output", "hidden_states")  # in HF's order
+FIELDS = ("loss", "logits", "last_hidden_state", "pooler_output", "hidden_states")  # HF's order
 
 
 @functools.cache
@@ -14,7 +14,7 @@ def _outputs_type() -> Any:
 
     from transformers.utils.generic import ModelOutput
 
-    fields = [(name, Any, None) for name in (*FIELDS, "loss", "attentions", "past_key_values")]
+    fields = [(name, Any, None) for name in (*FIELDS, "attentions", "past_key_values")]
     namespace = {"__repr__": _describe, "__module__": __name__, "__post_init__": _keep}
     return make_dataclass("Outputs", fields, bases=(ModelOutput,), namespace=namespace, repr=False)
 

@@ -18,7 +18,7 @@ from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_LABEL, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket
@@ -34,7 +34,7 @@ from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
 from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
-from .steps import Steps, cut
+from .steps import Steps, cut, loss
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -132,7 +132,7 @@ class JaxRunner:
         so.
         """
         self._check()
-        batch, tokens = inputs.ids.shape
+        batch, tokens = inputs.shape
         size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
         if mask is None and not self.spec.causal and size != (batch, tokens):
@@ -144,23 +144,31 @@ class JaxRunner:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
-        arrays = (inputs.ids, positions, mask, types, inputs.segments)
+        arrays = (inputs.ids, positions, mask, types, inputs.segments, inputs.embeds)
+        count = tokens if inputs.kept is None else len(inputs.kept)
+        places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
 
-        def pad(array: np.ndarray) -> np.ndarray:
-            padded = np.zeros(size, array.dtype)
-            padded[:batch, :tokens] = array
+        def pad(array: np.ndarray, fill: int = 0, width: int = size[1]) -> np.ndarray:
+            padded = np.full((size[0], width, *array.shape[2:]), fill, array.dtype)
+            padded[:batch, : array.shape[1]] = array
             return padded
 
         padded = [None if x is None else pad(x) for x in arrays]
+        kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.vocab if self.spec.head else self.spec.embed
+            values = self.spec.vocab * places // size[1] if self.spec.head else self.spec.embed
             values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
             rows = max(1, self._most_tokens_of(size[1], values) // size[1])
-            outputs = self._outputs(padded, size, keep, min(rows, size[0]))
-        if size == (batch, tokens):
-            return self._place.local(outputs)
-        return self._place.local(cut(batch, tokens)(outputs))
+            outputs = self._outputs([*padded, kept], size, keep, min(rows, size[0]))
+        is_whole = (*size, places) == (batch, tokens, count)
+        cut_back = outputs if is_whole else cut(batch, tokens, count)(outputs)
+        result = self._place.local(cut_back)
+        if inputs.labels is not None:
+            labels = pad(inputs.labels, NO_LABEL, places)
+            of = self._place.local(outputs["logits"]), labels, inputs.loss_count
+            result["loss"] = loss(*of)
+        return result
 
     def _outputs(
         self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
@@ -172,8 +180,9 @@ class JaxRunner:
             step = partial(self.steps.forward, keep=keep, layers=layers)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows)
+            given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
+                ("forward", size, given, keep, layers, rows),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from ..base import MAX_STEPS, NO_TOKEN
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN
 from .cache import Cache
 from .executables import jit_few
 from .ops.plain import PlainOps
@@ -46,11 +46,13 @@ class Steps:
     def forward(
         self,
         params: Params,
-        ids: jax.Array,
+        ids: jax.Array | None,
         positions: jax.Array | None,
         mask: jax.Array | None,
         token_types: jax.Array | None,
         segments: jax.Array | None,
+        embeds: jax.Array | None = None,
+        kept: jax.Array | None = None,
         x: jax.Array | None = None,
         *,
         keep: bool,
@@ -58,17 +60,24 @@ class Steps:
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
+        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`.
+
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
         part gives, x last; outputs then have the hidden states of their own part.
         """
-        ops = self.ops.using(self._scratch(params, ids.shape[0]))
+        given = ids if embeds is None else embeds
+        assert given is not None
+        shape = batch, length = given.shape[:2]
+        ops = self.ops.using(self._scratch(params, batch))
         model = self.spec, params, ops
         counted = None if mask is None else positions
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+            positions = jnp.broadcast_to(jnp.arange(length), shape)
         if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
-            token_types = jnp.zeros_like(ids)
+            token_types = jnp.zeros(shape, jnp.int32)
+        if embeds is not None:
+            embeds = embeds.astype(params.outer["embed.weight"].dtype)
         angles = ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
@@ -77,11 +86,11 @@ class Steps:
             return ops.attend(layer, qkv, angles, **how)[0]
 
         args = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*args, keep, layers, x)
+        states = decoder.hidden_states(*args, keep, layers, x, embeds)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
-        result = decoder.outputs(*model, states, keep)
+        result = decoder.outputs(*model, states, keep, kept)
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
@@ -90,11 +99,12 @@ class Steps:
         self, params: Params, *arrays: Any, keep: bool, rows: int
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
+        *by_row, kept, _ = arrays  # the last is the x of a part, and this is the whole pass
 
-        def some(part: tuple[Any, ...]) -> Any:
-            return self.forward(params, *part, keep=keep)
+        def some(part: list[Any]) -> Any:
+            return self.forward(params, *part, kept, keep=keep)
 
-        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), arrays)
+        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
         whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
         return whole, None if flags is None else flags.max(0)
@@ -271,10 +281,20 @@ class Steps:
 
 
 @jit_few
-def cut(batch: int, tokens: int) -> Callable[[Any], Any]:
-    """A pytree of outputs without the rows and tokens that a bucket added."""
+def cut(batch: int, tokens: int, kept: int | None = None) -> Callable[[Any], Any]:
+    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens."""
 
-    def part(x: jax.Array) -> jax.Array:
-        return x[(slice(batch), slice(tokens))[: x.ndim - 1]]
+    def part(name: str, value: Any) -> Any:
+        count = tokens if kept is None or name != "logits" else kept
+        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - 1]], value)
 
-    return lambda outputs: jax.tree.map(part, outputs)
+    return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
+
+
+@jax.jit
+def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
+    """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+    real = labels != NO_LABEL
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ... import decoder
 from ...errors import UnsupportedError
@@ -15,7 +16,7 @@ from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
@@ -123,25 +124,32 @@ class TorchRunner:
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
+        tensors = [
+            None if array is None else torch.from_numpy(array)
+            for array in (*arrays, inputs.embeds, inputs.kept)
+        ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         keep = inputs.output_hidden_states
-        with self._own_settings(inputs.ids.size), span("forward"):
+        with self._own_settings(inputs.positions.size), span("forward"):
             if self._calls is not None:
                 result = self._calls.run(outputs, (*tensors, keep), {})
             else:
                 result = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+            if inputs.labels is not None:
+                result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         if self.ops.exchange is not None and self.ops.exchange.given_up.any():
             raise self.ops.exchange.error()
         return result
 
     def _outputs(
         self,
-        ids: torch.Tensor,
+        ids: torch.Tensor | None,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
         mask: torch.Tensor | None,
         segments: torch.Tensor | None,
+        embeds: torch.Tensor | None,
+        kept: torch.Tensor | None,
         keep: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
@@ -155,8 +163,20 @@ class TorchRunner:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
-        states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
-        return decoder.outputs(*model, states, keep)
+        embeds = None if embeds is None else embeds.to(self.dtype)
+        given: dict[str, Any] = {"keep": keep, "embeds": embeds}
+        states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
+        return decoder.outputs(*model, states, keep, kept)
+
+    def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
+        """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            torch.from_numpy(labels).to(self.device).flatten().long(),
+            ignore_index=NO_LABEL,
+            reduction="mean" if count is None else "sum",
+        )
+        return loss if count is None else loss / count
 
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
