@@ -86,18 +86,28 @@ class SamplingFeatures:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue: `tokens` int32 [T] without padding, T at least 1."""
+    """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
+
+    With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
+    has been seen, all or none.
+    """
 
     tokens: np.ndarray
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    embeds: np.ndarray | None = None
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """What the layers read: tokens, or embeddings."""
+        return self.tokens if self.embeds is None else self.embeds
 
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values are kept; the last new token is never fed back."""
-        return len(self.tokens) + self.max_new_tokens - 1
+        return len(self.prompt) + self.max_new_tokens - 1
 
 
 class PendingTokens(Protocol):

@@ -66,7 +66,7 @@ class LiveSlots:
     def add(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Book requests in slots."""
         self._requests.update(zip(slots, requests, strict=True))
-        self._reach.update((s, len(r.tokens)) for s, r in zip(slots, requests, strict=True))
+        self._reach.update((s, len(r.prompt)) for s, r in zip(slots, requests, strict=True))
 
     def advance(self, steps: int) -> None:
         """Book steps for every slot."""

@@ -17,6 +17,7 @@ from .inputs import (
     Prompts,
     by_name,
     is_zero,
+    make_embedded,
     make_forward_inputs,
     make_prompts,
     refuse_arguments,
@@ -182,6 +183,7 @@ class FusedEngine(InferenceEngine):
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
         a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
         alone; rows of the result are left-padded, and filled up with the pad id after their end.
+        With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
         is an int below 2**64, or one for each prompt; None draws one for each. Raises before
@@ -300,7 +302,8 @@ class FusedEngine(InferenceEngine):
         if (named := by_name(ids)) is not None:
             ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
             kwargs.setdefault("token_type_ids", named["token_type_ids"])
-        inputs = {"input_ids": ids, "attention_mask": mask, "inputs": kwargs.pop("inputs", None)}
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds")}
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -335,6 +338,7 @@ class FusedEngine(InferenceEngine):
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
         ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
+        embeds = given["inputs_embeds"]
         if not spec.can_generate:
             raise UnsupportedError(
                 f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
@@ -353,17 +357,20 @@ class FusedEngine(InferenceEngine):
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
-        if ids is None and options.bos_token_id is not None:
-            ids, mask = [[options.bos_token_id]], None  # as in HF
-        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+        if embeds is not None:
+            prompts = make_embedded(embeds, ids, mask, spec)
+        else:
+            if ids is None and options.bos_token_id is not None:
+                ids, mask = [[options.bos_token_id]], None  # as in HF
+            prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
         if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
             raise ArgumentError(
                 "stop_strings may end some rows before others, but the model names neither a "
                 "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
             )
-        width = prompts.block.shape[1]
-        longest = max(len(row) for row in prompts.rows)  # without padding, which takes no room
+        longest = max(prompts.lengths)  # without padding, which takes no room
+        width = prompts.block.shape[1] or longest
         asked = self.inference_config.max_out_tokens
         default = self.max_tokens - (self.max_tokens != asked)  # HF's own fills the positions
         new_tokens = options.new_tokens(width, default + width - longest)
@@ -392,15 +399,18 @@ class FusedEngine(InferenceEngine):
                     row_seed,
                     index,
                 ),
+                embeds=vectors,
             )
-            for row, row_seed in zip(prompts.rows, seeds, strict=True)
+            for row, vectors, row_seed in zip(
+                prompts.rows, prompts.embeds or [None] * len(seeds), seeds, strict=True
+            )
             for index in range(count)
         ]
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
         return prompts, requests, options, stop
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
-        longest = max(len(row) for row in prompts.rows)
+        longest = max(prompts.lengths)
         limit, asked = self.max_tokens, self.inference_config.max_out_tokens
         if longest + new_tokens <= limit:
             return

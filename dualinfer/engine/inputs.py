@@ -30,13 +30,20 @@ class Prompts:
     """A batch of prompts without padding, and the block of columns that the result begins with.
 
     `block` int64 [B, width] holds each prompt at its right end. `kind` and `like` say which
-    framework and device the result goes back to.
+    framework and device the result goes back to. `embeds` are what the model reads of each prompt
+    in the place of its ids, of which there may then be none.
     """
 
     rows: tuple[np.ndarray, ...]
     block: np.ndarray
     kind: Kind
     like: Any
+    embeds: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the model reads of each prompt."""
+        return [len(row) for row in (self.rows if self.embeds is None else self.embeds)]
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
@@ -152,6 +159,34 @@ def make_prompts(
         rows.append(row[keep])
         block[i] = np.concatenate((row[~keep], row[keep]))
     return Prompts(tuple(rows), block, kind, like)
+
+
+def make_embedded(embeds: Any, ids: Any, mask: Any, spec: ModelSpec) -> Prompts:
+    """Prompts from embeddings [B, T, W]; `ids` [B, T] begin the result, which else is new tokens.
+
+    Raises ArgumentError for what does not fit, and for an empty prompt.
+    """
+    vectors = check_embeds(embeds, spec.extent("width"))
+    shape = vectors.shape[0], vectors.shape[1]
+    visible = check_mask(mask, shape)
+    visible = np.ones(shape, bool) if visible is None else visible
+    for i, keep in enumerate(visible):
+        if not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+    kind = kind_of(embeds) or "list"
+    like = embeds if kind == "torch" else None
+    rows, block = (np.empty(0, np.int32),) * shape[0], np.empty((shape[0], 0), np.int64)
+    if ids is not None:
+        tokens = check_ids(ids, "input_ids", spec.vocab)
+        if tokens.shape != shape:
+            raise ArgumentError(
+                f"input_ids has shape {tokens.shape} and inputs_embeds {vectors.shape}: where both "
+                "are given, the ids must be those of the embeddings. Leave input_ids out."
+            )
+        named = make_prompts(tokens, visible, spec.vocab, None, ())
+        rows, block = named.rows, named.block
+    parts = tuple(row[keep] for row, keep in zip(vectors, visible, strict=True))
+    return Prompts(rows, block, kind, like, parts)
 
 
 def _has_rows(value: Any) -> bool:

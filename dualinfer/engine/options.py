@@ -36,6 +36,7 @@ class GenerationArguments(TypedDict, total=False):
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
     inputs: Any
+    inputs_embeds: Any
     num_beams: int | None
     token_type_ids: Any
     use_cache: bool | None
@@ -78,7 +79,7 @@ _DEFAULTS: dict[str, Any] = {
     "stop_strings": None,
     "num_return_sequences": 1,
 }
-_SUPPORTED = ", ".join(sorted([*_DEFAULTS, "seed", "streamer", "tokenizer"]))
+_SUPPORTED = ", ".join(sorted([*_DEFAULTS, "inputs_embeds", "seed", "streamer", "tokenizer"]))
 DEFAULT_NEW_TOKENS = 20
 _MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
 _MOST = 2**31 - 1  # the largest id of a result on JAX
@@ -100,7 +101,7 @@ _OFF = frozenset(
     """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
     bad_words_ids begin_suppress_tokens constraints continuous_batching_config custom_generate
     dola_layers exponential_decay_length_penalty force_words_ids forced_bos_token_id
-    forced_eos_token_id inputs_embeds is_assistant logits_processor low_memory
+    forced_eos_token_id is_assistant logits_processor low_memory
     max_matching_ngram_size max_time negative_prompt_attention_mask negative_prompt_ids
     output_attentions output_hidden_states output_logits output_scores past_key_values
     position_ids prefix_allowed_tokens_fn prompt_lookup_num_tokens remove_invalid_values
@@ -284,7 +285,7 @@ def config_dict(generation_config: Any) -> dict[str, Any]:
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
-    known = {*_KNOWN, "seed", "streamer", "tokenizer"}
+    known = {*_KNOWN, "inputs_embeds", "seed", "streamer", "tokenizer"}
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)

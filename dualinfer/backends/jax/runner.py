@@ -33,7 +33,7 @@ from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
-from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
+from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_embeds, prompt_rows
 from .steps import Steps, cut, loss
 
 _SMALLEST_EOS = 4
@@ -240,7 +240,7 @@ class JaxRunner:
             raise StepError(_LOST)
         self._live.add(slots, requests)
         self._reserve(idle)
-        passes, groups = [], self._panels([len(r.tokens) for r in requests])
+        passes, groups = [], self._panels([len(r.prompt) for r in requests])
         for group in groups:
             part = [requests[i] for i in group], [slots[i] for i in group]
             assert self._state is not None
@@ -275,10 +275,21 @@ class JaxRunner:
         arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
         ids = arrays[0]
 
-        def step(params: Params, cache: Any, state: Any, packed: jax.Array, *part: Any) -> Any:
-            return self.steps.prefill(params, cache, state, *unpack(packed, arrays), *part)
+        embeds = prompt_embeds(requests, ids.shape)
 
-        return Step(("prefill", ids.shape), step, (pack(arrays),))
+        def step(
+            params: Params,
+            cache: Any,
+            state: Any,
+            packed: jax.Array,
+            embeds: jax.Array | None,
+            *part: Any,
+        ) -> Any:
+            rows: Any = *unpack(packed, arrays), embeds
+            return self.steps.prefill(params, cache, state, *rows, *part)
+
+        given = None if embeds is None else embeds.shape
+        return Step(("prefill", ids.shape, given), step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""

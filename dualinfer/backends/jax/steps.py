@@ -99,10 +99,11 @@ class Steps:
         self, params: Params, *arrays: Any, keep: bool, rows: int
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
-        *by_row, kept, _ = arrays  # the last is the x of a part, and this is the whole pass
+        *by_row, kept = arrays[:-1]  # the last is the x of a part, and this is the whole pass
 
         def some(part: list[Any]) -> Any:
-            return self.forward(params, *part, kept, keep=keep)
+            inputs: Any = (*part, kept)
+            return self.forward(params, *inputs, keep=keep)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -119,14 +120,16 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         mode: jax.Array | int,
+        embeds: jax.Array | None = None,
         x: jax.Array | None = None,
         layers: range | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
-        they have seen is filled in here. With `layers` a part of the pass, as in `forward`: before
-        the last one x in the place of the tokens, and no state.
+        they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
+        part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
+        state.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -139,7 +142,9 @@ class Steps:
             y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
             return y
 
-        how: dict[str, Any] = {"layers": layers, "x": x}
+        if embeds is not None:
+            embeds = embeds.astype(params.outer["embed.weight"].dtype)
+        how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()

@@ -191,15 +191,15 @@ class TorchRunner:
         assert state is not None
         features = SamplingFeatures.of(requests)
         rows = torch.tensor(slots, device=self.device)
-        lengths = np.array([len(r.tokens) for r in requests])
+        lengths = np.array([len(r.prompt) for r in requests])
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
         with self._own_settings(int(lengths.sum())):
-            tokens = [r.tokens for r in requests]
-            last = self._prompts.run(self._passed, self._cache, tokens, rows)
+            prompts = [r.prompt for r in requests]
+            last = self._prompts.run(self._passed, self._cache, prompts, rows)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
