@@ -151,6 +151,25 @@ class Runner(Protocol):
         """
         ...
 
+    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> Any:
+        """As `prefill`, for tokens that the caller chooses: float32 logits [B, V] of the next ones.
+
+        These slots take no part in `decode`.
+        """
+        ...
+
+    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> Any:
+        """Float32 logits [B, V] after the `tokens` chosen for `slots` of `prefill_scores`."""
+        ...
+
+    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
+        """The best token of scores [B, V] in each row, or one drawn from them; int [B].
+
+        `scores` may be torch's on any backend. The noise is that of each request's new token number
+        `step`, so that a seed draws what it draws in `decode`.
+        """
+        ...
+
     def release(self, slots: Sequence[int]) -> None:
         """End these slots; their cache may be reused."""
         ...

@@ -1,17 +1,18 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
+import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
-from ..model.outputs import FIELDS, make_outputs
+from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
 from .base import CLOSED, About, InferenceEngine
 from .inputs import (
     Prompts,
@@ -34,9 +35,22 @@ from .options import (
 )
 from .origin import Origin
 from .report import Report
+from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+_log = logging.getLogger(__name__)
+
+
+class _Work(NamedTuple):
+    """One call of generate, checked: `rules` where the host chooses tokens, one step at a time."""
+
+    prompts: Prompts
+    requests: list[Request]
+    options: GenerationOptions
+    stop: StopStrings | None
+    rules: Rules | None
+    chunk: int = 1
 
 
 class FusedEngine(InferenceEngine):
@@ -48,6 +62,7 @@ class FusedEngine(InferenceEngine):
         super().__init__(runner, about)
         self._spec, self._origin = runner.spec, origin
         self._loop = Loop(runner, self._profiler, self._turns)
+        self._stepwise = ""  # for people: why the last such call went one step at a time
 
     @property
     def max_tokens(self) -> int:
@@ -191,10 +206,11 @@ class FusedEngine(InferenceEngine):
         supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
-        prompts, requests, options, stop, chunk = self._prepare(
+        work = self._prepare(
             *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments), chunk),
             streamer=streamer,
         )
+        prompts, options = work.prompts, work.options
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         streamer = self._turns.streamer(streamer)
@@ -202,7 +218,8 @@ class FusedEngine(InferenceEngine):
             self._check_model(alone=True)  # before it is given anything
             streamer.put(self._streamed(block))
         columns = []
-        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+        generation = self._begun(work)
+        with closing(iter(generation)) as steps:
             for tokens in steps:
                 if not columns and streamer is None:
                     self._check_model(alone=True)
@@ -213,7 +230,13 @@ class FusedEngine(InferenceEngine):
         self._origin.check_late()
         if streamer is not None:
             streamer.end()
-        return self._result(np.column_stack((block, *columns)), prompts)
+        ids = self._result(np.column_stack((block, *columns)), prompts)
+        if options.returns is None:
+            return ids
+        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        kept = {name: getattr(generation, name) for name in options.returns}
+        kept = {name: tuple(to_kind(one, kind) for one in steps) for name, steps in kept.items()}
+        return make_generate_outputs({"sequences": ids, **kept})
 
     @with_arguments
     def stream(
@@ -231,12 +254,13 @@ class FusedEngine(InferenceEngine):
         Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
         `close()` on the iterator, frees what it holds.
         """
-        _, requests, _, stop, chunk = self._prepare(
+        _refuse_outputs("stream", arguments)
+        work = self._prepare(
             *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
             _STREAM_CHUNK,
         )
         self._check_model(alone=True)
-        return self._stream(requests, stop, chunk)
+        return self._stream(work)
 
     def _begin(
         self,
@@ -246,13 +270,14 @@ class FusedEngine(InferenceEngine):
         arguments: dict[str, Any],
         whole: bool,
     ) -> Sequences:
+        _refuse_outputs("What gives text", arguments)
         chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
-        _, requests, _, stop, chunk = self._prepare(
+        work = self._prepare(
             *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
         )
         self._check_model(alone=True)
-        prompts = [request.tokens.tolist() for request in requests]
-        return Sequences(prompts, self._steps(requests, stop, chunk))
+        prompts = [request.tokens.tolist() for request in work.requests]
+        return Sequences(prompts, self._steps(work))
 
     def _check_model(self, alone: bool) -> None:
         """Raise StaleWeightsError if the live model has changed, before a call has results.
@@ -263,20 +288,26 @@ class FusedEngine(InferenceEngine):
         if alone != self._turns.is_shared:
             self._origin.check()
 
-    def _stream(
-        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
-    ) -> Iterator[Any]:
-        with closing(self._steps(requests, stop, chunk)) as steps:
+    def _begun(self, work: "_Work") -> Generation | Stepwise:
+        """The sequences of a call, their first step under way."""
+        if work.rules is None:
+            return Generation(self._loop, work.requests, work.chunk, work.stop)
+        names = ", ".join(work.options.stepwise)
+        _log.info("generate() goes one step at a time, for what the host does: %s", names)
+        self._stepwise = f"generate() went one step at a time, for what the host does: {names}"
+        how = work.requests, work.rules, work.options, work.stop
+        return Stepwise(self._loop, self._turns, self.runner, *how)
+
+    def _stream(self, work: "_Work") -> Iterator[Any]:
+        with closing(self._steps(work)) as steps:
             for tokens in steps:
                 yield tokens[0] if len(tokens) == 1 else tokens
 
-    def _steps(
-        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
-    ) -> Generator[list[int | None], None, None]:
+    def _steps(self, work: "_Work") -> Generator[list[int | None], None, None]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
-        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+        with closing(iter(self._begun(work))) as steps:
             for tokens in steps:
                 yield tokens
                 self._check_model(alone=True)  # the caller had the turn
@@ -292,7 +323,7 @@ class FusedEngine(InferenceEngine):
         chunk: int,
         streamer: Any = None,
         default_length: int | None = None,
-    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
+    ) -> "_Work":
         """Everything that generate and stream check and derive before anything runs.
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
@@ -311,20 +342,19 @@ class FusedEngine(InferenceEngine):
                     f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's "
                     "have."
                 )
-            prompts, requests, options, stop = self._make_requests(
-                call.inputs, config, tokenizer, seed, kwargs, default_length
-            )
+            work = self._make_requests(call.inputs, config, tokenizer, seed, kwargs, default_length)
+            requests, options, stop = work.requests, work.options, work.stop
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
             answers = call.meet(
                 lambda: same,
                 chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
-                seeds=self.runner.draw_seeds(len(prompts.rows)) if draws else [],
+                seeds=self.runner.draw_seeds(len(work.prompts.rows)) if draws else [],
             )
             for i, request in enumerate(requests if draws else ()):
                 own = answers["seeds"][0][i // options.num_return_sequences]
                 requests[i] = replace(request, sampling=replace(request.sampling, seed=own))
-        return prompts, requests, options, stop, min(answers["chunk"])
+        return work._replace(chunk=min(answers["chunk"]))
 
     def _make_requests(
         self,
@@ -334,7 +364,7 @@ class FusedEngine(InferenceEngine):
         seed: Any,
         kwargs: dict[str, Any],
         default_length: int | None,
-    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+    ) -> "_Work":
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
         ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
@@ -364,9 +394,11 @@ class FusedEngine(InferenceEngine):
                 ids, mask = [[options.bos_token_id]], None  # as in HF
             prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
-        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
+        ends = options.stop_strings or options.criteria
+        if pad is None and ends and len(prompts.rows) * count > 1:
+            name = "stop_strings" if options.stop_strings else "stopping_criteria"
             raise ArgumentError(
-                "stop_strings may end some rows before others, but the model names neither a "
+                f"{name} may end some rows before others, but the model names neither a "
                 "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
             )
         longest = max(prompts.lengths)  # without padding, which takes no room
@@ -407,7 +439,14 @@ class FusedEngine(InferenceEngine):
             for index in range(count)
         ]
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
-        return prompts, requests, options, stop
+        rules = None
+        names = set(options.stepwise)
+        if prompts.block.shape[1] > 1:  # HF forces the second token alone
+            names.discard("forced_bos_token_id")
+        if names:
+            backend = self.inference_config.backend
+            rules = Rules(options, prompts, new_tokens, backend, self.device)
+        return _Work(prompts, requests, options, stop, rules)
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(prompts.lengths)
@@ -456,12 +495,14 @@ class FusedEngine(InferenceEngine):
 
     def report(self) -> Report:
         """What runs, where, and what it holds."""
-        return self._make_report(
+        report = self._make_report(
             family=self._spec.family,
             architecture=self._spec.architecture,
             layers=len(self._spec.layers),
             max_tokens=self.max_tokens,
         )
+        more = (self._stepwise,) if self._stepwise else ()
+        return replace(report, notes=(*report.notes, *more))
 
     def _name(self) -> str:
         return self._spec.architecture
@@ -469,6 +510,13 @@ class FusedEngine(InferenceEngine):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
+
+
+def _refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where a call that gives no HF output is asked for one."""
+    names = "return_dict_in_generate", "output_scores", "output_logits"
+    if asked := [n for n in names if arguments.get(n)]:
+        raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
 
 
 def _bytes(size: Any) -> int | None:

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, NO_LABEL, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -33,7 +34,16 @@ from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
-from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_embeds, prompt_rows
+from .sampler import (
+    SMALLEST_PROMPT,
+    WORDS,
+    SlotState,
+    choose,
+    copy_rows,
+    mode_of,
+    prompt_embeds,
+    prompt_rows,
+)
 from .steps import Steps, cut, loss
 
 _SMALLEST_EOS = 4
@@ -233,13 +243,7 @@ class JaxRunner:
         self, requests: Sequence[Request], slots: Sequence[int]
     ) -> PendingTokens | PendingPanels:
         """Fill the cache of `slots` and sample the first token of each request."""
-        idle = not self._live
-        if idle:
-            self._longest = 1
-        if self._state is None and not idle:
-            raise StepError(_LOST)
-        self._live.add(slots, requests)
-        self._reserve(idle)
+        self._open(requests, slots)
         passes, groups = [], self._panels([len(r.prompt) for r in requests])
         for group in groups:
             part = [requests[i] for i in group], [slots[i] for i in group]
@@ -248,6 +252,62 @@ class JaxRunner:
                 results = self._advance(self._prefill_step(*part), self._compile_decode)
             passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
         return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
+
+    def _open(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Book requests in slots, and make room for them."""
+        idle = not self._live
+        if idle:
+            self._longest = 1
+        if self._state is None and not idle:
+            raise StepError(_LOST)
+        self._live.add(slots, requests)
+        self._reserve(idle)
+
+    @in_place
+    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
+        """Fill the cache of `slots`; the logits of the first token of each request."""
+        self._open(requests, slots)
+        passes, groups = [], self._panels([len(r.prompt) for r in requests])
+        for group in groups:
+            part = [requests[i] for i in group], [slots[i] for i in group]
+            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+                scores, flags = self._advance(self._prefill_step(*part, choose=False))
+            self._check(flags)
+            passes.append(scores[: len(group)])
+        if len(passes) == 1:
+            return passes[0]
+        return jnp.concatenate(passes)[np.argsort(np.concatenate(groups))]
+
+    @in_place
+    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> jax.Array:
+        """The logits after `tokens` in `slots`; see `base.Runner`."""
+        if self._state is None or self._cache is None:
+            raise StepError(_LOST)
+        self._live.advance(1, slots)
+        self._make_room(self._cache)
+        chosen = np.full(self._state.active.shape, NO_TOKEN, np.int32)
+        chosen[list(slots)] = tokens
+        with jax.profiler.TraceAnnotation("dualinfer/decode"):
+            step = Step(("scores",), self.steps.decode_scores, (chosen,))
+            scores, flags = self._advance(step)
+        self._check(flags)
+        return scores[np.array(slots)]
+
+    @in_place
+    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
+        """Tokens of scores [B, V]; see `base.Runner`."""
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        columns = {
+            "noise": columns["noise"],
+            **{name: columns[name].astype(np.uint32) for name in WORDS},
+        }
+        position = np.array([len(r.prompt) + step for r in requests], np.int32)
+        return np.asarray(choose(to_jax(scores, self.device), columns, position))
+
+    def _make_room(self, cache: Cache) -> None:
+        """Grow the cache to what the live slots reach."""
+        if self._live.reach > cache.tokens:
+            self._grow(cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
         """Numbers of the prompts that one step serves at a time."""
@@ -266,9 +326,16 @@ class JaxRunner:
         return self._job(self._prefill_step(requests, slots, state), cache, state)
 
     def _prefill_step(
-        self, requests: Sequence[Request], slots: Sequence[int], state: Any = None
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        state: Any = None,
+        choose: bool = True,
     ) -> Step:
-        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own."""
+        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own.
+
+        Unless `choose` it gives logits and no tokens.
+        """
         state = self._state if state is None else state
         free, eos_width = state.eos.shape
         mode = mode_of(SamplingFeatures.of(requests))
@@ -286,10 +353,10 @@ class JaxRunner:
             *part: Any,
         ) -> Any:
             rows: Any = *unpack(packed, arrays), embeds
-            return self.steps.prefill(params, cache, state, *rows, *part)
+            return self.steps.prefill(params, cache, state, *rows, *part, choose=choose)
 
         given = None if embeds is None else embeds.shape
-        return Step(("prefill", ids.shape, given), step, (pack(arrays), embeds))
+        return Step(("prefill", ids.shape, given, choose), step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
@@ -342,10 +409,10 @@ class JaxRunner:
         if self._exchange is not None and flags is not None:
             self._exchange.note(flags)
 
-    def _check(self) -> None:
-        """Raise DistributedError if an exchange is known to have been given up."""
+    def _check(self, flags: jax.Array | None = None) -> None:
+        """Raise DistributedError if an exchange is known to have been given up; or by `flags`."""
         if self._exchange is not None:
-            self._exchange.check()
+            self._exchange.check(*(() if flags is None else (flags,)))
 
     @in_place
     def decode(self, steps: int) -> PendingTokens | PendingSteps:
@@ -354,8 +421,7 @@ class JaxRunner:
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(steps)
-        if self._live.reach > self._cache.tokens:
-            self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
+        self._make_room(self._cache)
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             tokens = self._take_steps(steps)
         if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size

@@ -4,7 +4,7 @@ Meaning and order of the filters: transformers `generation/logits_process.py`. T
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -191,6 +191,15 @@ def _draw(
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
     scores = jnp.where(state.noise[:, None], warm + noise, logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def choose(scores: jax.Array, columns: Mapping[str, Any], position: jax.Array) -> jax.Array:
+    """The best token int32 [N] of scores [N, V], or a drawn one; `columns` as in SlotState."""
+    low, high, index = (columns[name] for name in WORDS)
+    noise = gumbel(low, high, index, position, scores.shape[-1])
+    drawn = jnp.where(columns["noise"][:, None], scores + noise, scores)
+    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
 
 def filter_logits(

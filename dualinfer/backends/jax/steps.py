@@ -123,6 +123,8 @@ class Steps:
         embeds: jax.Array | None = None,
         x: jax.Array | None = None,
         layers: range | None = None,
+        *,
+        choose: bool = True,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
@@ -150,17 +152,23 @@ class Steps:
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(*model, last, wide=True)
+        if not choose:
+            rows = rows._replace(active=jnp.zeros_like(rows.active))
+            rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
+            return (
+                replace(cache, layers=filled),
+                _merged(state, rows, slots),
+                scores,
+                ops.given_up(),
+            )
         real = jnp.arange(ids.shape[1]) < rows.length[:, None]
         seen = jnp.zeros(scores.shape, bool)
         rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
         token = ops.sample(scores, rows, rows.length, mode)
         rows = book(rows, token)
         rows = rows._replace(seen=mark(rows.seen, token[None]))
-        merged = {
-            name: column.at[slots].set(getattr(rows, name), mode="drop")
-            for name, column in state._asdict().items()
-        }
-        return replace(cache, layers=filled), SlotState(**merged), token[None], ops.given_up()
+        state = _merged(state, rows, slots)
+        return replace(cache, layers=filled), state, token[None], ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -237,6 +245,30 @@ class Steps:
         ops = self.ops.using(scratch)
         return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
+    @jax.named_scope("dualinfer")
+    def decode_scores(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        chosen: jax.Array,
+        x: jax.Array | None = None,
+        layers: range | None = None,
+    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
+        """Logits float32 [N, V] after the tokens `chosen` [N], NO_TOKEN for other slots' own.
+
+        `layers` as in `prefill`.
+        """
+        is_chosen = chosen != NO_TOKEN
+        state = state._replace(last=jnp.where(is_chosen, chosen, state.last))
+        ops = self.ops.using(self._scratch(params, chosen.shape[0]))
+        cache, x = self._token(params, ops, cache, state, x, layers)
+        if self._goes_on(layers):
+            return cache, None, x, ops.given_up()
+        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        state = state._replace(length=state.length + is_chosen.astype(jnp.int32))
+        return cache, state, scores, ops.given_up()
+
     def _step(
         self,
         params: Params,
@@ -283,6 +315,15 @@ class Steps:
         how: dict[str, Any] = {"layers": layers, "x": x}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return replace(cache, layers=filled), y
+
+
+def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
+    """The state with `rows` in `slots`; those of slots that there are not are dropped."""
+    merged = {
+        name: column.at[slots].set(getattr(rows, name), mode="drop")
+        for name, column in state._asdict().items()
+    }
+    return SlotState(**merged)
 
 
 @jit_few
