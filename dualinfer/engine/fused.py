@@ -30,6 +30,7 @@ from .options import (
     config_dict,
     make_options,
     over_limit,
+    refuse_outputs,
     shorter,
     with_arguments,
 )
@@ -254,7 +255,7 @@ class FusedEngine(InferenceEngine):
         Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
         `close()` on the iterator, frees what it holds.
         """
-        _refuse_outputs("stream", arguments)
+        refuse_outputs("stream", arguments)
         work = self._prepare(
             *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
             _STREAM_CHUNK,
@@ -270,7 +271,7 @@ class FusedEngine(InferenceEngine):
         arguments: dict[str, Any],
         whole: bool,
     ) -> Sequences:
-        _refuse_outputs("What gives text", arguments)
+        refuse_outputs("What gives text", arguments)
         chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
         work = self._prepare(
             *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
@@ -383,6 +384,7 @@ class FusedEngine(InferenceEngine):
         own = config_dict(self.generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
+        kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
         options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
@@ -512,11 +514,11 @@ class FusedEngine(InferenceEngine):
         self._origin.close()
 
 
-def _refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ArgumentError where a call that gives no HF output is asked for one."""
-    names = "return_dict_in_generate", "output_scores", "output_logits"
-    if asked := [n for n in names if arguments.get(n)]:
-        raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
+def _longest(criteria: Any) -> dict[str, Any]:
+    """The length that HF's MaxLengthCriteria among a caller's names: there it replaces others."""
+    given = criteria if isinstance(criteria, list | tuple) else ()
+    lengths = [c.max_length for c in given if type(c).__name__ == "MaxLengthCriteria"]
+    return {"max_length": min(lengths), "max_new_tokens": None} if lengths else {}
 
 
 def _bytes(size: Any) -> int | None:

@@ -300,6 +300,11 @@ def make_options(
             f"num_return_sequences={count} with do_sample=False would return the same text several "
             "times. Set do_sample=True, or num_return_sequences=1."
         )
+    for name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):  # HF passes over others
+        if not greedy and _asks(name, values.get(name)):
+            _number(values, name, 0.0, low=0.0, high=1.0)
+    if _asks("no_repeat_ngram_size", values.get("no_repeat_ngram_size")):
+        _integer(values, "no_repeat_ngram_size", 1, None)
     return GenerationOptions(
         asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         do_sample=not greedy,
@@ -367,6 +372,12 @@ def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
     )
 
 
+def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where a call that gives no HF output is asked for one."""
+    if asked := [n for n in _RETURNED if arguments.get(n)]:
+        raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
+
+
 def config_dict(generation_config: Any) -> dict[str, Any]:
     """HF's GenerationConfig, a dict or None as a new dict."""
     if generation_config is None:
@@ -387,11 +398,8 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
-            raise ArgumentError(
-                f"generate() does not know {name[:80]}."
-                + (f" Did you mean {near[0]}?" if near else "")
-                + f" Supported: {_SUPPORTED}."
-            )
+            way = f"Did you mean {near[0]}?" if near else f"Supported: {_SUPPORTED}."
+            raise ArgumentError(f"generate() does not know {name[:80]}. {way}")
 
 
 def check_beams(values: Mapping[str, Any], way: str) -> None:
