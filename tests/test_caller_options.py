@@ -85,14 +85,12 @@ def test_forward_takes_what_hf_takes(name, backend, hf_model, engine_of):
         assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-5)
         if "bert" in name:
             return
-        places = torch.tensor([0, -2, 1])
+        places = torch.tensor([0, -3, 1])
         some = {"attention_mask": mask, "labels": labels[:, places], "num_items_in_batch": 5}
         expected = theirs(ids, logits_to_keep=places, **some)
         found = ours(ids, logits_to_keep=places, **some)
-        keep = mask[:, places].bool()
-        assert relative_rms(found.logits[keep], expected.logits[keep]) < 1e-5
-        if name not in ("bloom", "bloom-untied"):  # whose HF class loses the count at times
-            assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-5)
+        assert relative_rms(found.logits, expected.logits) < 1e-5
+        assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 4, 100, np.int64(2), np.array([5, 5, 0])])
@@ -196,8 +194,8 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "n-grams": {"no_repeat_ngram_size": 2},
     "tokens": {
-        "bad_words_ids": [[5], [7, 8]],
-        "suppress_tokens": [3, 4],
+        "bad_words_ids": [[5], [312, 10]],
+        "suppress_tokens": [3, 583],
         "begin_suppress_tokens": [9],
     },
     "ends": {
@@ -214,7 +212,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "a least length": {"min_length": 11, "eos_token_id": [2, 300], "repetition_penalty": 0.8},
     "prefixes": {"prefix_allowed_tokens_fn": lambda row, ids: [5 + row, len(ids)]},
     "a function": {"logits_processor": [lambda ids, scores: -scores]},
-    "a processor": {"logits_processor": [SuppressTokensLogitsProcessor([3, 4])]},
+    "a processor": {"logits_processor": [SuppressTokensLogitsProcessor([3, 10])]},
     "a processor in the place of HF's own": {
         "min_length": 9,
         "logits_processor": [MinLengthLogitsProcessor(30, torch.tensor([2]))],
@@ -233,7 +231,8 @@ def assert_same_generation(found, expected):
             one, other = np.asarray(one), np.asarray(other)
             gone = np.isneginf(other)
             np.testing.assert_array_equal(np.isneginf(one), gone)
-            assert relative_rms(one[~gone], other[~gone]) < 1e-5
+            if other[~gone].any():  # else one token was forced
+                assert relative_rms(one[~gone], other[~gone]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:Passing")
@@ -258,7 +257,7 @@ def test_scores_and_ids_equal_hfs(case, engine, model):
 
 
 def test_rows_that_end_early_go_on_as_in_hf(engine, model):
-    """Their scores are those of the padding that follows them, and the result ends with the last."""
+    """Their scores are those of the padding behind them, and the result ends with the last."""
     ids, mask = batch()
     plain = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     how = {
@@ -275,13 +274,16 @@ def test_rows_that_end_early_go_on_as_in_hf(engine, model):
 
 def test_what_the_device_draws_the_host_draws(engine):
     ids, mask = batch()
-    how = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3]}
+    ids, mask = ids[:2], mask[:2]  # four rows, as others have it here: executables serve all tests
+    how = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "seed": [1, 2]}
     how |= {"num_return_sequences": 2, "top_p": 0.9, "top_k": 30, "temperature": 1.2}
     how |= {"repetition_penalty": 1.2, "min_p": 0.01}
     drawn = engine.generate(ids, **how, return_dict_in_generate=True)
     found = engine.generate(ids, **how, **OUTPUT)
     assert torch.equal(found.sequences, drawn.sequences)
-    assert drawn.scores is None and len(found.scores) == NEW and len({*drawn[0][:, -1]}) > 2
+    assert (
+        drawn.scores is None and len(found.scores) == NEW and len({*drawn[0][:, -1].tolist()}) > 2
+    )
     kept = np.isfinite(np.asarray(found.scores[0])).sum(1)
     assert (kept <= 30).all() and (kept > 1).any()
 
@@ -357,13 +359,14 @@ def test_a_stream_goes_on_beside_what_the_host_chooses(engine):
     ids, mask = batch()
     how = {"attention_mask": mask, "max_new_tokens": NEW}
     plain = engine.generate(ids, **how)
-    stream = engine.stream(ids[1:], max_new_tokens=NEW)
     stepwise = engine.stream(ids, **how, no_repeat_ngram_size=40)
-    rows = [(next(stream), next(stepwise)) for _ in range(3)]
-    assert torch.equal(engine.generate(ids, **how), plain)
-    rows += list(zip(stream, stepwise, strict=True))
-    np.testing.assert_array_equal(np.array([a for a, _ in rows]).T, plain[1:, 6:])
-    np.testing.assert_array_equal(np.array([b for _, b in rows]).T, plain[:, 6:])
+    rows = [next(stepwise)]
+    stream = engine.stream(ids[1:2], max_new_tokens=NEW - 1)
+    beside = [(next(stepwise), next(stream)) for _ in range(2)]
+    beside += zip(stepwise, stream, strict=True)
+    rows += [one for one, _ in beside]
+    np.testing.assert_array_equal(np.array(rows).T, plain[:, 6:])
+    np.testing.assert_array_equal([other for _, other in beside], plain[1, 6:-1])
 
 
 def test_lists_strings_and_streamers_go_the_same_way(engine, model):
@@ -392,8 +395,9 @@ def test_lists_strings_and_streamers_go_the_same_way(engine, model):
     assert streamer.ended and len(streamer.values) == NEW + 1
     np.testing.assert_array_equal(np.column_stack(streamer.values), result)
     stop = {"stop_strings": f"<{int(expected[1, 8])}>", "tokenizer": Letters()}
-    ended = engine.generate(ids[1:2], **stop, **how)
-    assert torch.equal(ended, expected[1:2, :9])
+    ended = engine.generate(ids, attention_mask=mask, **stop, **how)
+    assert torch.equal(ended[::2], expected[::2])
+    assert ended[1].tolist() == [*expected[1, :9].tolist(), *[0] * (NEW - 3)]
 
 
 def test_a_plain_call_is_not_the_hosts(engine, monkeypatch, caplog):
@@ -419,7 +423,7 @@ def test_a_plain_call_is_not_the_hosts(engine, monkeypatch, caplog):
         ({"logits_processor": [lambda ids, scores: None]}, "returned a NoneType"),
         ({"logits_processor": len}, "a list of functions"),
         ({"stopping_criteria": [3]}, "a list of functions"),
-        ({"stopping_criteria": [lambda ids, scores: 1.5]}, "returned a float; expected a bool"),
+        ({"stopping_criteria": [lambda ids, scores: 1.5]}, "expected a bool, or bools of shape"),
         ({"bad_words_ids": [5]}, r"do not take bad_words_ids=\[5\]"),
         ({"suppress_tokens": "x"}, "suppress_tokens='x'"),
         ({"sequence_bias": {5: 1.0}}, "sequence_bias"),
@@ -453,14 +457,13 @@ def test_outputs_are_given_where_they_are_asked_for(engine):
 
 
 def test_hfs_processors_without_torch_say_so(engine_of, monkeypatch):
-    engine = engine_of(NAME, "jax")
+    engine, ids = engine_of(NAME, "jax"), random_ids(3, 6)
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    ids = random_ids(2, 5)
     with pytest.raises(UnsupportedError, match=r"need torch.*dualinfer\[torch\]"):
         engine.generate(ids, no_repeat_ngram_size=2, max_new_tokens=2)
     own = [lambda ids, scores: scores.at[:, 5].set(1e4)]
     found = engine.generate(ids, logits_processor=own, max_new_tokens=2)
-    assert (np.asarray(found)[:, 5:] == 5).all()
+    assert (np.asarray(found)[:, 6:] == 5).all()
 
 
 @pytest.mark.filterwarnings("ignore:Passing")
@@ -506,13 +509,14 @@ def rank_choices(rank_of_noise):
         loss = engine(ids, labels=ids, logits_to_keep=0).loss
         error = ""
         try:
-            engine.generate(ids, **how, logits_processor=[lambda ids, scores: 1 / rank])
+            engine.generate(ids, **how, logits_processor=[lambda ids, scores: scores * (1 / rank)])
         except Exception as wrong:
             error = f"{type(wrong).__name__}: {wrong}"
     scores = [one.numpy() for one in found.scores]
     return found.sequences, scores, agreed, of_embeds, float(loss), error
 
 
+@pytest.mark.xdist_group("ranks")  # whose processes serve several files
 def test_two_ranks_choose_what_one_chooses(crew, engine_of):
     engine = engine_of(NAME, "torch")
     ids, mask = batch()
@@ -531,7 +535,7 @@ def test_two_ranks_choose_what_one_chooses(crew, engine_of):
         assert torch.equal(found[3], of_embeds)
         assert found[4] == pytest.approx(loss, rel=1e-5)
     assert first[5].startswith("ZeroDivisionError")
-    assert "rank 0: ZeroDivisionError" in second[5] or "DistributedError" in second[5]
+    assert "rank 0: ZeroDivisionError" in second[5]
 
 
 @pytest.mark.parametrize("way", ["two devices", pytest.param("streamed", marks=pytest.mark.slow)])
