@@ -1,8 +1,11 @@
 """What HF's forward and generate take beside ids, in fused mode, against HF's own."""
 
 import logging
+import pickle
+import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -344,7 +347,7 @@ def test_functions_get_what_hf_gives_them(engine, backend):
 
     how = {"attention_mask": mask, "max_new_tokens": 2, **OUTPUT}
     found = engine.generate(ids, logits_processor=[note, Hf(), note], **how)
-    kind = torch.Tensor if backend == "torch" else __import__("jax").Array
+    kind = torch.Tensor if backend == "torch" else jax.Array
     assert all(issubclass(a, kind) and issubclass(b, kind) for a, b, *_ in seen)
     assert [shape[1] for *_, shape, _, _ in seen] == [6, 6, 7, 7]
     assert "float32" in seen[0][3]
@@ -454,11 +457,20 @@ def test_outputs_are_given_where_they_are_asked_for(engine):
     found = engine.generate(ids.tolist(), max_new_tokens=2, **OUTPUT)
     assert type(found.scores[0]) is type(found.sequences)
     assert repr(found).startswith("GenerateOutputs(sequences=")
+    again = pickle.loads(pickle.dumps(found))
+    assert type(again) is type(found) and len(again.logits) == 2
+
+
+def test_outputs_are_pytrees(engine_of):
+
+    found = engine_of(NAME, "jax").generate(random_ids(3, 6).tolist(), max_new_tokens=2, **OUTPUT)
+    shapes = jax.tree.map(lambda x: x.shape, found)
+    assert shapes.sequences == (3, 8) and shapes.scores == ((3, VOCAB),) * 2
 
 
 def test_hfs_processors_without_torch_say_so(engine_of, monkeypatch):
     engine, ids = engine_of(NAME, "jax"), random_ids(3, 6)
-    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UnsupportedError, match=r"need torch.*dualinfer\[torch\]"):
         engine.generate(ids, no_repeat_ngram_size=2, max_new_tokens=2)
     own = [lambda ids, scores: scores.at[:, 5].set(1e4)]

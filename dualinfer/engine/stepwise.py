@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,9 @@ class Rules:
         given = _Ids(ids, self._backend, self._device)
         for processor in self._processors:
             kind = self._kind(processor)
-            logits = self._to(kind, logits)
-            result = processor(given.of(kind), logits)
+            with self._own_transfers():
+                logits, tokens = self._to(kind, logits), given.of(kind)
+            result = processor(tokens, logits)
             if getattr(result, "shape", None) != logits.shape:
                 raise ArgumentError(
                     f"logits_processor: {_name(processor)} returned {_described(result)}; "
@@ -112,8 +113,12 @@ class Rules:
         given = _Ids(ids, self._backend, self._device)
         for criterion in self._criteria:
             kind = self._kind(criterion)
-            kept = None if scores is None else tuple(self._to(kind, one) for one in scores)
-            result = np.asarray(to_numpy(criterion(given.of(kind), kept)))
+            with self._own_transfers():
+                kept = None if scores is None else tuple(self._to(kind, one) for one in scores)
+                tokens = given.of(kind)
+            result = criterion(tokens, kept)
+            with self._own_transfers():
+                result = np.asarray(to_numpy(result))
             if result.dtype != bool or result.shape not in ((), done.shape):
                 raise ArgumentError(
                     f"stopping_criteria: {_name(criterion)} returned {_described(result)}; "
@@ -121,6 +126,14 @@ class Rules:
                 )
             done = done | result
         return done
+
+    def _own_transfers(self) -> AbstractContextManager[Any]:
+        """Around what is copied between host and device: no guard of the caller's bars it."""
+        if self._backend != "jax":
+            return nullcontext()
+        import jax
+
+        return jax.transfer_guard("allow")
 
     def _kind(self, function: Any) -> str:
         """The framework whose arrays a function takes."""
@@ -253,7 +266,8 @@ class Stepwise:
         scores = self._rules.scores(ids, _own(logits))
         if self.scores is not None:
             self.scores.append(scores)
-        tokens = self._runner.choose(scores, self._requests, step).astype(np.int64)
+        with self._turns:
+            tokens = self._runner.choose(scores, self._requests, step).astype(np.int64)
         if ended.any():
             tokens = np.where(ended, self._fill, tokens)
         ids = np.column_stack((ids, tokens))
