@@ -572,6 +572,7 @@ def test_jax_over_devices_and_by_layers(way, model, engine_of):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Passing")
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_serve_the_same(backend, monkeypatch):
@@ -581,7 +582,7 @@ def test_kernels_serve_the_same(backend, monkeypatch):
     module = importlib.import_module(f"dualinfer.backends.{backend}")
     tiny = make_model(NAME, vocab_size=97, n_embd=24, n_head=2, n_layer=1)
     options = {**INJECT, "backend": backend}
-    plain = dualinfer.init_inference(tiny, **(options | {"use_triton": False}))
+    plain = dualinfer.init_inference(tiny, **options, use_triton=False)
     with monkeypatch.context() as patch:
         if backend == "jax":
             from .kernels.jax_ops import interpreted_ops
