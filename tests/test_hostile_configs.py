@@ -266,10 +266,10 @@ def test_generation_fields_that_hf_passes_over_are_passed_over(backend, altered)
         torch.testing.assert_close(engine.generate(ids, own), expected)
         short = engine.generate(ids, max_new_tokens=4, chat_format=None, forced_bos_token_id=None)
         torch.testing.assert_close(short, expected)
-        with pytest.raises(ArgumentError, match="forced_bos_token_id=7"):
-            engine.generate([[5]], max_new_tokens=2)
-        with pytest.raises(ArgumentError, match=r"typical_p=0\.3.*Module mode"):
-            engine.generate(ids, do_sample=True, temperature=1.0, top_h=None)
+        forced = torch.tensor([[5]])  # what HF reads after a prompt of one token alone
+        assert engine.generate(forced, max_new_tokens=2)[0, 1] == 7
+        with pytest.raises(ArgumentError, match=r"typical_p=3\.0.*from 0\.0 to 1\.0"):
+            engine.generate(ids, do_sample=True, temperature=1.0, top_h=None, typical_p=3.0)
         with pytest.raises(ArgumentError, match="does not know chat_format"):
             engine.generate(ids, chat_format="raw")
 

@@ -11,6 +11,7 @@ from ..model.spec import ModelSpec
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
+NO_LABEL = -100  # HF's, where no loss is asked for
 MAX_STEPS = 32  # of one `decode` call
 NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
@@ -19,17 +20,29 @@ NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so
 class ForwardInputs:
     """Whole sequences for one forward pass without a cache, checked and in host memory.
 
-    `ids` int32 [B, T]; `mask` bool [B, T], True where a token is real, None for everywhere;
-    `positions` and `token_types` int32 [B, T]; `segments` int32 [B, T] numbers the packed
-    sequences of a row, which do not see each other.
+    `ids` int32 [B, T], or None and `embeds` float32 [B, T, W], W as wide as the embedding; `mask`
+    bool [B, T], True where a token is real, None for everywhere; `positions` and `token_types`
+    int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
+    each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
+    int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
+    the number of labels.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray | None
     positions: np.ndarray
     mask: np.ndarray | None = None
     token_types: np.ndarray | None = None
     segments: np.ndarray | None = None
     output_hidden_states: bool = False
+    embeds: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    loss_count: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and T."""
+        return self.positions.shape[0], self.positions.shape[1]
 
 
 @dataclass(frozen=True)
@@ -73,18 +86,28 @@ class SamplingFeatures:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue: `tokens` int32 [T] without padding, T at least 1."""
+    """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
+
+    With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
+    has been seen, all or none.
+    """
 
     tokens: np.ndarray
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    embeds: np.ndarray | None = None
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """What the layers read: tokens, or embeddings."""
+        return self.tokens if self.embeds is None else self.embeds
 
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values are kept; the last new token is never fed back."""
-        return len(self.tokens) + self.max_new_tokens - 1
+        return len(self.prompt) + self.max_new_tokens - 1
 
 
 class PendingTokens(Protocol):
@@ -112,7 +135,8 @@ class Runner(Protocol):
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
 
         `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
-        embedding, each layer's output, the last one after the final norm.
+        embedding, each layer's output, the last one after the final norm. With labels there is a
+        `loss` as well, float32 [].
         """
         ...
 
@@ -124,6 +148,25 @@ class Runner(Protocol):
         """Up to `steps` (at most MAX_STEPS) tokens for every live slot; a column a slot. No wait.
 
         Stops early when every sequence has ended, as far as it can tell without waiting.
+        """
+        ...
+
+    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> Any:
+        """As `prefill`, for tokens that the caller chooses: float32 logits [B, V] of the next ones.
+
+        These slots take no part in `decode`.
+        """
+        ...
+
+    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> Any:
+        """Float32 logits [B, V] after the `tokens` chosen for `slots` of `prefill_scores`."""
+        ...
+
+    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
+        """The best token of scores [B, V] in each row, or one drawn from them; int [B].
+
+        `scores` may be torch's on any backend. The noise is that of each request's new token number
+        `step`, so that a seed draws what it draws in `decode`.
         """
         ...
 

@@ -121,6 +121,20 @@ class BlockOps(Protocol):
         """
         ...
 
+    def embed_given(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        embeds: Array,
+        positions: Array,
+        token_types: Array | None,
+    ) -> Array:
+        """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
+
+        W is the width of the embedding: `embed_width`, else E.
+        """
+        ...
+
     def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
         ...

@@ -66,11 +66,12 @@ class LiveSlots:
     def add(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Book requests in slots."""
         self._requests.update(zip(slots, requests, strict=True))
-        self._reach.update((s, len(r.tokens)) for s, r in zip(slots, requests, strict=True))
+        self._reach.update((s, len(r.prompt)) for s, r in zip(slots, requests, strict=True))
 
-    def advance(self, steps: int) -> None:
-        """Book steps for every slot."""
-        for slot, request in self._requests.items():
+    def advance(self, steps: int, slots: Sequence[int] | None = None) -> None:
+        """Book steps for these slots, or every one."""
+        for slot in self._requests if slots is None else slots:
+            request = self._requests[slot]
             self._reach[slot] = min(self._reach[slot] + steps, request.cache_tokens)
 
     def remove(self, slots: Sequence[int]) -> None:

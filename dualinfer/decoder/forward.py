@@ -9,22 +9,29 @@ def hidden_states(
     spec: ModelSpec,
     params: Params,
     ops: BlockOps,
-    ids: Array,
+    ids: Array | None,
     positions: Array,
     token_types: Array | None,
     attend: Attend,
     keep: bool = False,
     layers: range | None = None,
     x: Array | None = None,
+    embeds: Array | None = None,
 ) -> list[Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
+
+    With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values. With `layers` the output of the last one of these, `x`
     being what the ones before them gave, None at the first.
     """
     if x is None:
-        x = ops.embed(spec, params.outer, ids, positions, token_types)
+        where = positions, token_types
+        if embeds is None:
+            x = ops.embed(spec, params.outer, ids, *where)
+        else:
+            x = ops.embed_given(spec, params.outer, embeds, *where)
         if spec.embed_norm:
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
     kept = [x]

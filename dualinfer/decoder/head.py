@@ -7,12 +7,20 @@ from ..model.spec import ModelSpec
 
 
 def outputs(
-    spec: ModelSpec, params: Params, ops: BlockOps, states: list[Array], keep: bool
+    spec: ModelSpec,
+    params: Params,
+    ops: BlockOps,
+    states: list[Array],
+    keep: bool,
+    kept: Array | None = None,
 ) -> dict[str, Any]:
-    """HF's outputs of a whole pass, by name, from what `hidden_states` gave; `keep` as there."""
+    """HF's outputs of a whole pass, by name, from what `hidden_states` gave; `keep` as there.
+
+    With int `kept` [K] logits are those of these tokens of each row.
+    """
     last, result = states[-1], {}
     if spec.head:
-        result["logits"] = logits(spec, params, ops, last)
+        result["logits"] = logits(spec, params, ops, last if kept is None else last[:, kept])
     if keep or not spec.head:
         last = last_hidden_state(spec, params, ops, last)
     if not spec.head:

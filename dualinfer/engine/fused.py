@@ -1,22 +1,24 @@
 """FusedEngine: forward, generate and stream over a backend's runner."""
 
+import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
-from ..model.outputs import FIELDS, make_outputs
+from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
 from .base import CLOSED, About, InferenceEngine
 from .inputs import (
     Prompts,
     by_name,
     is_zero,
+    make_embedded,
     make_forward_inputs,
     make_prompts,
     refuse_arguments,
@@ -28,14 +30,28 @@ from .options import (
     config_dict,
     make_options,
     over_limit,
+    refuse_outputs,
     shorter,
     with_arguments,
 )
 from .origin import Origin
 from .report import Report
+from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
+_log = logging.getLogger(__name__)
+
+
+class _Work(NamedTuple):
+    """One call of generate, checked: `rules` where the host chooses tokens, one step at a time."""
+
+    prompts: Prompts
+    requests: list[Request]
+    options: GenerationOptions
+    stop: StopStrings | None
+    rules: Rules | None
+    chunk: int = 1
 
 
 class FusedEngine(InferenceEngine):
@@ -47,6 +63,7 @@ class FusedEngine(InferenceEngine):
         super().__init__(runner, about)
         self._spec, self._origin = runner.spec, origin
         self._loop = Loop(runner, self._profiler, self._turns)
+        self._stepwise = ""  # for people: why the last such call went one step at a time
 
     @property
     def max_tokens(self) -> int:
@@ -94,6 +111,10 @@ class FusedEngine(InferenceEngine):
         *,
         position_ids: Any = None,
         token_type_ids: Any = None,
+        inputs_embeds: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        logits_to_keep: Any = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         return_tuple: bool | None = None,
@@ -106,7 +127,11 @@ class FusedEngine(InferenceEngine):
         counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
         come back in the same framework, in the engine's dtype, on its device. As in HF,
         `position_ids` that start anew separate packed sequences only without a mask and without a
-        cache: with `use_cache=False` here or in the model's config. Returns HF's ModelOutput; with
+        cache: with `use_cache=False` here or in the model's config. `inputs_embeds` [B, T, W] come
+        in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
+        a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
+        `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
+        others are computed, and labels are theirs. Returns HF's ModelOutput; with
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
@@ -115,6 +140,8 @@ class FusedEngine(InferenceEngine):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "token_type_ids": token_type_ids,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
         }
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
@@ -131,13 +158,16 @@ class FusedEngine(InferenceEngine):
             inputs = make_forward_inputs(
                 self._spec,
                 *call.inputs.values(),
+                logits_to_keep=logits_to_keep,
+                loss_count=num_items_in_batch,
                 output_hidden_states=output_hidden_states,
                 may_pack=not use_cache,
             )
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        kind = kind_of(call.inputs["input_ids"]) or "list"
+        given = call.inputs["input_ids"]
+        kind = kind_of(call.inputs["inputs_embeds"] if given is None else given) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)
@@ -169,6 +199,7 @@ class FusedEngine(InferenceEngine):
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
         a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
         alone; rows of the result are left-padded, and filled up with the pad id after their end.
+        With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
         is an int below 2**64, or one for each prompt; None draws one for each. Raises before
@@ -176,10 +207,11 @@ class FusedEngine(InferenceEngine):
         supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
-        prompts, requests, options, stop, chunk = self._prepare(
+        work = self._prepare(
             *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments), chunk),
             streamer=streamer,
         )
+        prompts, options = work.prompts, work.options
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         streamer = self._turns.streamer(streamer)
@@ -187,7 +219,8 @@ class FusedEngine(InferenceEngine):
             self._check_model(alone=True)  # before it is given anything
             streamer.put(self._streamed(block))
         columns = []
-        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+        generation = self._begun(work)
+        with closing(iter(generation)) as steps:
             for tokens in steps:
                 if not columns and streamer is None:
                     self._check_model(alone=True)
@@ -198,7 +231,13 @@ class FusedEngine(InferenceEngine):
         self._origin.check_late()
         if streamer is not None:
             streamer.end()
-        return self._result(np.column_stack((block, *columns)), prompts)
+        ids = self._result(np.column_stack((block, *columns)), prompts)
+        if options.returns is None:
+            return ids
+        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        kept = {name: getattr(generation, name) for name in options.returns}
+        kept = {name: tuple(to_kind(one, kind) for one in steps) for name, steps in kept.items()}
+        return make_generate_outputs({"sequences": ids, **kept})
 
     @with_arguments
     def stream(
@@ -216,12 +255,13 @@ class FusedEngine(InferenceEngine):
         Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or
         `close()` on the iterator, frees what it holds.
         """
-        _, requests, _, stop, chunk = self._prepare(
+        refuse_outputs("stream", arguments)
+        work = self._prepare(
             *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
             _STREAM_CHUNK,
         )
         self._check_model(alone=True)
-        return self._stream(requests, stop, chunk)
+        return self._stream(work)
 
     def _begin(
         self,
@@ -231,13 +271,14 @@ class FusedEngine(InferenceEngine):
         arguments: dict[str, Any],
         whole: bool,
     ) -> Sequences:
+        refuse_outputs("What gives text", arguments)
         chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
-        _, requests, _, stop, chunk = self._prepare(
+        work = self._prepare(
             *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
         )
         self._check_model(alone=True)
-        prompts = [request.tokens.tolist() for request in requests]
-        return Sequences(prompts, self._steps(requests, stop, chunk))
+        prompts = [request.tokens.tolist() for request in work.requests]
+        return Sequences(prompts, self._steps(work))
 
     def _check_model(self, alone: bool) -> None:
         """Raise StaleWeightsError if the live model has changed, before a call has results.
@@ -248,20 +289,26 @@ class FusedEngine(InferenceEngine):
         if alone != self._turns.is_shared:
             self._origin.check()
 
-    def _stream(
-        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
-    ) -> Iterator[Any]:
-        with closing(self._steps(requests, stop, chunk)) as steps:
+    def _begun(self, work: "_Work") -> Generation | Stepwise:
+        """The sequences of a call, their first step under way."""
+        if work.rules is None:
+            return Generation(self._loop, work.requests, work.chunk, work.stop)
+        names = ", ".join(work.options.stepwise)
+        _log.info("generate() goes one step at a time, for what the host does: %s", names)
+        self._stepwise = f"generate() went one step at a time, for what the host does: {names}"
+        how = work.requests, work.rules, work.options, work.stop
+        return Stepwise(self._loop, self._turns, self.runner, *how)
+
+    def _stream(self, work: "_Work") -> Iterator[Any]:
+        with closing(self._steps(work)) as steps:
             for tokens in steps:
                 yield tokens[0] if len(tokens) == 1 else tokens
 
-    def _steps(
-        self, requests: Sequence[Request], stop: StopStrings | None, chunk: int
-    ) -> Generator[list[int | None], None, None]:
+    def _steps(self, work: "_Work") -> Generator[list[int | None], None, None]:
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
-        with closing(iter(Generation(self._loop, requests, chunk, stop))) as steps:
+        with closing(iter(self._begun(work))) as steps:
             for tokens in steps:
                 yield tokens
                 self._check_model(alone=True)  # the caller had the turn
@@ -277,7 +324,7 @@ class FusedEngine(InferenceEngine):
         chunk: int,
         streamer: Any = None,
         default_length: int | None = None,
-    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None, int]:
+    ) -> "_Work":
         """Everything that generate and stream check and derive before anything runs.
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
@@ -287,7 +334,8 @@ class FusedEngine(InferenceEngine):
         if (named := by_name(ids)) is not None:
             ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
             kwargs.setdefault("token_type_ids", named["token_type_ids"])
-        inputs = {"input_ids": ids, "attention_mask": mask, "inputs": kwargs.pop("inputs", None)}
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds")}
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -295,20 +343,19 @@ class FusedEngine(InferenceEngine):
                     f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's "
                     "have."
                 )
-            prompts, requests, options, stop = self._make_requests(
-                call.inputs, config, tokenizer, seed, kwargs, default_length
-            )
+            work = self._make_requests(call.inputs, config, tokenizer, seed, kwargs, default_length)
+            requests, options, stop = work.requests, work.options, work.stop
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
             answers = call.meet(
                 lambda: same,
                 chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
-                seeds=self.runner.draw_seeds(len(prompts.rows)) if draws else [],
+                seeds=self.runner.draw_seeds(len(work.prompts.rows)) if draws else [],
             )
             for i, request in enumerate(requests if draws else ()):
                 own = answers["seeds"][0][i // options.num_return_sequences]
                 requests[i] = replace(request, sampling=replace(request.sampling, seed=own))
-        return prompts, requests, options, stop, min(answers["chunk"])
+        return work._replace(chunk=min(answers["chunk"]))
 
     def _make_requests(
         self,
@@ -318,10 +365,11 @@ class FusedEngine(InferenceEngine):
         seed: Any,
         kwargs: dict[str, Any],
         default_length: int | None,
-    ) -> tuple[Prompts, list[Request], GenerationOptions, StopStrings | None]:
+    ) -> "_Work":
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
         ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
+        embeds = given["inputs_embeds"]
         if not spec.can_generate:
             raise UnsupportedError(
                 f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
@@ -336,21 +384,27 @@ class FusedEngine(InferenceEngine):
         own = config_dict(self.generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
+        kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
         options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
-        if ids is None and options.bos_token_id is not None:
-            ids, mask = [[options.bos_token_id]], None  # as in HF
-        prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+        if embeds is not None:
+            prompts = make_embedded(embeds, ids, mask, spec)
+        else:
+            if ids is None and options.bos_token_id is not None:
+                ids, mask = [[options.bos_token_id]], None  # as in HF
+            prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
-        if pad is None and options.stop_strings and len(prompts.rows) * count > 1:
+        ends = options.stop_strings or options.criteria
+        if pad is None and ends and len(prompts.rows) * count > 1:
+            name = "stop_strings" if options.stop_strings else "stopping_criteria"
             raise ArgumentError(
-                "stop_strings may end some rows before others, but the model names neither a "
+                f"{name} may end some rows before others, but the model names neither a "
                 "pad_token_id nor an eos_token_id to fill them up. Pass pad_token_id."
             )
-        width = prompts.block.shape[1]
-        longest = max(len(row) for row in prompts.rows)  # without padding, which takes no room
+        longest = max(prompts.lengths)  # without padding, which takes no room
+        width = prompts.block.shape[1] or longest
         asked = self.inference_config.max_out_tokens
         default = self.max_tokens - (self.max_tokens != asked)  # HF's own fills the positions
         new_tokens = options.new_tokens(width, default + width - longest)
@@ -379,15 +433,25 @@ class FusedEngine(InferenceEngine):
                     row_seed,
                     index,
                 ),
+                embeds=vectors,
             )
-            for row, row_seed in zip(prompts.rows, seeds, strict=True)
+            for row, vectors, row_seed in zip(
+                prompts.rows, prompts.embeds or [None] * len(seeds), seeds, strict=True
+            )
             for index in range(count)
         ]
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
-        return prompts, requests, options, stop
+        rules = None
+        names = set(options.stepwise)
+        if prompts.block.shape[1] > 1:  # HF forces the second token alone
+            names.discard("forced_bos_token_id")
+        if names:
+            backend = self.inference_config.backend
+            rules = Rules(options, prompts, new_tokens, backend, self.device)
+        return _Work(prompts, requests, options, stop, rules)
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
-        longest = max(len(row) for row in prompts.rows)
+        longest = max(prompts.lengths)
         limit, asked = self.max_tokens, self.inference_config.max_out_tokens
         if longest + new_tokens <= limit:
             return
@@ -433,12 +497,14 @@ class FusedEngine(InferenceEngine):
 
     def report(self) -> Report:
         """What runs, where, and what it holds."""
-        return self._make_report(
+        report = self._make_report(
             family=self._spec.family,
             architecture=self._spec.architecture,
             layers=len(self._spec.layers),
             max_tokens=self.max_tokens,
         )
+        more = (self._stepwise,) if self._stepwise else ()
+        return replace(report, notes=(*report.notes, *more))
 
     def _name(self) -> str:
         return self._spec.architecture
@@ -446,6 +512,13 @@ class FusedEngine(InferenceEngine):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
+
+
+def _longest(criteria: Any) -> dict[str, Any]:
+    """The length that HF's MaxLengthCriteria among a caller's names: there it replaces others."""
+    given = criteria if isinstance(criteria, list | tuple) else ()
+    lengths = [c.max_length for c in given if type(c).__name__ == "MaxLengthCriteria"]
+    return {"max_length": min(lengths), "max_new_tokens": None} if lengths else {}
 
 
 def _bytes(size: Any) -> int | None:

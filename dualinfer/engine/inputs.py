@@ -1,16 +1,28 @@
 """The caller's token ids, checked and brought into host memory: for forward and for generate."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import Kind, kind_of, to_numpy
-from ..backends.base import ForwardInputs
+from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
+
+# Why fused mode does not serve some of HF's arguments, and what to do.
+REASONS = {
+    "past_key_values": (
+        "the cache is the engine's own, in slots and buckets that graphs and executables read. "
+        "Pass the whole prompt; engine.generate keeps its cache by itself."
+    ),
+    "output_attentions": (
+        "attention is fused, so that its weights are never in memory. Pass False, or take them in "
+        "module mode."
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -18,13 +30,20 @@ class Prompts:
     """A batch of prompts without padding, and the block of columns that the result begins with.
 
     `block` int64 [B, width] holds each prompt at its right end. `kind` and `like` say which
-    framework and device the result goes back to.
+    framework and device the result goes back to. `embeds` are what the model reads of each prompt
+    in the place of its ids, of which there may then be none.
     """
 
     rows: tuple[np.ndarray, ...]
     block: np.ndarray
     kind: Kind
     like: Any
+    embeds: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the model reads of each prompt."""
+        return [len(row) for row in (self.rows if self.embeds is None else self.embeds)]
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
@@ -97,9 +116,15 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
     array = read_array(mask, "attention_mask", "rows differ in length.")
     if array.ndim == 1 and shape[0] == 1:
         array = array[None]
+    if array.ndim == 4:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}: a mask of its own for each query is not "
+            f"supported, since attention is fused. Pass {shape}, 1 where a token is real; "
+            "position_ids that start anew separate packed sequences. Module mode takes such a mask."
+        )
     if array.shape != shape:
         raise ArgumentError(
-            f"attention_mask has shape {array.shape}; expected {shape}, that of input_ids."
+            f"attention_mask has shape {array.shape}; expected {shape}, that of the prompts."
         )
     if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
         array = array.astype(np.float32)
@@ -136,6 +161,34 @@ def make_prompts(
     return Prompts(tuple(rows), block, kind, like)
 
 
+def make_embedded(embeds: Any, ids: Any, mask: Any, spec: ModelSpec) -> Prompts:
+    """Prompts from embeddings [B, T, W]; `ids` [B, T] begin the result, which else is new tokens.
+
+    Raises ArgumentError for what does not fit, and for an empty prompt.
+    """
+    vectors = check_embeds(embeds, spec.extent("width"))
+    shape = vectors.shape[0], vectors.shape[1]
+    visible = check_mask(mask, shape)
+    visible = np.ones(shape, bool) if visible is None else visible
+    for i, keep in enumerate(visible):
+        if not keep.any():
+            raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
+    kind = kind_of(embeds) or "list"
+    like = embeds if kind == "torch" else None
+    rows, block = (np.empty(0, np.int32),) * shape[0], np.empty((shape[0], 0), np.int64)
+    if ids is not None:
+        tokens = check_ids(ids, "input_ids", spec.vocab)
+        if tokens.shape != shape:
+            raise ArgumentError(
+                f"input_ids has shape {tokens.shape} and inputs_embeds {vectors.shape}: where both "
+                "are given, the ids must be those of the embeddings. Leave input_ids out."
+            )
+        named = make_prompts(tokens, visible, spec.vocab, None, ())
+        rows, block = named.rows, named.block
+    parts = tuple(row[keep] for row, keep in zip(vectors, visible, strict=True))
+    return Prompts(rows, block, kind, like, parts)
+
+
 def _has_rows(value: Any) -> bool:
     """True for lists, and for arrays of one axis or more."""
     return kind_of(value) is not None and getattr(value, "ndim", 1) > 0
@@ -167,35 +220,65 @@ def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts
     return Prompts(tuple(rows), block, "list", None)
 
 
+def check_embeds(embeds: Any, width: int) -> np.ndarray:
+    """Embeddings [B, T, width] (or [T, width], taken as one row) as float32."""
+    if kind_of(embeds) is None:
+        raise ArgumentError(
+            f"inputs_embeds is a {type(embeds).__name__}; expected a torch, NumPy or JAX array."
+        )
+    array = read_array(embeds, "inputs_embeds", "rows differ in length; pad them and give a mask.")
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3 or array.shape[2] != width or not array.size:
+        raise ArgumentError(
+            f"inputs_embeds has shape {array.shape}; expected [batch, tokens, {width}]."
+        )
+    if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind not in "fiu":
+        raise ArgumentError(f"inputs_embeds has dtype {array.dtype}; expected floats.")
+    return array.astype(np.float32)
+
+
 def make_forward_inputs(
     spec: ModelSpec,
     ids: Any,
     mask: Any,
     positions: Any,
     types: Any,
+    embeds: Any = None,
+    labels: Any = None,
+    *,
+    logits_to_keep: Any = 0,
+    loss_count: Any = None,
     output_hidden_states: bool,
     may_pack: bool,
 ) -> ForwardInputs:
     """One forward pass's inputs. `may_pack`: positions that start anew separate sequences.
 
-    Raises ArgumentError for ids, mask, positions or token types that do not fit the model, and
-    LengthError for more tokens than it has positions.
+    Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
+    has positions.
     """
-    if ids is None:
-        raise ArgumentError("input_ids is missing.")
-    tokens = check_ids(ids, "input_ids", spec.vocab)
-    if spec.learned_positions and tokens.shape[1] > spec.learned_positions:
+    if (ids is None) == (embeds is None):
+        given = "input_ids is missing" if ids is None else "input_ids and inputs_embeds were given"
+        raise ArgumentError(f"{given}; pass input_ids or inputs_embeds, one of them.")
+    tokens = vectors = None
+    if embeds is None:
+        tokens = check_ids(ids, "input_ids", spec.vocab)
+        shape = batch, length = tokens.shape[0], tokens.shape[1]
+    else:
+        vectors = check_embeds(embeds, spec.extent("width"))
+        shape = batch, length = vectors.shape[0], vectors.shape[1]
+    if spec.learned_positions and length > spec.learned_positions:
+        name = "input_ids" if embeds is None else "inputs_embeds"
         raise LengthError(
-            f"input_ids has {tokens.shape[1]} tokens, but the model has "
-            f"{spec.learned_positions} positions."
+            f"{name} has {length} tokens, but the model has {spec.learned_positions} positions."
         )
-    visible = check_mask(mask, tokens.shape)
+    visible = check_mask(mask, shape)
     segments = None
-    at = _default_positions(tokens.shape, visible if spec.positions_from_mask else None)
+    at = _default_positions(shape, visible if spec.positions_from_mask else None)
     if positions is not None:
         limit = spec.learned_positions or 2**31 - 1
         given = check_ids(positions, "position_ids", limit, "positions")
-        given = _broadcast(given, "position_ids", tokens.shape)
+        given = _broadcast(given, "position_ids", shape)
         if spec.alibi and ((given != at) if visible is None else (given != at) & visible).any():
             raise ArgumentError(
                 f"The {spec.family} family takes no position_ids: attention counts the tokens of "
@@ -213,10 +296,100 @@ def make_forward_inputs(
                 "values than 0."
             )
         types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
-        types = _broadcast(types, "token_type_ids", tokens.shape) if spec.token_types else None
+        types = _broadcast(types, "token_type_ids", shape) if spec.token_types else None
     elif spec.token_types and not spec.token_types_from_vocab:
-        types = np.zeros_like(tokens)
-    return ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
+        types = np.zeros(shape, np.int32)
+    kept = _kept_tokens(spec, logits_to_keep, length)
+    targets = None
+    if labels is not None:
+        targets = _check_labels(spec, labels, (batch, length if kept is None else len(kept)))
+    count = _loss_count(spec, loss_count, labels is not None)
+    inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
+    return replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
+
+
+def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
+    """The tokens whose logits HF's `logits_to_keep` asks for, int32 [K]; None for all.
+
+    An int is that many at the end, all for 0; an array [K] has their places, negative ones from
+    the end.
+    """
+    if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep == 0):
+        return None
+    if spec.head is None or spec.head.kind != "causal":
+        raise ArgumentError(
+            f"logits_to_keep={shown(keep)}: {spec.architecture} has no such argument in HF, only "
+            "causal models with a vocabulary head have. Leave it out."
+        )
+    if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
+        if keep < 0:
+            raise ArgumentError(
+                f"logits_to_keep={keep}; expected the number of tokens at the end, 0 for all, or "
+                "an array of places."
+            )
+        return np.arange(max(0, length - int(keep)), length, dtype=np.int32)
+    if kind_of(keep) is None:
+        raise ArgumentError(f"logits_to_keep is a {type(keep).__name__}; expected an int or array.")
+    places = read_array(keep, "logits_to_keep", "it has no shape.")
+    if places.ndim == 0 and places.dtype.kind in "iu":
+        return _kept_tokens(spec, int(places), length)
+    if places.ndim != 1 or places.dtype.kind not in "iu" or not places.size:
+        raise ArgumentError(
+            f"logits_to_keep has shape {places.shape} and dtype {places.dtype}; expected integers "
+            "[tokens], the places of one row that serve all."
+        )
+    if (places < -length).any() or (places >= length).any():
+        raise ArgumentError(
+            f"logits_to_keep holds places outside of the {length} tokens ({-length} to "
+            f"{length - 1})."
+        )
+    places = places.astype(np.int64)
+    return np.where(places < 0, places + length, places).astype(np.int32)
+
+
+def _check_labels(spec: ModelSpec, labels: Any, shape: tuple[int, int]) -> np.ndarray:
+    """Labels of `shape` as int32, NO_LABEL where none counts; a causal model's, shifted."""
+    if spec.head is None:
+        raise ArgumentError(f"labels: {spec.architecture} has no vocabulary head, so no loss.")
+    if kind_of(labels) is None:
+        raise ArgumentError(f"labels is a {type(labels).__name__}; expected an array.")
+    array = read_array(labels, "labels", "rows differ in length; fill them up with -100.")
+    if array.ndim == 1 and shape[0] == 1:
+        array = array[None]
+    if array.shape != shape or array.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"labels has shape {array.shape} and dtype {array.dtype}; expected integers {shape}, "
+            "as many as there are logits."
+        )
+    wrong = (array != NO_LABEL) & ((array < 0) | (array >= spec.vocab))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ArgumentError(
+            f"labels[{row}, {column}] is {array[row, column]}; expected an id of the vocabulary "
+            f"(0 to {spec.vocab - 1}), or {NO_LABEL} where no loss is asked for."
+        )
+    array = array.astype(np.int32)
+    if spec.head.kind == "masked":
+        return array
+    return np.pad(array[:, 1:], ((0, 0), (0, 1)), constant_values=NO_LABEL)
+
+
+def _loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:
+    """HF's `num_items_in_batch`, by which a causal model's sum of losses is divided."""
+    if count is None:
+        return None
+    if not has_labels or spec.head is None or spec.head.kind == "masked":
+        raise ArgumentError(
+            f"num_items_in_batch={shown(count)} divides the loss of a causal model's labels; "
+            "without them, and for masked ones, HF does not read it. Leave it out."
+        )
+    try:
+        number = float(count)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise ArgumentError(f"num_items_in_batch={shown(count)}; expected a number above 0.")
+    return number
 
 
 def _default_positions(shape: tuple[int, int], counted: np.ndarray | None) -> np.ndarray:
@@ -253,8 +426,10 @@ def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
     """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
     asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
     if asked:
+        reasons = [f"{name}: {REASONS[name]}" for name in sorted(asked) if name in REASONS]
         raise ArgumentError(
             f"{function} does not support {', '.join(sorted(asked))}. Supported: input_ids, "
-            "attention_mask, position_ids, token_type_ids, output_hidden_states, return_dict, "
-            "return_tuple."
+            "attention_mask, position_ids, token_type_ids, inputs_embeds, labels, "
+            "num_items_in_batch, logits_to_keep, output_hidden_states, return_dict, "
+            f"return_tuple. {' '.join(reasons)}".rstrip()
         )

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,37 @@ class Loop:
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
         with self._turns:
+            lives, pending = self._open(requests, self._runner.prefill)
+            self._chunks.append((pending, dict(enumerate(lives))))
+            return lives
+
+    def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
+        """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
+        with self._turns:
+            lives, scores = self._open(requests, self._runner.prefill_scores)
+            for live in lives:
+                live.queued = live.request.max_new_tokens  # none that the device would choose
+            return lives, scores
+
+    def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
+        """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
+        with self._turns:
+            for live in lives:
+                if live.error is not None:
+                    raise live.error
+            self._turns.go_on(self._live)
+            slots = [live.slot for live in lives]
+            try:
+                return self._profiler.run(self._runner.decode_scores, slots, tokens)
+            except BaseException as error:
+                self.lose(StepError(f"A step failed, and with it its sequences: {error!r}."))
+                raise
+
+    def _open(
+        self, requests: Sequence[Request], prefill: Callable[..., Any]
+    ) -> tuple[list[Live], Any]:
+        """Sequences in the lowest free slots, and what `prefill` gives for them."""
+        with self._turns:
             if self._closed is not None:
                 raise self._closed
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
@@ -86,13 +117,12 @@ class Loop:
             lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
             slots = slots[: len(lives)]
             try:
-                pending = self._profiler.run(self._runner.prefill, requests, slots)
+                result = self._profiler.run(prefill, requests, slots)
             except BaseException:
                 self._runner.release(slots)
                 raise
             self._live.update(zip(slots, lives, strict=True))
-            self._chunks.append((pending, dict(enumerate(lives))))
-            return lives
+            return lives, result
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""

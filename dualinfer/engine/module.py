@@ -13,12 +13,19 @@ from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError
 from .base import About, InferenceEngine
 from .inputs import by_name, check_ids, make_prompts, read_array
-from .options import DEFAULT_NEW_TOKENS, check_beams, check_values, config_dict, over_limit
+from .options import (
+    DEFAULT_NEW_TOKENS,
+    check_beams,
+    check_values,
+    config_dict,
+    over_limit,
+    refuse_outputs,
+)
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _OF_TOKENS = (
-    *("attention_mask", "position_ids", "token_type_ids"),
+    *("attention_mask", "position_ids", "token_type_ids", "labels"),
     *("decoder_attention_mask", "decoder_position_ids"),
 )
 _MAIN = ("0", "input_ids", "inputs")  # by its position or its names
@@ -100,6 +107,7 @@ class ModuleEngine(InferenceEngine):
         arguments: dict[str, Any],
         whole: bool,
     ) -> Sequences:
+        refuse_outputs("What gives text", arguments)
         module = self.runner.module
         if not self.can_generate():
             raise UnsupportedError(

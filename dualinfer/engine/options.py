@@ -4,10 +4,11 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from ..errors import ArgumentError, UnsupportedError, shown
+from ..errors import ArgumentError, UnsupportedError, shown, warn_caller
+from .inputs import REASONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +37,29 @@ class GenerationArguments(TypedDict, total=False):
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
     inputs: Any
+    inputs_embeds: Any
     num_beams: int | None
+    logits_processor: Sequence[Callable[..., Any]] | None
+    stopping_criteria: Sequence[Callable[..., Any]] | None
+    prefix_allowed_tokens_fn: Callable[..., Any] | None
+    no_repeat_ngram_size: int | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: Sequence[int] | None
+    begin_suppress_tokens: Sequence[int] | None
+    sequence_bias: Any
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | Sequence[int] | None
+    exponential_decay_length_penalty: Any
+    remove_invalid_values: bool | None
+    renormalize_logits: bool | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    top_h: float | None
+    max_time: float | None
+    return_dict_in_generate: bool | None
+    output_scores: bool | None
+    output_logits: bool | None
     token_type_ids: Any
     use_cache: bool | None
 
@@ -78,7 +101,25 @@ _DEFAULTS: dict[str, Any] = {
     "stop_strings": None,
     "num_return_sequences": 1,
 }
-_SUPPORTED = ", ".join(sorted([*_DEFAULTS, "seed", "streamer", "tokenizer"]))
+# What the host does to the logits of each step, by HF's own classes; of these, what shapes
+# sampling alone.
+_DRAWN = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")
+_PROCESSED = (
+    *_DRAWN,
+    *("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+    *("forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size"),
+    *("prefix_allowed_tokens_fn", "remove_invalid_values", "sequence_bias", "suppress_tokens"),
+)
+_CALLED = ("logits_processor", "stopping_criteria")
+_RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
+_SUPPORTED = ", ".join(
+    sorted(
+        [
+            *(*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"),
+            *("inputs_embeds", "seed", "streamer", "tokenizer"),
+        ]
+    )
+)
 DEFAULT_NEW_TOKENS = 20
 _MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
 _MOST = 2**31 - 1  # the largest id of a result on JAX
@@ -92,20 +133,16 @@ _INERT = frozenset(
     """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
     assistant_lookbehind cache_config cache_implementation compile_config
     decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
-    num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size renormalize_logits
-    return_legacy_cache synced_gpus target_lookbehind transformers_version use_cache""".split()
+    num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size return_legacy_cache
+    synced_gpus target_lookbehind transformers_version use_cache""".split()
 )
 # Arguments of HF's that are known and not supported: they pass as None, False or empty.
 _OFF = frozenset(
     """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
-    bad_words_ids begin_suppress_tokens constraints continuous_batching_config custom_generate
-    dola_layers exponential_decay_length_penalty force_words_ids forced_bos_token_id
-    forced_eos_token_id inputs_embeds is_assistant logits_processor low_memory
-    max_matching_ngram_size max_time negative_prompt_attention_mask negative_prompt_ids
-    output_attentions output_hidden_states output_logits output_scores past_key_values
-    position_ids prefix_allowed_tokens_fn prompt_lookup_num_tokens remove_invalid_values
-    return_dict_in_generate sequence_bias speculation_type stopping_criteria suppress_tokens
-    token_healing token_type_ids top_h use_mtp watermarking_config""".split()
+    constraints continuous_batching_config custom_generate dola_layers force_words_ids is_assistant
+    low_memory max_matching_ngram_size negative_prompt_attention_mask negative_prompt_ids
+    output_attentions output_hidden_states past_key_values position_ids prompt_lookup_num_tokens
+    speculation_type token_healing token_type_ids use_mtp watermarking_config""".split()
 )
 # Values, beside None, False and empty ones, at which an unsupported argument does nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -121,12 +158,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0.0,),
     "typical_p": (1.0,),
 }
-_KNOWN = {*_DEFAULTS, *_INERT, *_OFF, *_NEUTRAL}
-# What HF passes over in a model's own generation config: unless it samples, without beams, and
-# where generate() returns ids alone.
-_SAMPLING = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")
+_SERVED = {*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
+_KNOWN = {*_SERVED, *_INERT, *_OFF, *_NEUTRAL}
+# What HF passes over in a model's own generation config: without beams, and where generate()
+# returns ids alone.
 _BEAMS = ("diversity_penalty", "num_beam_groups")
-_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+_OUTPUTS = ("output_attentions", "output_hidden_states")
+# Why fused mode does not serve some arguments, and what to do.
+_REASONS = {
+    **REASONS,
+    "output_hidden_states": "Call engine(ids, output_hidden_states=True) for those of a text.",
+    "assistant_model": "Speculation is not there yet; leave it out, the tokens are the same.",
+    "prompt_lookup_num_tokens": (
+        "Speculation is not there yet; leave it out, the tokens are the same."
+    ),
+    "encoder_repetition_penalty": "It is about an encoder's input; use repetition_penalty.",
+    "encoder_no_repeat_ngram_size": "It is about an encoder's input; use no_repeat_ngram_size.",
+    "guidance_scale": (
+        "It runs the model twice a step. A logits_processor of yours can call engine() itself."
+    ),
+    "position_ids": "Positions follow from attention_mask; leave them out.",
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +187,10 @@ class GenerationOptions:
 
     `top_k` 0, `top_p` 1 and `min_p` 0 are off. Of `max_new_tokens` and `max_length`, the number of
     columns of the result, the first wins where both are set; `asked_length` tells that the caller
-    set one, not the model's defaults. `forced_bos_token_id` is the model's own, which HF takes
-    after a prompt of one token alone, and which is not supported there.
+    set one, not the model's defaults. `processed` are options that the host applies to each step's
+    logits, by name, and `processors` and `criteria` the caller's own functions. `returns` says what
+    is asked for beside the ids: of `scores` and `logits`, where HF's output is; None where it is
+    not.
     """
 
     max_new_tokens: int | None
@@ -155,7 +209,20 @@ class GenerationOptions:
     pad_token_id: int | None
     stop_strings: tuple[str, ...]
     num_return_sequences: int
-    forced_bos_token_id: Any = None
+    processed: Mapping[str, Any] = field(default_factory=dict)
+    processors: tuple[Any, ...] = ()
+    criteria: tuple[Any, ...] = ()
+    max_time: float | None = None
+    renormalize: bool = False
+    returns: tuple[str, ...] | None = None
+
+    @property
+    def stepwise(self) -> list[str]:
+        """Arguments for which the host chooses each token, by name."""
+        asked = {"logits_processor": self.processors, "stopping_criteria": self.criteria}
+        asked |= {"max_time": self.max_time is not None}
+        asked |= {f"output_{name}": True for name in self.returns or ()}
+        return sorted([*self.processed, *(name for name, value in asked.items() if value)])
 
     @property
     def fill_id(self) -> int | None:
@@ -168,14 +235,8 @@ class GenerationOptions:
         """Most new tokens after a prompt block of `width` columns.
 
         `limit`, on all of them, caps what the caller did not ask for: the model's default, or HF's
-        20. Raises ArgumentError where nothing could be generated, or a token would be forced.
+        20. Raises ArgumentError where nothing could be generated.
         """
-        if width == 1 and self.forced_bos_token_id is not None:
-            raise ArgumentError(
-                f"The model's generation config has forced_bos_token_id="
-                f"{shown(self.forced_bos_token_id)}, which HF makes the next token of a prompt of "
-                "one. That is not supported; pass forced_bos_token_id=None to go without it."
-            )
         count = self._count(width)
         return count if self.asked_length else max(1, min(count, limit - width))
 
@@ -229,8 +290,9 @@ def make_options(
     check_beams(values, "num_beams=1")
     greedy = not _boolean(values, "do_sample")
     count = _integer(values, "num_return_sequences", 1, 1)
-    idle = {*(_SAMPLING if greedy else ()), *_BEAMS, "forced_bos_token_id", "low_memory"}
-    if any(values.get("return_dict_in_generate") is off for off in (None, False)):
+    idle = {*_BEAMS, "low_memory"}
+    returns = _returns(values, asked)
+    if returns is None:
         idle.update(_OUTPUTS)
     _refuse({k: v for k, v in values.items() if k in asked or k not in idle})
     if greedy and count != 1:
@@ -238,6 +300,11 @@ def make_options(
             f"num_return_sequences={count} with do_sample=False would return the same text several "
             "times. Set do_sample=True, or num_return_sequences=1."
         )
+    for name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):  # HF passes over others
+        if not greedy and _asks(name, values.get(name)):
+            _number(values, name, 0.0, low=0.0, high=1.0)
+    if _asks("no_repeat_ngram_size", values.get("no_repeat_ngram_size")):
+        _integer(values, "no_repeat_ngram_size", 1, None)
     return GenerationOptions(
         asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         do_sample=not greedy,
@@ -246,8 +313,45 @@ def make_options(
         pad_token_id=_pad(values),
         **check_values(values, greedy),
         num_return_sequences=count,
-        forced_bos_token_id=values.get("forced_bos_token_id"),
+        processed={
+            name: values[name]
+            for name in _PROCESSED
+            if _asks(name, values.get(name)) and not (greedy and name in _DRAWN)
+        },
+        processors=_functions(values, "logits_processor"),
+        criteria=_functions(values, "stopping_criteria"),
+        max_time=(
+            None if values.get("max_time") is None else _number(values, "max_time", 0.0, low=0.0)
+        ),
+        renormalize=_boolean({"renormalize_logits": None, **values}, "renormalize_logits"),
+        returns=returns,
     )
+
+
+def _returns(values: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What HF's output holds beside the ids; None where it is not asked for, as in HF."""
+    wanted = tuple(
+        name
+        for name in ("scores", "logits")
+        if _boolean({f"output_{name}": None, **values}, f"output_{name}")
+    )
+    if _boolean({"return_dict_in_generate": None, **values}, "return_dict_in_generate"):
+        return wanted
+    for name in wanted:
+        if asked.get(f"output_{name}"):
+            warn_caller(
+                f"output_{name} is given in HF's output alone, and is ignored: pass "
+                "return_dict_in_generate=True as well."
+            )
+    return None
+
+
+def _functions(values: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    given = values.get(name)
+    functions = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if not isinstance(given, list | tuple | None) or not all(map(callable, functions)):
+        raise ArgumentError(f"{name}={shown(given)}; expected a list of functions, as HF takes it.")
+    return tuple(functions)
 
 
 def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
@@ -268,6 +372,12 @@ def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
     )
 
 
+def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where a call that gives no HF output is asked for one."""
+    if asked := [n for n in _RETURNED if arguments.get(n)]:
+        raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
+
+
 def config_dict(generation_config: Any) -> dict[str, Any]:
     """HF's GenerationConfig, a dict or None as a new dict."""
     if generation_config is None:
@@ -284,15 +394,12 @@ def config_dict(generation_config: Any) -> dict[str, Any]:
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
-    known = {*_KNOWN, "seed", "streamer", "tokenizer"}
+    known = {*_KNOWN, "inputs_embeds", "seed", "streamer", "tokenizer"}
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
-            raise ArgumentError(
-                f"generate() does not know {name[:80]}."
-                + (f" Did you mean {near[0]}?" if near else "")
-                + f" Supported: {_SUPPORTED}."
-            )
+            way = f"Did you mean {near[0]}?" if near else f"Supported: {_SUPPORTED}."
+            raise ArgumentError(f"generate() does not know {name[:80]}. {way}")
 
 
 def check_beams(values: Mapping[str, Any], way: str) -> None:
@@ -339,16 +446,19 @@ def _refuse(values: Mapping[str, Any]) -> None:
             "cache_implementation='quantized' changes results and is not supported."
         )
     for name, value in values.items():
-        if name in _DEFAULTS or name in _INERT or value is None or value is False:
-            continue
-        empty = isinstance(value, list | tuple | dict) and not value
-        number = isinstance(value, int | float)
-        if empty or (number and value in _NEUTRAL.get(name, ())):
+        if name in _SERVED or name in _INERT or not _asks(name, value):
             continue
         raise ArgumentError(
-            f"generate() does not support {name}={shown(value)}. Supported: {_SUPPORTED}. "
-            f"{_MODULE_MODE}"
+            f"generate() does not support {name}={shown(value)}. {_REASONS.get(name, _MODULE_MODE)}"
         )
+
+
+def _asks(name: str, value: Any) -> bool:
+    """True unless a value of an option that is off by default asks for nothing."""
+    if value is None or value is False:
+        return False
+    empty = isinstance(value, list | tuple | dict) and not value
+    return not empty and not (isinstance(value, int | float) and value in _NEUTRAL.get(name, ()))
 
 
 def _boolean(values: Mapping[str, Any], name: str) -> bool:

@@ -4,25 +4,34 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-FIELDS = ("logits", "last_hidden_state", "pooler_output", "hidden_states")  # in HF's order
+FIELDS = ("loss", "logits", "last_hidden_state", "pooler_output", "hidden_states")  # HF's order
+
+
+_CLASSES = {
+    "Outputs": (*FIELDS, "attentions", "past_key_values"),
+    "GenerateOutputs": (
+        *("sequences", "scores", "logits"),
+        *("attentions", "hidden_states", "past_key_values"),
+    ),
+}
 
 
 @functools.cache
-def _outputs_type() -> Any:
-    """The class, made on first use: transformers is imported by then."""
+def _outputs_type(name: str) -> Any:
+    """A class of _CLASSES, made on first use: transformers is imported by then."""
     from dataclasses import make_dataclass
 
     from transformers.utils.generic import ModelOutput
 
-    fields = [(name, Any, None) for name in (*FIELDS, "loss", "attentions", "past_key_values")]
+    fields = [(field, Any, None) for field in _CLASSES[name]]
     namespace = {"__repr__": _describe, "__module__": __name__, "__post_init__": _keep}
-    return make_dataclass("Outputs", fields, bases=(ModelOutput,), namespace=namespace, repr=False)
+    return make_dataclass(name, fields, bases=(ModelOutput,), namespace=namespace, repr=False)
 
 
 def __getattr__(name: str) -> Any:
-    """`Outputs`, the class, for pickle and for isinstance."""
-    if name == "Outputs":
-        return _outputs_type()
+    """`Outputs` and `GenerateOutputs`, the classes, for pickle and for isinstance."""
+    if name in _CLASSES:
+        return _outputs_type(name)
     raise AttributeError(name)
 
 
@@ -31,7 +40,12 @@ def make_outputs(fields: Mapping[str, Any]) -> Any:
 
     As in HF it is a dict, so that iterating gives names; `to_tuple()` gives the values.
     """
-    return _outputs_type()(**fields)
+    return _outputs_type("Outputs")(**fields)
+
+
+def make_generate_outputs(fields: Mapping[str, Any]) -> Any:
+    """What generate returns for return_dict_in_generate: as HF's GenerateDecoderOnlyOutput."""
+    return _outputs_type("GenerateOutputs")(**fields)
 
 
 def _keep(outputs: Any) -> None:
@@ -44,4 +58,4 @@ def _keep(outputs: Any) -> None:
 def _describe(outputs: Any) -> str:
     """Names and shapes, not contents."""
     parts = (f"{n}={getattr(v, 'shape', f'{len(v)} arrays')}" for n, v in outputs.items())
-    return f"Outputs({', '.join(parts)})"
+    return f"{type(outputs).__name__}({', '.join(parts)})"

@@ -112,10 +112,11 @@ class ModelSpec:
     """A whole architecture. `learned_positions` and `token_types` are counts, 0 if none.
 
     The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
-    embedded tokens, rounded to their dtype. With `positions_from_mask` the positions that forward
-    takes by default count real tokens only, and no positions separate packed sequences (HF's OPT
-    and BLOOM). `embed_width` is that of the embedding and of the head where a projection lies
-    between them and the layers (OPT-350m).
+    embedded tokens, rounded to their dtype; with `scales_embeds` also embeddings that a caller
+    gives in their place (HF's Granite, not its Gemma). With `positions_from_mask` the positions
+    that forward takes by default count real tokens only, and no positions separate packed sequences
+    (HF's OPT and BLOOM). `embed_width` is that of the embedding and of the head where a projection
+    lies between them and the layers (OPT-350m).
     """
 
     family: str
@@ -130,6 +131,7 @@ class ModelSpec:
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0
+    scales_embeds: bool = False
     embed_width: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None

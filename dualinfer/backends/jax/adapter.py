@@ -205,8 +205,8 @@ def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def register_outputs() -> None:
-    """Make what forward returns a pytree; once, since JAX takes a class but once."""
-    from ...model.outputs import Outputs
+    """Make what forward and generate return pytrees; once, since JAX takes a class but once."""
+    from ...model.outputs import GenerateOutputs, Outputs
 
     def flatten_with_keys(outputs: Any) -> Any:
         return [(jax.tree_util.DictKey(k), v) for k, v in outputs.items()], tuple(outputs)
@@ -214,10 +214,12 @@ def register_outputs() -> None:
     def flatten(outputs: Any) -> Any:
         return tuple(outputs.values()), tuple(outputs)
 
-    def unflatten(names: tuple[str, ...], values: Any) -> Any:
-        outputs = Outputs()
-        for name, value in zip(names, values, strict=True):
-            outputs[name] = value  # a None too, which __init__ leaves out
-        return outputs
+    for kind in (Outputs, GenerateOutputs):
 
-    jax.tree_util.register_pytree_with_keys(Outputs, flatten_with_keys, unflatten, flatten)
+        def unflatten(names: tuple[str, ...], values: Any, kind: Any = kind) -> Any:
+            outputs = kind()
+            for name, value in zip(names, values, strict=True):
+                outputs[name] = value  # a None too, which __init__ leaves out
+            return outputs
+
+        jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -33,8 +34,17 @@ from .packing import pack, unpack
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
-from .sampler import SMALLEST_PROMPT, SlotState, copy_rows, mode_of, prompt_rows
-from .steps import Steps, cut
+from .sampler import (
+    SMALLEST_PROMPT,
+    WORDS,
+    SlotState,
+    choose,
+    copy_rows,
+    mode_of,
+    prompt_embeds,
+    prompt_rows,
+)
+from .steps import Steps, cut, loss
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -132,7 +142,7 @@ class JaxRunner:
         so.
         """
         self._check()
-        batch, tokens = inputs.ids.shape
+        batch, tokens = inputs.shape
         size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
         if mask is None and not self.spec.causal and size != (batch, tokens):
@@ -144,23 +154,31 @@ class JaxRunner:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
-        arrays = (inputs.ids, positions, mask, types, inputs.segments)
+        arrays = (inputs.ids, positions, mask, types, inputs.segments, inputs.embeds)
+        count = tokens if inputs.kept is None else len(inputs.kept)
+        places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
 
-        def pad(array: np.ndarray) -> np.ndarray:
-            padded = np.zeros(size, array.dtype)
-            padded[:batch, :tokens] = array
+        def pad(array: np.ndarray, fill: int = 0, width: int = size[1]) -> np.ndarray:
+            padded = np.full((size[0], width, *array.shape[2:]), fill, array.dtype)
+            padded[:batch, : array.shape[1]] = array
             return padded
 
         padded = [None if x is None else pad(x) for x in arrays]
+        kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
         keep = inputs.output_hidden_states
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.vocab if self.spec.head else self.spec.embed
+            values = self.spec.vocab * places // size[1] if self.spec.head else self.spec.embed
             values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
             rows = max(1, self._most_tokens_of(size[1], values) // size[1])
-            outputs = self._outputs(padded, size, keep, min(rows, size[0]))
-        if size == (batch, tokens):
-            return self._place.local(outputs)
-        return self._place.local(cut(batch, tokens)(outputs))
+            outputs = self._outputs([*padded, kept], size, keep, min(rows, size[0]))
+        is_whole = (*size, places) == (batch, tokens, count)
+        cut_back = outputs if is_whole else cut(batch, tokens, count)(outputs)
+        result = self._place.local(cut_back)
+        if inputs.labels is not None:
+            labels = pad(inputs.labels, NO_LABEL, places)
+            of = self._place.local(outputs["logits"]), labels, inputs.loss_count
+            result["loss"] = loss(*of)
+        return result
 
     def _outputs(
         self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
@@ -172,8 +190,9 @@ class JaxRunner:
             step = partial(self.steps.forward, keep=keep, layers=layers)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows)
+            given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, tuple(x is None for x in arrays), keep, layers, rows),
+                ("forward", size, given, keep, layers, rows),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,
@@ -224,14 +243,8 @@ class JaxRunner:
         self, requests: Sequence[Request], slots: Sequence[int]
     ) -> PendingTokens | PendingPanels:
         """Fill the cache of `slots` and sample the first token of each request."""
-        idle = not self._live
-        if idle:
-            self._longest = 1
-        if self._state is None and not idle:
-            raise StepError(_LOST)
-        self._live.add(slots, requests)
-        self._reserve(idle)
-        passes, groups = [], self._panels([len(r.tokens) for r in requests])
+        self._open(requests, slots)
+        passes, groups = [], self._panels([len(r.prompt) for r in requests])
         for group in groups:
             part = [requests[i] for i in group], [slots[i] for i in group]
             assert self._state is not None
@@ -239,6 +252,62 @@ class JaxRunner:
                 results = self._advance(self._prefill_step(*part), self._compile_decode)
             passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
         return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
+
+    def _open(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Book requests in slots, and make room for them."""
+        idle = not self._live
+        if idle:
+            self._longest = 1
+        if self._state is None and not idle:
+            raise StepError(_LOST)
+        self._live.add(slots, requests)
+        self._reserve(idle)
+
+    @in_place
+    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
+        """Fill the cache of `slots`; the logits of the first token of each request."""
+        self._open(requests, slots)
+        passes, groups = [], self._panels([len(r.prompt) for r in requests])
+        for group in groups:
+            part = [requests[i] for i in group], [slots[i] for i in group]
+            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+                scores, flags = self._advance(self._prefill_step(*part, choose=False))
+            self._check(flags)
+            passes.append(scores[: len(group)])
+        if len(passes) == 1:
+            return passes[0]
+        return jnp.concatenate(passes)[np.argsort(np.concatenate(groups))]
+
+    @in_place
+    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> jax.Array:
+        """The logits after `tokens` in `slots`; see `base.Runner`."""
+        if self._state is None or self._cache is None:
+            raise StepError(_LOST)
+        self._live.advance(1, slots)
+        self._make_room(self._cache)
+        chosen = np.full(self._state.active.shape, NO_TOKEN, np.int32)
+        chosen[list(slots)] = tokens
+        with jax.profiler.TraceAnnotation("dualinfer/decode"):
+            step = Step(("scores",), self.steps.decode_scores, (chosen,))
+            scores, flags = self._advance(step)
+        self._check(flags)
+        return scores[np.array(slots)]
+
+    @in_place
+    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
+        """Tokens of scores [B, V]; see `base.Runner`."""
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        columns = {
+            "noise": columns["noise"],
+            **{name: columns[name].astype(np.uint32) for name in WORDS},
+        }
+        position = np.array([len(r.prompt) + step for r in requests], np.int32)
+        return np.asarray(choose(to_jax(scores, self.device), columns, position))
+
+    def _make_room(self, cache: Cache) -> None:
+        """Grow the cache to what the live slots reach."""
+        if self._live.reach > cache.tokens:
+            self._grow(cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
         """Numbers of the prompts that one step serves at a time."""
@@ -257,19 +326,37 @@ class JaxRunner:
         return self._job(self._prefill_step(requests, slots, state), cache, state)
 
     def _prefill_step(
-        self, requests: Sequence[Request], slots: Sequence[int], state: Any = None
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        state: Any = None,
+        choose: bool = True,
     ) -> Step:
-        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own."""
+        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own.
+
+        Unless `choose` it gives logits and no tokens.
+        """
         state = self._state if state is None else state
         free, eos_width = state.eos.shape
         mode = mode_of(SamplingFeatures.of(requests))
         arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
         ids = arrays[0]
 
-        def step(params: Params, cache: Any, state: Any, packed: jax.Array, *part: Any) -> Any:
-            return self.steps.prefill(params, cache, state, *unpack(packed, arrays), *part)
+        embeds = prompt_embeds(requests, ids.shape)
 
-        return Step(("prefill", ids.shape), step, (pack(arrays),))
+        def step(
+            params: Params,
+            cache: Any,
+            state: Any,
+            packed: jax.Array,
+            embeds: jax.Array | None,
+            *part: Any,
+        ) -> Any:
+            rows: Any = *unpack(packed, arrays), embeds
+            return self.steps.prefill(params, cache, state, *rows, *part, choose=choose)
+
+        given = None if embeds is None else embeds.shape
+        return Step(("prefill", ids.shape, given, choose), step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
@@ -322,10 +409,10 @@ class JaxRunner:
         if self._exchange is not None and flags is not None:
             self._exchange.note(flags)
 
-    def _check(self) -> None:
-        """Raise DistributedError if an exchange is known to have been given up."""
+    def _check(self, flags: jax.Array | None = None) -> None:
+        """Raise DistributedError if an exchange is known to have been given up; or by `flags`."""
         if self._exchange is not None:
-            self._exchange.check()
+            self._exchange.check(*(() if flags is None else (flags,)))
 
     @in_place
     def decode(self, steps: int) -> PendingTokens | PendingSteps:
@@ -334,8 +421,7 @@ class JaxRunner:
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(steps)
-        if self._live.reach > self._cache.tokens:
-            self._grow(self._cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
+        self._make_room(self._cache)
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             tokens = self._take_steps(steps)
         if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size

@@ -4,7 +4,7 @@ Meaning and order of the filters: transformers `generation/logits_process.py`. T
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,18 +79,18 @@ def prompt_rows(
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:
     """Prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
 
-    What they have seen is for the step to tell. Rows beyond the requests go to slot `free`, which
-    there is not: they are dropped.
+    Prompts of embeddings have NO_TOKEN for an id that is not known. What they have seen is for the
+    step to tell. Rows beyond the requests go to slot `free`, which there is not: they are dropped.
     """
     count = bucket(len(requests))
-    longest = max(len(r.tokens) for r in requests)
+    longest = max(len(r.prompt) for r in requests)
     ids = np.zeros((count, bucket(longest, SMALLEST_PROMPT)), np.int32)
     lengths = np.ones(count, np.int32)
     where = np.full(count, free, np.int32)
     where[: len(slots)] = slots
     for i, r in enumerate(requests):
-        ids[i, : len(r.tokens)] = r.tokens
-        lengths[i] = len(r.tokens)
+        ids[i, : len(r.prompt)] = r.tokens if len(r.tokens) else NO_TOKEN
+        lengths[i] = len(r.prompt)
     padded = [*requests, *[requests[0]] * (count - len(requests))]
     columns = sampling_rows(padded, eos_width)
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
@@ -98,6 +98,16 @@ def prompt_rows(
         active=np.ones(count, bool), length=lengths, **columns
     )
     return ids, where, rows
+
+
+def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:
+    """The prompts' embeddings in the bucket `shape` [B, T]: [B, T, W]; None where they are ids."""
+    if requests[0].embeds is None:
+        return None
+    padded = np.zeros((*shape, requests[0].embeds.shape[1]), np.float32)
+    for i, r in enumerate(requests):
+        padded[i, : len(r.prompt)] = r.prompt
+    return padded
 
 
 def book(state: SlotState, token: jax.Array) -> SlotState:
@@ -181,6 +191,15 @@ def _draw(
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
     scores = jnp.where(state.noise[:, None], warm + noise, logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def choose(scores: jax.Array, columns: Mapping[str, Any], position: jax.Array) -> jax.Array:
+    """The best token int32 [N] of scores [N, V], or a drawn one; `columns` as in SlotState."""
+    low, high, index = (columns[name] for name in WORDS)
+    noise = gumbel(low, high, index, position, scores.shape[-1])
+    drawn = jnp.where(columns["noise"][:, None], scores + noise, scores)
+    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
 
 def filter_logits(

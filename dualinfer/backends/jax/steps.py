@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from ..base import MAX_STEPS, NO_TOKEN
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN
 from .cache import Cache
 from .executables import jit_few
 from .ops.plain import PlainOps
@@ -46,11 +46,13 @@ class Steps:
     def forward(
         self,
         params: Params,
-        ids: jax.Array,
+        ids: jax.Array | None,
         positions: jax.Array | None,
         mask: jax.Array | None,
         token_types: jax.Array | None,
         segments: jax.Array | None,
+        embeds: jax.Array | None = None,
+        kept: jax.Array | None = None,
         x: jax.Array | None = None,
         *,
         keep: bool,
@@ -58,17 +60,24 @@ class Steps:
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
+        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`.
+
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
         part gives, x last; outputs then have the hidden states of their own part.
         """
-        ops = self.ops.using(self._scratch(params, ids.shape[0]))
+        given = ids if embeds is None else embeds
+        assert given is not None
+        shape = batch, length = given.shape[:2]
+        ops = self.ops.using(self._scratch(params, batch))
         model = self.spec, params, ops
         counted = None if mask is None else positions
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+            positions = jnp.broadcast_to(jnp.arange(length), shape)
         if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
-            token_types = jnp.zeros_like(ids)
+            token_types = jnp.zeros(shape, jnp.int32)
+        if embeds is not None:
+            embeds = embeds.astype(params.outer["embed.weight"].dtype)
         angles = ops.angles(self.spec, params, positions)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
@@ -77,11 +86,11 @@ class Steps:
             return ops.attend(layer, qkv, angles, **how)[0]
 
         args = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*args, keep, layers, x)
+        states = decoder.hidden_states(*args, keep, layers, x, embeds)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
-        result = decoder.outputs(*model, states, keep)
+        result = decoder.outputs(*model, states, keep, kept)
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
@@ -90,11 +99,13 @@ class Steps:
         self, params: Params, *arrays: Any, keep: bool, rows: int
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
+        *by_row, kept = arrays[:-1]  # the last is the x of a part, and this is the whole pass
 
-        def some(part: tuple[Any, ...]) -> Any:
-            return self.forward(params, *part, keep=keep)
+        def some(part: list[Any]) -> Any:
+            inputs: Any = (*part, kept)
+            return self.forward(params, *inputs, keep=keep)
 
-        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), arrays)
+        parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
         whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
         return whole, None if flags is None else flags.max(0)
@@ -109,14 +120,18 @@ class Steps:
         slots: jax.Array,
         rows: SlotState,
         mode: jax.Array | int,
+        embeds: jax.Array | None = None,
         x: jax.Array | None = None,
         layers: range | None = None,
+        *,
+        choose: bool = True,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
-        they have seen is filled in here. With `layers` a part of the pass, as in `forward`: before
-        the last one x in the place of the tokens, and no state.
+        they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
+        part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
+        state.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -129,23 +144,31 @@ class Steps:
             y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
             return y
 
-        how: dict[str, Any] = {"layers": layers, "x": x}
+        if embeds is not None:
+            embeds = embeds.astype(params.outer["embed.weight"].dtype)
+        how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
         scores = decoder.logits(*model, last, wide=True)
+        if not choose:
+            rows = rows._replace(active=jnp.zeros_like(rows.active))
+            rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
+            return (
+                replace(cache, layers=filled),
+                _merged(state, rows, slots),
+                scores,
+                ops.given_up(),
+            )
         real = jnp.arange(ids.shape[1]) < rows.length[:, None]
         seen = jnp.zeros(scores.shape, bool)
         rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
         token = ops.sample(scores, rows, rows.length, mode)
         rows = book(rows, token)
         rows = rows._replace(seen=mark(rows.seen, token[None]))
-        merged = {
-            name: column.at[slots].set(getattr(rows, name), mode="drop")
-            for name, column in state._asdict().items()
-        }
-        return replace(cache, layers=filled), SlotState(**merged), token[None], ops.given_up()
+        state = _merged(state, rows, slots)
+        return replace(cache, layers=filled), state, token[None], ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -222,6 +245,30 @@ class Steps:
         ops = self.ops.using(scratch)
         return cache, ops.ended(state, tokens), tokens, ops.given_up()
 
+    @jax.named_scope("dualinfer")
+    def decode_scores(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        chosen: jax.Array,
+        x: jax.Array | None = None,
+        layers: range | None = None,
+    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
+        """Logits float32 [N, V] after the tokens `chosen` [N], NO_TOKEN for other slots' own.
+
+        `layers` as in `prefill`.
+        """
+        is_chosen = chosen != NO_TOKEN
+        state = state._replace(last=jnp.where(is_chosen, chosen, state.last))
+        ops = self.ops.using(self._scratch(params, chosen.shape[0]))
+        cache, x = self._token(params, ops, cache, state, x, layers)
+        if self._goes_on(layers):
+            return cache, None, x, ops.given_up()
+        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        state = state._replace(length=state.length + is_chosen.astype(jnp.int32))
+        return cache, state, scores, ops.given_up()
+
     def _step(
         self,
         params: Params,
@@ -270,11 +317,30 @@ class Steps:
         return replace(cache, layers=filled), y
 
 
+def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
+    """The state with `rows` in `slots`; those of slots that there are not are dropped."""
+    merged = {
+        name: column.at[slots].set(getattr(rows, name), mode="drop")
+        for name, column in state._asdict().items()
+    }
+    return SlotState(**merged)
+
+
 @jit_few
-def cut(batch: int, tokens: int) -> Callable[[Any], Any]:
-    """A pytree of outputs without the rows and tokens that a bucket added."""
+def cut(batch: int, tokens: int, kept: int | None = None) -> Callable[[Any], Any]:
+    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens."""
 
-    def part(x: jax.Array) -> jax.Array:
-        return x[(slice(batch), slice(tokens))[: x.ndim - 1]]
+    def part(name: str, value: Any) -> Any:
+        count = tokens if kept is None or name != "logits" else kept
+        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - 1]], value)
 
-    return lambda outputs: jax.tree.map(part, outputs)
+    return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
+
+
+@jax.jit
+def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
+    """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+    real = labels != NO_LABEL
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)

@@ -61,19 +61,19 @@ class StreamingRunner(JaxRunner):
         """See `JaxRunner`; where it takes fewer rows at a time, one pass after another."""
         passes = []
         for first in range(0, size[0], rows):
-            some = [None if x is None else x[first : first + rows] for x in arrays]
-            passes.append(self._whole_pass(self._place.operands(some), keep))
+            some = [None if x is None else x[first : first + rows] for x in arrays[:-1]]
+            passes.append(self._whole_pass(self._place.operands([*some, arrays[-1]]), keep))
         if len(passes) == 1:
             return passes[0]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
 
     def _whole_pass(self, arrays: Sequence[Any], keep: bool) -> Any:
-        shape, earlier = arrays[0].shape, []
+        shapes, earlier = tuple(None if a is None else a.shape for a in arrays), []
         x: Any = None
         for index in range(len(self._stream)):
             leaves, part, layers = self._layer(index)
             step = partial(self.steps.forward, keep=keep, layers=layers)
-            key = "forward", shape, tuple(a is None for a in arrays), keep, layers
+            key = "forward", shapes, keep, layers
             function = self._of_leaves(step, part=part)
             given, flags = self._executables.run(key, function, leaves, *arrays, x)
             self._note(flags)

@@ -24,7 +24,7 @@ _MOST_AT_ONCE = 32768
 
 
 class _Buffers(NamedTuple):
-    """What a graph reads and writes, for B prompts of T tokens."""
+    """What a graph reads and writes, for B prompts of T tokens, or of as many embeddings."""
 
     ids: torch.Tensor
     slots: torch.Tensor
@@ -42,7 +42,10 @@ class Prompts:
     def run(
         self, params: Params, cache: Cache, tokens: list[np.ndarray], slots: torch.Tensor
     ) -> torch.Tensor:
-        """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B]."""
+        """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B].
+
+        `tokens` are ids [T] of each prompt, or embeddings [T, W].
+        """
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         if slots.is_cuda and len(tokens) * width <= _MOST_REPLAYED:
@@ -77,21 +80,20 @@ class Prompts:
     ) -> torch.Tensor:
         """Padded to `width`: without graphs too, so that these change no bit."""
         graphs = self.graphs
-        key = "prompts", len(tokens), width
+        given = tokens[0].shape[1:]
+        key = "prompts", len(tokens), width, given
         b = self._buffers.get(key)
         is_new = b is None
         if b is None:
             count = len(tokens)
             integers = partial(torch.empty, dtype=torch.int64, device=slots.device)
+            dtype = params.outer["embed.weight"].dtype
+            floats = partial(torch.empty, dtype=dtype, device=slots.device)
             b = _Buffers(
-                integers(count, width),
+                floats(count, width, *given) if given else integers(count, width),
                 integers(count),
                 integers(count),
-                torch.empty(
-                    (count, self._spec.embed),
-                    dtype=params.outer["embed.weight"].dtype,
-                    device=slots.device,
-                ),
+                floats(count, self._spec.embed),
             )
             self._buffers[key] = b
         ids, last = _padded(tokens, width)
@@ -131,9 +133,11 @@ class Prompts:
         last: torch.Tensor,
         chunk: Chunk | None = None,
     ) -> torch.Tensor:
-        """One pass over ids [B, T]: the hidden state [B, E] of the tokens at `last` [B]."""
+        """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B]."""
         start = chunk.start if chunk else 0
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+        shape = ids.shape[:2]
+        positions = torch.arange(start, start + shape[1], device=ids.device).expand(shape)
+        embeds = ids.to(params.outer["embed.weight"].dtype) if ids.ndim > 2 else None
         angles = self._ops.angles(self._spec, params, positions)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -142,16 +146,18 @@ class Prompts:
             return self._ops.attend(layer, qkv, angles, **how)[0]
 
         model = self._spec, params, self._ops
-        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
+        x = decoder.hidden_states(*model, ids, positions, None, attend, embeds=embeds)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
 
 
 def _padded(tokens: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 ids [B, width], zeros behind each prompt, and the place of each one's last token [B].
+    """Ids [B, width], zeros behind each prompt, and the place of each one's last token [B].
 
-    Padding needs no mask: a causal query sees no later key.
+    int64; embeddings [B, width, W] are as they were. Padding needs no mask: a causal query sees no
+    later key.
     """
-    ids = np.zeros((len(tokens), width), np.int64)
+    given = tokens[0].shape[1:]
+    ids = np.zeros((len(tokens), width, *given), np.float32 if given else np.int64)
     for i, row in enumerate(tokens):
         ids[i, : len(row)] = row
     return ids, np.array([len(row) - 1 for row in tokens])

@@ -1,12 +1,13 @@
 """The torch runner: forward passes, prefill into the cache, decode steps over static buffers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ... import decoder
 from ...errors import UnsupportedError
@@ -15,7 +16,7 @@ from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
@@ -94,6 +95,7 @@ class TorchRunner:
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
+        self._scores = torch.empty(0)  # of the last step, where the host chooses tokens
         self._live = LiveSlots()
         decode_graphs = decode_graphs and self._stream is None
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
@@ -123,25 +125,31 @@ class TorchRunner:
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
+        tensors = [
+            None if array is None else torch.from_numpy(array)
+            for array in (*arrays, inputs.embeds, inputs.kept)
+        ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         keep = inputs.output_hidden_states
-        with self._own_settings(inputs.ids.size), span("forward"):
+        with self._own_settings(inputs.positions.size), span("forward"):
             if self._calls is not None:
                 result = self._calls.run(outputs, (*tensors, keep), {})
             else:
                 result = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
-        if self.ops.exchange is not None and self.ops.exchange.given_up.any():
-            raise self.ops.exchange.error()
+            if inputs.labels is not None:
+                result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
+        self._check_exchange()
         return result
 
     def _outputs(
         self,
-        ids: torch.Tensor,
+        ids: torch.Tensor | None,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
         mask: torch.Tensor | None,
         segments: torch.Tensor | None,
+        embeds: torch.Tensor | None,
+        kept: torch.Tensor | None,
         keep: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
@@ -155,8 +163,20 @@ class TorchRunner:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
-        states = decoder.hidden_states(*model, ids, positions, token_types, attend, keep)
-        return decoder.outputs(*model, states, keep)
+        embeds = None if embeds is None else embeds.to(self.dtype)
+        given: dict[str, Any] = {"keep": keep, "embeds": embeds}
+        states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
+        return decoder.outputs(*model, states, keep, kept)
+
+    def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
+        """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            torch.from_numpy(labels).to(self.device).flatten().long(),
+            ignore_index=NO_LABEL,
+            reduction="mean" if count is None else "sum",
+        )
+        return loss if count is None else loss / count
 
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
@@ -164,23 +184,9 @@ class TorchRunner:
     @torch.inference_mode()
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
-        idle = not self._live
-        self._live.add(slots, requests)
-        self._reserve(idle)
-        state = self._state
+        rows, scores = self._fill(requests, slots)
+        features, state = SamplingFeatures.of(requests), self._state
         assert state is not None
-        features = SamplingFeatures.of(requests)
-        rows = torch.tensor(slots, device=self.device)
-        lengths = np.array([len(r.tokens) for r in requests])
-        zeros = np.zeros(len(requests), np.int64)
-        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-        state.write(rows, {"length": lengths, "new": zeros, **columns})
-        if features.penalty:
-            self._mark_seen(requests, slots)
-        with self._own_settings(int(lengths.sum())):
-            tokens = [r.tokens for r in requests]
-            last = self._prompts.run(self._passed, self._cache, tokens, rows)
-            scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
         token = self.ops.sample(scores, part, part.length, features)
@@ -191,17 +197,86 @@ class TorchRunner:
         state.seen[rows, token] = True
         return PendingTokens(token[None], self.ops)
 
+    def _fill(
+        self, requests: Sequence[Request], slots: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache of `slots` filled: these [B], not active, and the logits [B, V] that follow."""
+        idle = not self._live
+        self._live.add(slots, requests)
+        self._reserve(idle)
+        state = self._state
+        assert state is not None
+        features = SamplingFeatures.of(requests)
+        rows = torch.tensor(slots, device=self.device)
+        lengths = np.array([len(r.prompt) for r in requests])
+        zeros = np.zeros(len(requests), np.int64)
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        state.write(rows, {"length": lengths, "new": zeros, **columns})
+        if features.penalty:
+            self._mark_seen(requests, slots)
+        with self._own_settings(int(lengths.sum())):
+            prompts = [r.prompt for r in requests]
+            last = self._prompts.run(self._passed, self._cache, prompts, rows)
+            scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
+        return rows, scores
+
+    @in_order
+    @torch.inference_mode()
+    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> torch.Tensor:
+        """Fill the cache of `slots`; the logits of the first token of each request."""
+        _, scores = self._fill(requests, slots)
+        self._check_exchange()
+        return scores
+
+    @in_order
+    @torch.inference_mode()
+    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """The logits after `tokens` in `slots`; see `base.Runner`."""
+        state, cache, room = self._views(1, slots)
+        rows = torch.tensor(slots, device=self.device)
+        state.last[rows] = torch.tensor(tokens, device=self.device)
+        count, size = state.active.shape[0], self.spec.vocab
+        if self._scores.shape[0] < count:
+            self._forget_steps()
+            assert self._state is not None
+            self._scores = torch.empty(self._state.active.shape[0], size, device=self.device)
+        out = self._scores[:count]
+
+        def run() -> None:
+            out.copy_(self._next_scores(state, cache))
+
+        with self._own_settings(count):
+            self._replay((count, room, "scores"), run)
+        state.length[rows] += 1
+        self._check_exchange()
+        return out[rows]
+
+    @in_order
+    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
+        """Tokens of scores [B, V]; see `base.Runner`."""
+        scores = scores.to(self.device, torch.float32)
+        if any(r.sampling.do_sample for r in requests):
+            columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+            drawn, low, high, index = (
+                torch.as_tensor(columns[name], device=self.device)
+                for name in ("noise", "seed_low", "seed_high", "return_index")
+            )
+            position = torch.tensor([len(r.prompt) + step for r in requests], device=self.device)
+            noise = sampler.gumbel(low, high, index, position, scores.shape[-1])
+            scores = torch.where(drawn[:, None], scores + noise, scores)
+        return scores.argmax(-1).cpu().numpy()
+
+    def _check_exchange(self) -> None:
+        """Raise DistributedError if an exchange was given up; waits for the device."""
+        if self.ops.exchange is not None and self.ops.exchange.given_up.any():
+            raise self.ops.exchange.error()
+
     @in_order
     @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens for every live slot."""
-        assert self._state is not None and self._live
-        self._live.advance(steps)
-        slots, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
-        if self._cache.smaller_than(slots, tokens):
-            self._forget_steps()
-        self._cache.grow(slots, tokens)
-        state, cache = self._state.view(slots), self._cache.view(slots, tokens)
+        state, cache, tokens = self._views(steps)
+        slots = state.active.shape[0]
         features = SamplingFeatures.of(self._live.requests)
         key = slots, tokens, self.ops.launches_of(features)
         out, step = self._tokens[:, :slots], self._row[:slots]
@@ -214,16 +289,34 @@ class TorchRunner:
                 asks = self.device.type == "cpu" or self._stream is not None
                 if asks and not state.active.any():
                     break
-                if self._graphs and key in self._graphs:
-                    self._graphs.replay(key)
-                    continue
-                if self._graphs is None:
-                    run()
-                    continue
-                with told_if_slow("kernels and a graph are made for sizes that are new"):
-                    run()
-                    self._graphs.capture(key, run)
+                self._replay(key, run)
         return PendingTokens(out[:steps], self.ops)
+
+    def _views(
+        self, steps: int, slots: Sequence[int] | None = None
+    ) -> tuple[SlotState, list[LayerCache], int]:
+        """State and cache, grown for `steps` more of these slots, or of every one, and its tokens.
+
+        They are views that cover the live slots.
+        """
+        assert self._state is not None and self._live
+        self._live.advance(steps, slots)
+        count, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
+        if self._cache.smaller_than(count, tokens):
+            self._forget_steps()
+        self._cache.grow(count, tokens)
+        return self._state.view(count), self._cache.view(count, tokens), tokens
+
+    def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
+        """Do `run` once, from the key's graph where there are graphs."""
+        if self._graphs is None:
+            run()
+        elif key in self._graphs:
+            self._graphs.replay(key)
+        else:
+            with told_if_slow("kernels and a graph are made for sizes that are new"):
+                run()
+                self._graphs.capture(key, run)
 
     def _step(
         self,
@@ -234,6 +327,10 @@ class TorchRunner:
         step: torch.Tensor,
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
+        self.ops.advance(self._next_scores(state, cache), state, features, out, step)
+
+    def _next_scores(self, state: SlotState, cache: list[LayerCache]) -> torch.Tensor:
+        """Logits float32 [N, V] after each slot's last token, which goes into the cache."""
         params = self._passed
         model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
@@ -244,8 +341,7 @@ class TorchRunner:
             return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
 
         x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
-        scores = decoder.logits(*model, x[:, 0], wide=True)
-        self.ops.advance(scores, state, features, out, step)
+        return decoder.logits(*model, x[:, 0], wide=True)
 
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
@@ -387,7 +483,7 @@ class TorchRunner:
         self.ops.clear()
         self._cache.clear()
         self._state = None
-        self._tokens = self._row = torch.empty(0)
+        self._tokens = self._row = self._scores = torch.empty(0)
         self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})

@@ -203,6 +203,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         layers=tuple(blocks[own] for own in _attentions(fields)),
         max_positions=reach(parameters, positions),
         embed_scale=_embed_scale(fields, embed),
+        scales_embeds=is_granite,
         final_norm=norm,
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )

@@ -87,6 +87,30 @@ class PlainOps:
         x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        return self._with_positions(spec, w, x, positions, token_types)
+
+    def embed_given(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        embeds: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_given`."""
+        if spec.scales_embeds:
+            embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
+        return self._with_positions(spec, w, embeds, positions, token_types)
+
+    def _with_positions(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+    ) -> jax.Array:
+        """Embedded tokens in the layers' width, plus their types and positions."""
         if spec.embed_width:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:

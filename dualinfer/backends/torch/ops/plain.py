@@ -67,6 +67,30 @@ class PlainOps:
         x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+        return self._with_positions(spec, w, x, positions, token_types)
+
+    def embed_given(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.embed_given`."""
+        if spec.scales_embeds:
+            embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
+        return self._with_positions(spec, w, embeds, positions, token_types)
+
+    def _with_positions(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Embedded tokens in the layers' width, plus their types and positions."""
         if spec.embed_width:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:

@@ -103,6 +103,16 @@ class _Recorder:
         dtype = w["embed.weight"].dtype
         return torch.empty((*ids.shape, spec.embed), dtype=dtype, device=ids.device)
 
+    def embed_given(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.embed(spec, w, positions, positions, token_types)
+
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -1,0 +1,292 @@
+"""Generation one step at a time: the host chooses each token, by HF's processors and criteria."""
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+
+from ..arrays import from_numpy, kind_of, to_jax, to_kind, to_numpy
+from ..backends.base import Request, Runner
+from ..errors import ArgumentError, ClosedError, UnsupportedError, shown
+from ..parallel.spmd import Turns
+from .inputs import Prompts
+from .loop import Loop, StopStrings
+from .options import GenerationOptions
+
+
+class Rules:
+    """What the host does with the logits of a call's steps.
+
+    `processors` change logits, in HF's order; `criteria` end sequences. Functions get what HF's
+    get: ids int [B, T] of the padded prompts and all new tokens, and float32 logits [B, V]; on
+    torch as tensors on the engine's device, on JAX as JAX arrays, but HF's own classes get torch
+    tensors in host memory there.
+    """
+
+    def __init__(
+        self, options: GenerationOptions, prompts: Prompts, count: int, backend: str, device: Any
+    ) -> None:
+        self._backend, self._device = backend, device
+        self._options, self._criteria = options, options.criteria
+        self._start = time.monotonic()
+        block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
+        self.block = block
+        self._processors: Sequence[Any] = options.processors
+        if _needs_hf(options, self._least(prompts)):
+            with _torch_there():
+                self._processors = self._made(prompts, count)
+
+    def _least(self, prompts: Prompts) -> int:
+        """New tokens before which no EOS is chosen."""
+        return self._options.least_tokens(prompts.block.shape[1] or max(prompts.lengths))
+
+    def _made(self, prompts: Prompts, count: int) -> Sequence[Any]:
+        """HF's processors and the caller's, as HF's own generate would order them."""
+        import torch
+        from transformers import GenerationConfig
+        from transformers.generation.logits_process import LogitsProcessorList
+        from transformers.generation.utils import GenerationMixin
+
+        options, width = self._options, prompts.block.shape[1]
+        device = self._device if self._backend == "torch" else torch.device("cpu")
+        config: Any = GenerationConfig()
+        values = {
+            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p")),
+            **options.processed,
+            "num_beams": 1,
+            "do_sample": options.do_sample,
+            "repetition_penalty": options.repetition_penalty,
+            "min_new_tokens": self._least(prompts) or None,
+            "max_length": width + count,
+            "renormalize_logits": options.renormalize,
+        }
+        allowed = values.pop("prefix_allowed_tokens_fn", None)
+        if options.do_sample:
+            names = "temperature", "top_k", "top_p"
+            values |= {name: getattr(options, name) for name in names}
+            values["min_p"] = options.min_p or None
+        for name, value in values.items():
+            setattr(config, name, value)
+        ends = list(options.eos_token_ids)
+        config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
+        mask = None
+        if width:
+            lengths = np.repeat(prompts.lengths, options.num_return_sequences)
+            mask = torch.tensor(np.arange(width) >= width - lengths[:, None], device=device)
+        model: Any = type("_Model", (GenerationMixin,), {"config": _DecoderConfig})()
+        try:
+            return model._get_logits_processor(
+                config,
+                input_ids_seq_length=width,
+                prefix_allowed_tokens_fn=allowed,
+                logits_processor=LogitsProcessorList(options.processors),
+                device=device,
+                model_kwargs={"attention_mask": mask},
+            )
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            given = ", ".join(f"{name}={shown(value)}" for name, value in options.processed.items())
+            raise ArgumentError(f"HF's processors do not take {given}: {error}") from error
+
+    def scores(self, ids: np.ndarray, logits: Any) -> Any:
+        """The logits [B, V], processed; arrays of the backend, or torch's."""
+        given = _Ids(ids, self._backend, self._device)
+        for processor in self._processors:
+            kind = self._kind(processor)
+            with self._own_transfers():
+                logits, tokens = self._to(kind, logits), given.of(kind)
+            result = processor(tokens, logits)
+            if getattr(result, "shape", None) != logits.shape:
+                raise ArgumentError(
+                    f"logits_processor: {_name(processor)} returned {_described(result)}; "
+                    f"expected scores of shape {tuple(logits.shape)}."
+                )
+            logits = result
+        return logits
+
+    def ended(self, ids: np.ndarray, scores: tuple[Any, ...] | None) -> np.ndarray:
+        """Which sequences the criteria end, bool [B]; `scores` are those of all steps, if kept."""
+        limit = self._options.max_time
+        over = limit is not None and time.monotonic() - self._start > limit
+        done = np.full(len(ids), over)
+        given = _Ids(ids, self._backend, self._device)
+        for criterion in self._criteria:
+            kind = self._kind(criterion)
+            with self._own_transfers():
+                kept = None if scores is None else tuple(self._to(kind, one) for one in scores)
+                tokens = given.of(kind)
+            result = criterion(tokens, kept)
+            with self._own_transfers():
+                result = np.asarray(to_numpy(result))
+            if result.dtype != bool or result.shape not in ((), done.shape):
+                raise ArgumentError(
+                    f"stopping_criteria: {_name(criterion)} returned {_described(result)}; "
+                    f"expected a bool, or bools of shape {done.shape}."
+                )
+            done = done | result
+        return done
+
+    def _own_transfers(self) -> AbstractContextManager[Any]:
+        """Around what is copied between host and device: no guard of the caller's bars it."""
+        if self._backend != "jax":
+            return nullcontext()
+        import jax
+
+        return jax.transfer_guard("allow")
+
+    def _kind(self, function: Any) -> str:
+        """The framework whose arrays a function takes."""
+        is_hf = any(c.__module__.startswith("transformers.") for c in type(function).__mro__)
+        return "torch" if is_hf else self._backend
+
+    def _to(self, kind: str, array: Any) -> Any:
+        """Logits in a framework, in memory that may be written."""
+        if kind_of(array) == kind:
+            return array
+        if kind == "jax":
+            return to_jax(array, self._device)
+        return to_kind(np.array(to_numpy(array)), "torch")
+
+
+class _DecoderConfig:
+    """What HF's generation reads of a model's config where it makes processors."""
+
+    is_encoder_decoder = False
+
+
+class _Ids:
+    """Ids [B, T] in each framework, made once."""
+
+    def __init__(self, ids: np.ndarray, backend: str, device: Any) -> None:
+        self._ids, self._backend, self._device = ids, backend, device
+        self._made: dict[str, Any] = {}
+
+    def of(self, kind: str) -> Any:
+        if kind not in self._made:
+            if kind == "jax":
+                made = to_jax(self._ids.astype(np.int32), self._device)
+            else:
+                made = from_numpy(self._ids, "torch")
+                made = made.to(self._device) if self._backend == "torch" else made
+            self._made[kind] = made
+        return self._made[kind]
+
+
+@contextmanager
+def _torch_there() -> Iterator[None]:
+    """Within it a missing torch is told as what needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(
+            "These options are HF's own logits processors, which need torch, and it is not "
+            "installed. Install dualinfer[torch] as well, or pass a logits_processor of yours, a "
+            "function of JAX arrays."
+        ) from error
+
+
+def _needs_hf(options: GenerationOptions, least: int) -> bool:
+    """Whether any of HF's processors has something to do."""
+    shaped = options.do_sample and (
+        options.temperature != 1 or options.top_k > 0 or options.top_p < 1 or options.min_p > 0
+    )
+    held = least > 0 and options.eos_token_ids
+    penalty = options.repetition_penalty != 1
+    return bool(options.processed or shaped or held or penalty or options.renormalize)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} of shape {tuple(shape)}"
+
+
+class Stepwise:
+    """The sequences of one call, step by step. Close it, or exhaust it, to free its slots.
+
+    A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
+    are. `scores` and `logits`, where they are kept, have an array [B, V] for each step.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        turns: Turns,
+        runner: Runner,
+        requests: Sequence[Request],
+        rules: Rules,
+        options: GenerationOptions,
+        stop: StopStrings | None,
+    ) -> None:
+        self._loop, self._turns, self._runner = loop, turns, runner
+        self._requests, self._rules, self._stop = requests, rules, stop
+        self._fill = 0 if options.fill_id is None else options.fill_id
+        returns = options.returns or ()
+        self.scores: list[Any] | None = [] if "scores" in returns else None
+        self.logits: list[Any] | None = [] if "logits" in returns else None
+        self._lives, self._first = loop.start_scores(requests)
+
+    def __iter__(self) -> Generator[list[int | None], None, None]:
+        """For every step, each sequence's new token; None once it has ended."""
+        ids, logits = self._rules.block, self._first
+        self._first = None
+        done = np.zeros(len(self._requests), bool)
+        try:
+            for step in range(self._requests[0].max_new_tokens):
+                if step:
+                    logits = self._loop.scores(self._lives, ids[:, -1].tolist())
+                before = done
+                with self._turns.together("The tokens that the host chose") as work:
+                    tokens, done = self._chosen(ids, logits, step, before)
+                    said = work.meet(tokens=tokens.tolist(), done=done.tolist())
+                tokens = np.array(said["tokens"][0], np.int64)  # clocks differ, and random numbers
+                done = np.array(said["done"][0], bool)
+                ids = np.column_stack((ids, tokens))
+                yield [
+                    None if ended else int(token)
+                    for token, ended in zip(tokens, before, strict=True)
+                ]
+                if done.all():
+                    return
+        finally:
+            self.close()
+
+    def _chosen(
+        self, ids: np.ndarray, logits: Any, step: int, ended: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens [B] of a step, and which sequences have ended with them."""
+        if self.logits is not None:
+            self.logits.append(_own(logits))
+        scores = self._rules.scores(ids, _own(logits))
+        if self.scores is not None:
+            self.scores.append(scores)
+        with self._turns:
+            tokens = self._runner.choose(scores, self._requests, step).astype(np.int64)
+        if ended.any():
+            tokens = np.where(ended, self._fill, tokens)
+        ids = np.column_stack((ids, tokens))
+        kept = None if self.scores is None else tuple(self.scores)
+        done = ended | self._rules.ended(ids, kept)
+        width = self._rules.block.shape[1]
+        for i, request in enumerate(self._requests):
+            new = ids[i, width:].tolist()
+            done[i] |= new[-1] in request.eos_ids
+            if self._stop is not None and not done[i]:
+                done[i] = self._stop.completed(new, request.tokens.tolist())
+        return tokens, done
+
+    def close(self) -> None:
+        """End what is unfinished and free the slots."""
+        with suppress(ClosedError):  # in a forked process, which has nothing to free
+            self._loop.finish(self._lives)
+
+
+def _own(logits: Any) -> Any:
+    """Logits that a processor may write; torch's are no longer of inference mode."""
+    return logits.clone() if kind_of(logits) == "torch" else logits
