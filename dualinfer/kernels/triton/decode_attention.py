@@ -345,8 +345,8 @@ def decode_attention(
 def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
     """A configuration for `pairs` of slot and KV head that nobody measured: eight warps an SM.
 
-    `itemsize` is that of what the cache keeps, or of float32 heads. Codes, of which as many elements are half the bytes,
-    want programs of two warps.
+    `itemsize` is that of what the cache keeps, or of float32 heads. Codes, of which as many
+    elements are half the bytes, want programs of two warps.
     """
     warps = 2 if itemsize == 1 else 4
     wide = dim * max(itemsize, 2) > 256  # codes become floats
