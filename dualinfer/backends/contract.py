@@ -84,6 +84,11 @@ class LayerAttention(NamedTuple):
     frequencies: Array | None = None
     slopes: Array | None = None
 
+    @property
+    def alibi_scale(self) -> float | None:
+        """What rounded products of slopes and positions are multiplied with; None without them."""
+        return self.spec.scale if self.spec.alibi_rounded else None
+
     @classmethod
     def named(
         cls,

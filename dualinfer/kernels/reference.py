@@ -144,6 +144,7 @@ def attention(
     mask: Array | None = None,
     segments: Array | None = None,
     alibi: Array | None = None,
+    alibi_scale: float | None = None,
     positions: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -153,8 +154,10 @@ def attention(
     Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
     KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
-    default 0 to T-1 (Press et al., 2022). `sinks` [H] is a score of no value at all, which takes
-    its part of the softmax. All in this order, before the mask.
+    default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
+    position, with each position and each product rounded to bfloat16 (Falcon). `sinks` [H] is a
+    score of no value at all, which takes its part of the softmax. All in this order, before the
+    mask.
     """
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -168,10 +171,22 @@ def attention(
             scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
             if alibi is not None:
                 at = np.arange(tokens) if positions is None else positions[b].astype(np.int64)
-                scores = scores + float(alibi[h]) * (at[None, :] - at[:, None])
+                scores = scores + _alibi(alibi[h], alibi_scale, at[None, :], at[:, None])
             weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
             out[b, :, h] = weights @ values
     return out.astype(np.float32)
+
+
+def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
+    """What a head's ALiBi adds to the scores of keys and queries at these positions."""
+    if scale is None:
+        return float(slope) * (keys - queries)
+
+    def at(positions: Any) -> Array:
+        rounded = _wide(np.asarray(positions, np.float32).astype(ml_dtypes.bfloat16))
+        return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
+
+    return scale * (at(keys) - at(queries))
 
 
 def _capped(scores: Array, softcap: float | None) -> Array:
@@ -245,6 +260,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     alibi: Array | None = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
@@ -252,7 +268,8 @@ def decode_attention(
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
     sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
-    `alibi`, `softcap` and `sinks` as in `attention`; a token's position is its place in the cache.
+    `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`; a token's position is its place
+    in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -265,7 +282,7 @@ def decode_attention(
             values = _wide(cache[1][n, h // group, start:end])
             scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
             if alibi is not None:
-                scores = scores + float(alibi[h]) * (np.arange(start, end) - (end - 1))
+                scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
             out[n, h] = _weights(scores, sinks, h) @ values
     return out.astype(np.float32)
 

@@ -43,7 +43,9 @@ class Attention:
     """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
 
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
-    the score of a key that lies n tokens before the query falls by n times that.
+    the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
+    each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
+    scaled as the product of query and key is (Falcon).
     """
 
     heads: int
@@ -55,6 +57,7 @@ class Attention:
     rope: Rope | None = None
     qk_norm: Norm | None = None
     alibi: tuple[float, ...] | None = None
+    alibi_rounded: bool = False
     softcap: float | None = None
 
     @property
@@ -113,8 +116,8 @@ class ModelSpec:
 
     The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
     embedded tokens, rounded to their dtype. With `positions_from_mask` the positions that forward
-    takes by default count real tokens only, and no positions separate packed sequences (HF's OPT
-    and BLOOM). `embed_width` is that of the embedding and of the head where a projection lies
+    takes by default count real tokens only. If a model `packs`, positions that start anew separate
+    sequences. `embed_width` is that of the embedding and of the head where a projection lies
     between them and the layers (OPT-350m).
     """
 
@@ -127,6 +130,7 @@ class ModelSpec:
     learned_positions: int = 0
     position_offset: int = 0
     positions_from_mask: bool = False
+    packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0
@@ -164,7 +168,8 @@ class ModelSpec:
         attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
-            **{"heads": attention.heads, "head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{"heads": attention.heads, "kv_heads": attention.kv_heads},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
         }
         return inner[axis]

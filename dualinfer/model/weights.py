@@ -128,10 +128,11 @@ class Source:
 
     An axis is a name, or several joined by `+` where the tensor holds blocks one after another
     (GPT-2's `q+k+v`); with `/heads` behind, each head's share of every block, head after head
-    (BLOOM's `q+k+v/heads`). With `:32` behind, 32 elements of the axis have one here, and with `=1`
-    the axis has one element whatever its length is: so scales lie. `part` is the array of the
-    weight that it belongs to, `dtypes` are those that it may have. `index` is its place along the
-    row's first axis, where tensors without that axis are stacked.
+    (BLOOM's `q+k+v/heads`), or each KV head's with its query heads (Falcon's `q+k+v/kv_heads`), or
+    that of each of so many equal groups (CodeGen's `q+v+k/4`). With `:32` behind, 32 elements of
+    the axis have one here, and with `=1` the axis has one element whatever its length is: so scales
+    lie. `part` is the array of the weight that it belongs to, `dtypes` are those that it may have.
+    `index` is its place along the row's first axis, where tensors without that axis are stacked.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -69,7 +70,9 @@ class Step:
         q, k, v = self.new_heads(**how)
         old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
         cache = reference.append(old, k, v, self.lengths)
-        scoring = {n: how[n] for n in ("window", "alibi", "softcap", "sinks") if n in how}
+        scoring = {
+            n: how[n] for n in ("window", "alibi", "alibi_scale", "softcap", "sinks") if n in how
+        }
         seen = np.minimum(self.lengths + 1, cache[0].shape[2])
         y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
         return y.reshape(len(y), -1), [k, v]
@@ -159,8 +162,10 @@ def numbers(seed: int, count: int, low: float, high: float) -> np.ndarray:
 
 
 SLOPES, SINKS = numbers(7, 6, 0.01, 0.7), np.array([0, 3, -3, 20, 0.5, -40], np.float32)
+ROUNDED = SLOPES.astype(ml_dtypes.bfloat16).astype(np.float32)
 SCORING = {
     "alibi": {"alibi": SLOPES},
+    "alibi, rounded": {"alibi": ROUNDED, "alibi_scale": 0.3},
     "soft cap": {"softcap": 2.5},
     "sinks": {"sinks": SINKS},
     "all": {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS, "window": 20},

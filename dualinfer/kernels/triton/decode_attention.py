@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .activation import activate
 from .blocks import places, slots_and_room, table_arguments
-from .codes import codes_by, scale_arguments, scale_of, values_of
+from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
@@ -76,7 +76,7 @@ def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
     frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, k_scale_ptr,
     v_scale_ptr, table_stride, qkv_stride, slot_stride, head_stride, token_stride, capacity, scale,
-    softcap, window, eps, rotary_scale,
+    softcap, alibi_scale, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -206,7 +206,11 @@ def _decode_attention_kernel(
         score *= scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
-        score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+        if alibi_scale is None:
+            score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+        else:
+            ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
+            score += ahead * alibi_scale
         score = tl.where((s < last)[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         kept = tl.exp(top - higher)
@@ -270,6 +274,7 @@ def decode_attention(
     scales: Any = None,
     window: int | None = None,
     alibi: Any = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
     inv_freq: Any = None,
@@ -290,7 +295,7 @@ def decode_attention(
     and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
     overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py),
     with `scales`, a pair float32 of the cache's axes before D, of codes (codes.py).
-    `window`, `alibi`, `softcap` and `sinks` as in `attention`.
+    `window`, `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """
     keys, values = cache
@@ -326,6 +331,7 @@ def decode_attention(
             capacity,
             scale,
             softcap or 0.0,
+            alibi_scale,
         ),
         *(window or 0, norm_eps, scaling),
         **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},

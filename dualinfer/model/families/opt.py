@@ -36,6 +36,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         learned_positions=positions,
         position_offset=_OFFSET,
         positions_from_mask=True,
+        packs=False,
         embed_width=None if width == embed else width,
         final_norm=norm if final else None,
         head=Head("causal") if architecture == "OPTForCausalLM" else None,

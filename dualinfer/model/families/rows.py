@@ -37,12 +37,17 @@ def joined(ours: str, theirs: str, parts: Mapping[str, str], bias: bool) -> list
     return rows
 
 
-def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
-    """The projection to q, k and v that HF stores as one linear layer, head by head."""
-    rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", "q+k+v/heads embed"))]
+def packed(ours: str, theirs: str, layout: str, bias: bool) -> list[Row]:
+    """The projection to q, k and v that HF stores as one linear layer, with its `layout`."""
+    rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", f"{layout} embed"))]
     if bias:
-        rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", "q+k+v/heads")))
+        rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", layout)))
     return rows
+
+
+def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
+    """As `packed`, head by head."""
+    return packed(ours, theirs, "q+k+v/heads", bias)
 
 
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:

@@ -262,4 +262,5 @@ class PlainOps:
 def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, "alibi": layer.slopes}
+    alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
+    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}

@@ -245,6 +245,7 @@ def attention(
     mask: jax.Array | None = None,
     segments: jax.Array | None = None,
     alibi: jax.Array | None = None,
+    alibi_scale: float | None = None,
     positions: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -253,8 +254,8 @@ def attention(
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count. k and v may be float32 where q is
-    not, as a cache in codes keeps them.
+    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
+    k and v may be float32 where q is not, as a cache in codes keeps them.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape
@@ -268,8 +269,8 @@ def attention(
         scores = einsum("btkgd,bskd->bkgts", part, k, preferred_element_type=jnp.float32)
         scores = _capped(scores * scale, softcap)
         if alibi is not None:
-            ahead = (keys_at[:, None, :] - keys_at[:, at, None]).astype(jnp.float32)
-            scores += alibi.reshape(kv_heads, -1, 1, 1) * ahead[:, None, None]
+            bias = alibi_bias(alibi, keys_at, keys_at[:, at], alibi_scale)
+            scores += bias.reshape(bias.shape[0], kv_heads, -1, *bias.shape[2:])
         visible = visible_keys(tokens, causal, window, mask, segments, at)
         weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
         return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
@@ -281,6 +282,27 @@ def attention(
     starts = jnp.arange(0, tokens, _WHOLE)
     out = lax.map(lambda pair: rows(*pair), (parts, starts))
     return out.swapaxes(0, 1).reshape(q.shape).astype(dtype)
+
+
+def alibi_bias(
+    slopes: jax.Array, keys: jax.Array, queries: jax.Array, scale: float | None
+) -> jax.Array:
+    """What ALiBi adds to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Slopes [H] times how far a key lies ahead; with `scale` its product with the difference of
+    slopes times positions, both rounded to bfloat16.
+    """
+    if scale is None:
+        ahead = (keys[:, None, :] - queries[:, :, None]).astype(jnp.float32)
+        return slopes[:, None, None] * ahead[:, None]
+
+    def rounded(x: jax.Array) -> jax.Array:  # a cast there and back is none to XLA
+        return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+    def at(positions: jax.Array) -> jax.Array:
+        return rounded(slopes[:, None] * rounded(positions)[:, None])
+
+    return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -341,12 +363,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     alibi: jax.Array | None = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them. `alibi` and `sinks` are float32 [H].
+    The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
+    `alibi_bias`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -360,8 +384,8 @@ def decode_attention(
     scores = einsum("nkgd,nksd->nkgs", grouped, keys, preferred_element_type=jnp.float32)
     scores = _capped(scores * scale, softcap)
     if alibi is not None:
-        ahead = (at - (lengths[:, None] - 1)).astype(jnp.float32)
-        scores += alibi.reshape(kv_heads, -1, 1) * ahead[:, None, None]
+        bias = alibi_bias(alibi, at, lengths[:, None] - 1, alibi_scale)
+        scores += bias.reshape(slots, kv_heads, -1, cache.capacity)
     weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     y = einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values)
     return y.reshape(q.shape).astype(dtype)

@@ -335,6 +335,7 @@ class KernelOps(PlainOps):
                 ).transpose(1, 2)
         else:
             counted = positions if layer.slopes is not None else None
+            how["alibi_scale"] = layer.alibi_scale
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
@@ -374,6 +375,7 @@ class KernelOps(PlainOps):
             counters=self._zeros(qkv.shape[0] * a.kv_heads),
             window=a.window,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
             config=config,
             sms=self.sms,

@@ -195,6 +195,7 @@ class PlainOps:
             mask=mask,
             segments=segments,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
         )
@@ -219,6 +220,7 @@ class PlainOps:
             scale=a.scale,
             window=a.window,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
         )
         return y.flatten(-2)[:, None], cache

@@ -250,7 +250,7 @@ def _prompts(
         a = layer.spec
         how: dict[str, Any] = {
             **{"causal": a.causal, "window": a.window},
-            **{"alibi": layer.slopes, "softcap": a.softcap},
+            **{"alibi": layer.slopes, "alibi_scale": layer.alibi_scale, "softcap": a.softcap},
         }
         shape = like.new_empty((1, tokens, 1, a.head_dim))
         if attention_choice.sdpa_backends(shape, **how):
