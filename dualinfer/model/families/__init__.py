@@ -18,6 +18,7 @@ from . import (
     gpt_neox,
     gptj,
     llama,
+    mpt,
     opt,
     relatives,
 )
@@ -26,7 +27,20 @@ from .fields import ConfigFields
 # By model_type. A family's CLASSES names HF's classes that it serves, the default first.
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
-    for family in (llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives, falcon)
+    for family in (
+        llama,
+        gemma,
+        gpt2,
+        gpt_neo,
+        gpt_neox,
+        gptj,
+        opt,
+        bloom,
+        bert,
+        relatives,
+        falcon,
+        mpt,
+    )
     for model_type in family.CLASSES
 }
 

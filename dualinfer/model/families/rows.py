@@ -65,6 +65,11 @@ def head_norms(kind: Norm | None, theirs: str) -> list[Row]:
     ]
 
 
+def norm_without_bias(ours: str, theirs: str) -> list[Row]:
+    """A LayerNorm for which HF has a weight alone."""
+    return [*norm(Norm("rms", 0), ours, theirs), *plain_layer_norm(ours)[1:]]
+
+
 def plain_layer_norm(ours: str) -> list[Row]:
     """A LayerNorm for which HF has no weights."""
     return [Row(f"{ours}.{p}", ("embed",), (), constant=c) for p, c in (("weight", 1), ("bias", 0))]
