@@ -28,18 +28,8 @@ from .fields import ConfigFields
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
-        llama,
-        gemma,
-        gpt2,
-        gpt_neo,
-        gpt_neox,
-        gptj,
-        opt,
-        bloom,
-        bert,
-        relatives,
-        falcon,
-        mpt,
+        *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(falcon, mpt, fairseq),
     )
     for model_type in family.CLASSES
 }
