@@ -148,7 +148,7 @@ class Row:
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
     that lie side by side are joined along its fused axis, in order. A row without sources is
-    `constant` everywhere: HF computes without it. `layer` is the number of the layer that it
+    `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the number of the layer that it
     belongs to, None for none. Of a quantized row, by its `scheme`, sources are tensors of several
     parts; a part has those of the row's axes that its sources have. `blocks` are the rows and
     columns that have one scale. A row that is a piece of a fused weight has the axes of the
@@ -158,7 +158,7 @@ class Row:
     name: str
     axes: tuple[str, ...]
     sources: tuple[Source, ...]
-    constant: float = 0.0
+    constant: float | Callable[[tuple[int, ...]], np.ndarray] = 0.0
     layer: int | None = None
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)

@@ -311,7 +311,10 @@ def _assemble(
     shard: Shard, row: Row, part: str, found: Sequence[Found], dtype: Any, device: jax.Device
 ) -> jax.Array:
     if not row.sources:
-        return jnp.full(shard.shape(row), row.constant, dtype, device=device)
+        shape, value = shard.shape(row), row.constant
+        if callable(value):
+            return jnp.asarray(value(shape), dtype, device=device)
+        return jnp.full(shape, value, dtype, device=device)
 
     def put(array: Any, order: tuple[int, ...]) -> jax.Array:
         turned = to_jax(array, device).transpose(order)

@@ -129,8 +129,10 @@ def _assemble(
 ) -> dict[str, torch.Tensor]:
     """The row's arrays on the device: in `dtype`, or as they are stored if they are quantized."""
     if not row.sources:
-        whole = torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
-        return {"data": whole}
+        shape, value = shard.shape(row), row.constant
+        if callable(value):
+            return {"data": from_numpy(value(shape), "torch").to(device=device, dtype=dtype)}
+        return {"data": torch.full(shape, value, dtype=dtype, device=device)}
     target = dtype if row.scheme is None else None
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ..weights import WeightTable
 from . import (
     bert,
     bloom,
+    fairseq,
     falcon,
     gemma,
     gpt2,
