@@ -1,4 +1,4 @@
-"""Llama's relatives: each family against HF's own class, on both backends."""
+"""Llama's relatives and those before it, each against HF's own class, on both backends."""
 
 import json
 
@@ -11,6 +11,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
+from . import early
 from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
@@ -78,6 +79,8 @@ CASES = {
     "starcoder2": ("Starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
 }
 
+CASES |= early.CASES
+
 
 def make_config(case):
     name, fields = CASES[case]
@@ -87,7 +90,8 @@ def make_config(case):
 def make(case, headless=False):
     name, config = CASES[case][0], make_config(case)
     torch.manual_seed(0)
-    model = getattr(hf, f"{name}Model" if headless else f"{name}ForCausalLM")(config)
+    end = "Model" if headless else "LMHeadModel" if name == "OpenAIGPT" else "ForCausalLM"
+    model = getattr(hf, f"{name}{end}")(config)
     randomize(model)
     return model.eval()
 
@@ -251,14 +255,15 @@ def test_a_relative_without_a_head_gives_its_last_hidden_state():
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
+QUICK += ("codegen", "falcon with alibi", "falcon, grouped", "xglm")
 
 
 @pytest.mark.parametrize(("case", "backend"), on_backends(CASES, set(CASES) - {*QUICK}))
 def test_a_relative_gives_what_hf_gives(case, backend):
-    """Logits and hidden states, padded on the left, past the window; and text through the cache."""
-    model, ids = make(case), random_ids(2, 11)
+    """Logits and hidden states, padded on either side, past the window; text through the cache."""
+    model, ids = make(case), random_ids(3, 11)
     mask = np.ones_like(ids)
-    mask[1, :4] = 0
+    mask[1, :4] = mask[2, -3:] = 0
     how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
     kept = {"output_hidden_states": True, "use_cache": False}
     with torch.no_grad():
@@ -270,6 +275,7 @@ def test_a_relative_gives_what_hf_gives(case, backend):
         assert relative_rms(np.asarray(found.logits)[real], expected.logits.numpy()[real]) < 1e-5
         for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
             assert relative_rms(np.asarray(ours)[real], theirs.numpy()[real]) < 1e-5
+        ids, mask = ids[:2], mask[:2]
         text = engine.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD}
     with torch.no_grad():

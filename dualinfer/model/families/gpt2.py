@@ -28,6 +28,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if is_first:
         fields.require("n_inner", 4 * embed)
         activation = _first_activation(fields)
+        fields.ignore("predict_special_tokens")  # of older versions' heads
     else:
         activation = fields.activation("activation_function")
         if not fields.flag("scale_attn_weights", True):
