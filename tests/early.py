@@ -5,6 +5,7 @@ from typing import Any
 # What they count in their own ways, or not at all.
 _OWN = {"intermediate_size": None, "num_key_value_heads": None}
 _GROUPED = {**_OWN, "new_decoder_architecture": True}
+_LENGTH = {"max_position_embeddings": None, "max_seq_len": 128}
 # HF's class, and what makes it odd.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGpt", {"num_key_value_heads": None, "hidden_act": "relu"}),
@@ -25,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCode",
         {**_OWN, "multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False},
     ),
-    "mpt": ("Mpt", {**_OWN, "max_seq_len": 128, "attn_config": {"softmax_scale": 0.4}}),
+    "mpt": ("Mpt", {**_OWN, **_LENGTH, "attn_config": {"softmax_scale": 0.4}}),
     "openai-gpt": ("OpenAIGPT", _OWN),
     "xglm": ("XGLM", {**_OWN, "ffn_dim": 77, "pad_token_id": 5}),
 }
@@ -220,7 +221,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"attn_config\.alibi_bias_max=16",
     ),
     "mpt positions": ("mpt-7b", {"attn_config": {**MPT, "alibi": False}}, r"config\.alibi=False"),
-    "mpt clip": ("mpt-7b", {"attn_config": {**MPT, "clip_qkv": 6}}, r"attn_config\.clip_qkv=6"),
+    "mpt clip": ("mpt-7b", {"attn_config": {**MPT, "clip_qkv": 6.0}}, r"attn_config\.clip_qkv=6"),
     "mpt more": ("mpt-7b", {"attn_config": {**MPT, "foo": 3}}, r"attn_config\.foo=3"),
     "xglm encoder": ("xglm-564M", {"add_cross_attention": True}, "add_cross_attention=True"),
 }
