@@ -8,7 +8,7 @@ _GROUPED = {**_OWN, "new_decoder_architecture": True}
 _LENGTH = {"max_position_embeddings": None, "max_seq_len": 128}
 # HF's class, and what makes it odd.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "biogpt": ("BioGpt", {"num_key_value_heads": None, "hidden_act": "relu"}),
+    "biogpt": ("BioGpt", {"num_key_value_heads": None, "tie_word_embeddings": False}),
     "codegen": ("CodeGen", {**_OWN, "num_attention_heads": 12, "rotary_dim": 4, "n_inner": 99}),
     "falcon": ("Falcon", {**_OWN, "activation": "gelu_new", "bias": True}),
     "falcon in a row": ("Falcon", {**_OWN, "parallel_attn": False, "tie_word_embeddings": False}),
