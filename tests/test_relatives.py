@@ -216,9 +216,11 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("case", ["arcee", "cohere2", "exaone4", "granite", "smollm3"])
+@pytest.mark.parametrize(
+    "case", ["arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
+)
 def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
-    """Norms behind, layers without rotary, factors of residuals and logits, relu2."""
+    """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""
     pytest.importorskip("triton")
     from dualinfer.backends import torch as backend
     from dualinfer.backends.torch.ops.kernels import KernelOps
@@ -226,7 +228,7 @@ def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
 
     name, fields = CASES[case]
     odd = {"head_dim": 12} if "head_dim" in fields else {}
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **SMALL, **odd})
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **SMALL, **fields, **odd})
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()
     randomize(model)
