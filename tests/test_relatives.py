@@ -32,6 +32,7 @@ TURNS = ["sliding_attention", "full_attention"]
 CASES = {
     "arcee": ("Arcee", {"head_dim": 14, "mlp_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
+    "cohere, normed": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2",
         {"logit_scale": 2.0, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS},
@@ -56,8 +57,31 @@ CASES = {
     ),
     "helium": ("Helium", {"head_dim": 14, "num_key_value_heads": 2}),
     "ministral": ("Ministral", {"head_dim": 22, "sliding_window": 5, "layer_types": TURNS}),
+    "nemotron": ("Nemotron", {**PARTIAL, "head_dim": 16, "mlp_bias": True}),
     "olmo": ("Olmo", {"attention_bias": True}),
+    "olmo, clipped": ("Olmo", {"clip_qkv": 0.7}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": TURNS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+        },
+    ),
     "phi": ("Phi", {**PARTIAL, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "phi, normed": (
+        "Phi",
+        {"qk_layernorm": True, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
     "phi3": ("Phi3", {"sliding_window": 5, "num_attention_heads": 3, **PARTIAL}),
     "seed_oss": ("SeedOss", {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "attention_bias": True}),
@@ -66,6 +90,7 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 5, "layer_types": TURNS},
     ),
     "stablelm": ("StableLm", {"use_qkv_bias": True, **PARTIAL, "num_attention_heads": 3}),
+    "stablelm, normed": ("StableLm", {"qk_layernorm": True, **PARTIAL, "num_attention_heads": 3}),
     "stablelm, parallel": (
         "StableLm",
         {
@@ -179,10 +204,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        ("olmo", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),
-        ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
         ("phi3", {"unheard_of": 3}, "unheard_of=3"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers="),
         ("stablelm", {"rope_parameters": PARTIAL["rope_parameters"], "head_dim": 14}, "rotates 7"),

@@ -76,6 +76,8 @@ class LayerAttention(NamedTuple):
 
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
+    Where each device has a share of heads that are normed as one, `whole` are the elements of all
+    queries and keys, and the part that this one's keys have in a sum over devices.
     """
 
     spec: Attention
@@ -83,6 +85,7 @@ class LayerAttention(NamedTuple):
     k_norm: NormOf | None = None
     frequencies: Array | None = None
     slopes: Array | None = None
+    whole: tuple[int, int, Array | float] | None = None
 
     @classmethod
     def named(
@@ -91,13 +94,14 @@ class LayerAttention(NamedTuple):
         w: Weights,
         frequencies: Array | None = None,
         slopes: Array | None = None,
+        whole: tuple[int, int, Array | float] | None = None,
     ) -> "LayerAttention":
         """The attention of the layer whose weights are `w`."""
         q_norm, k_norm = (
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes)
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
 
 
 class BlockOps(Protocol):
@@ -143,6 +147,10 @@ class BlockOps(Protocol):
 
     def add(self, x: Array, y: Array) -> Array:
         """x + y, of one shape."""
+        ...
+
+    def clip(self, x: Array, limit: float) -> Array:
+        """x within -limit and limit; it may be overwritten."""
         ...
 
     def softcap(self, logits: Array, cap: float) -> Array:

@@ -19,7 +19,10 @@ def block(
 
     def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
-        y = attend(index, ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm)))
+        qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
+        if layer.attention.clip is not None:
+            qkv = ops.clip(qkv, layer.attention.clip)
+        y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 

@@ -46,14 +46,19 @@ def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> 
     return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def layer_norm(
+    x: Array, weight: Array, bias: Array | None, eps: float, unit_offset: bool = False
+) -> Array:
     """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] (Ba et al., 2016).
 
-    The variance is that of the E values themselves: divided by E, not by E - 1.
+    The variance is that of the E values themselves: divided by E, not by E - 1. With `unit_offset`
+    times 1 + weight, as in Nemotron.
     """
     x = _wide(x)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return ((x - mean) / np.sqrt(variance + eps) * _wide(weight) + _wide(bias)).astype(np.float32)
+    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
+    y = (x - mean) / np.sqrt(variance + eps) * factor
+    return (y if bias is None else y + _wide(bias)).astype(np.float32)
 
 
 def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:

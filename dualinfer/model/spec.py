@@ -13,7 +13,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2",
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (`rms`) or LayerNorm with bias (`layer`).
+    """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
     With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
     """
@@ -43,7 +43,10 @@ class Attention:
     """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
 
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
-    the score of a key that lies n tokens before the query falls by n times that.
+    the score of a key that lies n tokens before the query falls by n times that. Queries, keys and
+    values lie within `clip`. `qk_norm` is over each `head` with weights that heads share, over each
+    with its `own`, or over `all` heads as one; before the rotation, or with `norm_turned` after it.
+    With `growth` (b, n) the query at position p is times 1 + b ln(1 + floor(p / n)).
     """
 
     heads: int
@@ -54,6 +57,10 @@ class Attention:
     window: int | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    norm_turned: bool = False
+    clip: float | None = None
+    growth: tuple[float, float] | None = None
     alibi: tuple[float, ...] | None = None
     softcap: float | None = None
 
@@ -164,7 +171,8 @@ class ModelSpec:
         attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
-            **{"heads": attention.heads, "head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{"heads": attention.heads, "kv_heads": attention.kv_heads},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
         }
         return inner[axis]

@@ -360,6 +360,14 @@ class ShardingPlan:
         """Number of devices."""
         return len(self.shards)
 
+    def key_parts(self, layer: int) -> list[float]:
+        """Of each device, the part that its KV heads have in a sum over all devices.
+
+        Less than 1 where several devices hold the same ones, 0 where one holds padding alone.
+        """
+        held = [shard.share("k", layer) for shard in self.shards]
+        return [1 / held.count(own) if own.real else 0.0 for own in held]
+
 
 def make_plan(
     table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False
@@ -419,7 +427,8 @@ class _Cut(NamedTuple):
         head_dim = layer.attention.head_dim
         kv = self.key.times(head_dim)
         return {
-            **{"heads": self.query, "q": self.query.times(head_dim), "k": kv, "v": kv},
+            **{"heads": self.query, "kv_heads": self.key},
+            **{"q": self.query.times(head_dim), "k": kv, "v": kv},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
         }
 

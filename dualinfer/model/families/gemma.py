@@ -4,15 +4,11 @@ HF sources: models/gemma2 and models/gemma3. Gemma 2 caps scores; Gemma 3 norms 
 and turns them by other angles where it looks through a window.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
 from . import rows as make
 from .fields import ConfigFields
-from .rope import make_rope, reach
+from .rope import make_rope, reach, ropes_by_kind
 
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
@@ -34,7 +30,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     softcap = None if third else softcap  # HF's Gemma 3 does not read it
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    parameters = _rope_parameters(fields, set(kinds))
+    parameters = fields.take("rope_parameters")
+    parameters = ropes_by_kind(parameters, kinds) if third else dict.fromkeys(kinds, parameters)
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters
@@ -77,7 +74,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
         *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
-        *make.head_norms(qk_norm, f"{hf}self_attn"),
+        *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
@@ -91,16 +88,3 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         base="model.",
         unused=[r"rotary_emb\.inv_freq$"],
     )
-
-
-def _rope_parameters(fields: ConfigFields, kinds: set[str]) -> Mapping[str, Any]:
-    """HF's rope_parameters of each kind of layer; Gemma 2 has one for both."""
-    ropes = fields.take("rope_parameters")
-    if fields.family == "gemma2":
-        return dict.fromkeys(kinds, ropes)
-    if not isinstance(ropes, Mapping) or kinds - ropes.keys():
-        raise ModelError(
-            f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
-            f"of {', '.join(sorted(kinds))}."
-        )
-    return ropes

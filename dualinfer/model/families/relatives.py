@@ -3,16 +3,16 @@
 Each is a row of `_KINDS`, and its model a pass over it. HF sources: models/NAME/modeling_NAME.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
-from .rope import make_rope, reach, rotary_size
+from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
 _Bias = bool | str  # the name of a config's field says it
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -26,7 +26,8 @@ class _Kind:
     `eps` is the field of the norms' epsilon; without one it is 1e-5, and norms have no weights.
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
     name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
-    MLP is not gated or gate and up are one. `ignored` fields change nothing at inference.
+    MLP is not gated or gate and up are one. `qk_names` are those of the norms of queries and keys,
+    `{x}` a head's number. `ignored` fields change nothing at inference.
     """
 
     name: str
@@ -37,7 +38,9 @@ class _Kind:
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
     final_norm: str = "norm"
     placement: Literal["pre", "around", "behind"] = "pre"
-    qk_norm: bool = False
+    qk_norm: _Bias = False
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    qk_names: tuple[str, str] = ("q_norm", "k_norm")
     qkv_bias: _Bias = "attention_bias"
     out_bias: _Bias = "attention_bias"
     mlp_bias: _Bias = False
@@ -60,6 +63,10 @@ class _Kind:
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
 _GLM: dict[str, Any] = {"out_bias": False, "mlp": ("gate_up_proj", "down_proj")}
 _COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
+_PER_HEAD: dict[str, Any] = {
+    "qk_norm": "qk_layernorm",
+    "qk_names": ("q_layernorm", "k_layernorm"),
+}
 _AROUND = {
     "attn_norm": "input_layernorm",
     "attn_post_norm": "post_self_attn_layernorm",
@@ -67,9 +74,18 @@ _AROUND = {
     "mlp_post_norm": "post_mlp_layernorm",
 }
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+_OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
+_OLMO2 |= {"qk_norm_over": "all"}
 _KINDS = {
     "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
-    "cohere": _Kind("Cohere", **_COHERE, interleaved=True, tied=True),
+    "cohere": _Kind(
+        *("Cohere",),
+        **_COHERE,
+        interleaved=True,
+        tied=True,
+        qk_norm="use_qk_norm",
+        qk_norm_over="own",
+    ),
     "cohere2": _Kind(
         *("Cohere2",),
         **_COHERE,
@@ -101,11 +117,23 @@ _KINDS = {
     "granite": _Kind("Granite", mlp_bias="mlp_bias"),
     "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
     "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
+    "nemotron": _Kind(
+        *("Nemotron",),
+        norm="layer",
+        eps="norm_eps",
+        unit_offset=True,
+        mlp=("up_proj", "down_proj"),
+        gated=False,
+        mlp_bias="mlp_bias",
+    ),
     "olmo": _Kind("Olmo", norm="layer", eps=""),
+    "olmo2": _Kind("Olmo2", **_OLMO2),
+    "olmo3": _Kind("Olmo3", **_OLMO2),
     "phi": _Kind(
         *("Phi",),
         **_LAYER_NORM,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias", "parallel"), True),
+        **_PER_HEAD,
         norms=_SHARED,
         final_norm="final_layernorm",
         out="dense",
@@ -139,6 +167,9 @@ _KINDS = {
         qkv_bias="use_qkv_bias",
         out_bias=False,
         parallel="use_parallel_residual",
+        qk_norm="qk_layernorm",
+        qk_norm_over="own",
+        qk_names=("q_layernorm.norms.{x}", "k_layernorm.norms.{x}"),
         ignored=("hidden_dropout",),
     ),
     "starcoder2": _Kind(
@@ -156,6 +187,7 @@ _KINDS = {
         ),
     ),
 }
+_ROPES_BY_KIND = ("olmo3",)
 CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
 
 
@@ -172,42 +204,47 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     eps = fields.number(kind.eps) if kind.eps else 1e-5
     norm = Norm(kind.norm, eps, kind.unit_offset)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), kind.gated)
-    parameters = fields.take("rope_parameters")
-    size = rotary_size(parameters, head_dim)
-    for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
-        fields.require(name, parameters.get(name))
-    turning = {**parameters, "partial_rotary_factor": None}
-    rope = make_rope(turning, size, positions, kind.interleaved)
+    attentions = _attentions(fields)
+    parameters = _rope_parameters(fields, [turns for _, turns in attentions])
+    ropes: dict[str | None, Rope | None] = {None: None}
+    for turns, own in parameters.items():
+        size = rotary_size(own, head_dim)
+        for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
+            fields.require(name, own.get(name))
+        turning = {**own, "partial_rotary_factor": None}
+        ropes[turns] = make_rope(turning, size, positions, kind.interleaved)
     is_granite = fields.family == "granite"
     scale = fields.number("attention_multiplier") if is_granite else head_dim**-0.5
-    qk_norm = norm if kind.qk_norm else None
+    shared: dict[str, Any] = {"qk_norm": norm if says(kind.qk_norm) else None}
+    shared |= {"qk_norm_over": kind.qk_norm_over} if shared["qk_norm"] else {}
+    if fields.family == "olmo":
+        shared["clip"] = fields.optional_number("clip_qkv")
     shape = heads, kv_heads, head_dim, scale
     parallel = says(kind.parallel)
     placement = {"parallel": parallel, "shared_norm": parallel}
     blocks = {
         (window, turns): Layer(
-            Attention(*shape, window=window, rope=rope if turns else None, qk_norm=qk_norm),
+            Attention(*shape, window=window, rope=ropes[turns], **shared),
             mlp,
             norm,
             kind.placement,
             **placement,
             residual_scale=fields.number("residual_multiplier") if is_granite else 1.0,
         )
-        for window, turns in set(_attentions(fields))
+        for window, turns in dict.fromkeys(attentions)
     }
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=tuple(blocks[own] for own in _attentions(fields)),
-        max_positions=reach(parameters, positions),
+        layers=tuple(blocks[own] for own in attentions),
+        max_positions=max(reach(own, positions) for own in parameters.values()),
         embed_scale=_embed_scale(fields, embed),
         final_norm=norm,
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
-    for name in ("clip_qkv", "qk_layernorm", "use_bidirectional_attention", "use_qk_norm"):
-        fields.require(name, False)
+    fields.require("use_bidirectional_attention", False)
     fields.ignore("attention_dropout", *kind.ignored)
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
 
@@ -216,16 +253,34 @@ def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:
     return kind.qkv_bias, kind.out_bias, kind.mlp_bias
 
 
-def _attentions(fields: ConfigFields) -> list[tuple[int | None, bool]]:
-    """Of each layer its window, None where it sees all of the past, and whether it has rotary."""
+def _rope_parameters(
+    fields: ConfigFields, kinds: Sequence[str | None]
+) -> dict[str, Mapping[str, Any]]:
+    """HF's rope_parameters by the kinds of layers that have their own, "" where all have one."""
+    given = fields.take("rope_parameters")
+    if fields.family in _ROPES_BY_KIND:
+        parameters = ropes_by_kind(given, [kind for kind in kinds if kind])
+        parameters = {kind: parameters[kind] for kind in dict.fromkeys(kinds) if kind}
+    else:
+        parameters = {"": given}
+    return parameters
+
+
+def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
+    """Of each layer its window, None where it sees all of the past, and which rotary it has.
+
+    None for none, "" for the one that the model has, else HF's name of its kind of layer.
+    """
     count, family = fields.layers("num_hidden_layers"), fields.family
     if family in ("starcoder2", "phi3"):
         window = fields.take("sliding_window")
-        return [(None if window is None else fields.size("sliding_window"), True)] * count
-    if family not in ("cohere2", "exaone4", "ministral", "smollm3"):
-        return [(None, True)] * count
+        return [(None if window is None else fields.size("sliding_window"), "")] * count
+    if family not in ("cohere2", "exaone4", "ministral", "olmo3", "smollm3"):
+        return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
+    if family in _ROPES_BY_KIND:
+        return list(zip(windows, kinds, strict=True))
     if family == "smollm3":
         turns = fields.take("no_rope_layers")
         if not isinstance(turns, list | tuple) or len(turns) != count or {*turns} - {0, 1}:
@@ -233,10 +288,10 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, bool]]:
                 f"config.json has no_rope_layers={shown(turns)}; expected a 0 or 1 for each of "
                 f"{count} layers."
             )
-        return [(w, bool(t)) for w, t in zip(windows, turns, strict=True)]
+        return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
     everywhere = family == "ministral"
     everywhere |= family == "exaone4" and fields.take("sliding_window") is None
-    return [(window, everywhere or window is not None) for window in windows]
+    return [(w, "" if everywhere or w is not None else None) for w in windows]
 
 
 def _embed_scale(fields: ConfigFields, embed: int) -> float:
@@ -270,7 +325,7 @@ def _table(
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
     else:
         layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
-    layer += make.head_norms(norm if kind.qk_norm else None, f"{hf}self_attn")
+    layer += make.head_norms(spec.layers[0].attention, f"{hf}self_attn", kind.qk_names)
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
     *first, down = kind.mlp
     if len(first) == 2:

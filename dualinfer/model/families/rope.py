@@ -5,7 +5,7 @@ from arXiv:2309.00071. Computed in float32, in HF's order of operations.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,17 @@ def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
         raise ModelError(
             f"config.json has rope_parameters with {len(long)} factors; expected {dim // 2}."
         )
+
+
+def ropes_by_kind(ropes: Any, kinds: Iterable[str]) -> Mapping[str, Any]:
+    """HF's rope_parameters, where each kind of layer has its own."""
+    missing = set(kinds)
+    if not isinstance(ropes, Mapping) or missing - ropes.keys():
+        raise ModelError(
+            f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
+            f"of {', '.join(sorted(missing))}."
+        )
+    return ropes
 
 
 def rotary_size(parameters: Any, head_dim: int) -> int:

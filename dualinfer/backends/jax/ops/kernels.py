@@ -23,6 +23,7 @@ from ....kernels.triton import (
     eight_bit,
     embedding,
     filters,
+    head_norm,
     linear,
     quantized,
     rotary,
@@ -82,6 +83,7 @@ class KernelOps(PlainOps):
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
         "layer_norm": "Triton, fused into the product of a single row; XLA for prompts",
+        "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "attention": "cuDNN where it can, else Triton",
@@ -165,13 +167,15 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"residual": residual, "pdl": self.starts_early(rows)}
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
+            how["unit_offset"] = spec.unit_offset
             if spec.kind == "rms":
-                offset = spec.unit_offset
-                return call(norms.rms_norm, x, weight, spec.eps, unit_offset=offset, **how)[0]
+                return call(norms.rms_norm, x, weight, spec.eps, **how)[0]
             return call(norms.layer_norm, x, weight, bias, spec.eps, **how)[0]
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
+        if by.norm is not None and not linear.fuses_norm(by.norm):
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
         codes = packed(weight)
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
         eight = in_eight_bits(weight, count, x.dtype.itemsize)
@@ -276,6 +280,33 @@ class KernelOps(PlainOps):
         """The positions: kernels turn by them as they read queries and keys."""
         return positions
 
+    def _prepared(
+        self, layer: LayerAttention, qkv: jax.Array, positions: jax.Array
+    ) -> tuple[LayerAttention, jax.Array]:
+        """What is left of a layer's norms for the launch that turns heads, and qkv with others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer, qkv
+        if layer.whole is not None:
+            assert a.growth is None
+            query, key, _ = a.qkv_sizes
+            *parts, v = jnp.split(qkv, (query, query + key), axis=-1)
+            q, k = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
+            normed = [x.reshape(*qkv.shape[:-1], -1) for x in self._norm_heads(layer, q, k)]
+            qkv = jnp.concatenate([*normed, v], axis=-1)
+        else:
+            with jax.named_scope("qk_norm"):
+                _, (qkv,) = call(
+                    head_norm.norm_heads,
+                    qkv,
+                    **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                    positions=None if a.growth is None else positions,
+                    pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+                    capability=self.capability,
+                    written=(qkv,),
+                )
+        return layer._replace(q_norm=None, k_norm=None), qkv
+
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
         return cast(Any, cache) if cache is not None and self.knows(cache) else None
@@ -294,6 +325,7 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
+        layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
         known = self._known(cache)
         held = _held(known)
@@ -351,10 +383,13 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend_token`."""
         known = self._known(cache)
         if known is None:
-            rope = layer.spec.rope
-            turned = {rope: turns(rope, angles)} if rope else {}
+            rope, growth = layer.spec.rope, layer.spec.growth
+            turned: dict[Any, Any] = {rope: turns(rope, angles)} if rope else {}
+            if growth:
+                turned[growth] = primitives.growth(angles, *growth)
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
+        layer, qkv = self._prepared(layer, qkv, lengths[:, None])
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
         held = _held(known)

@@ -111,8 +111,9 @@ class PlainOps:
             x = residual + x
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
-        assert norm.bias is not None
-        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(
+            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
+        )
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
@@ -148,6 +149,10 @@ class PlainOps:
         """See `contract.BlockOps.add`."""
         return x + y
 
+    def clip(self, x: jax.Array, limit: float) -> jax.Array:
+        """See `contract.BlockOps.clip`."""
+        return jnp.clip(x, -limit, limit)
+
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
@@ -162,15 +167,18 @@ class PlainOps:
         slopes = self.split.slopes(index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
-        return LayerAttention.named(a, params.layers[index], slopes=slopes)
+        whole = self.split.whole(index) if self.split else None
+        return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
     def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
         """See `contract.Ops.angles`."""
-        angles: dict[Rope, tuple[jax.Array, jax.Array]] = {}
+        angles: dict[Any, Any] = {}
         for layer in spec.layers:
-            rope = layer.attention.rope
+            rope, growth = layer.attention.rope, layer.attention.growth
             if rope and rope not in angles:
                 angles[rope] = turns(rope, positions)
+            if growth and growth not in angles:
+                angles[growth] = primitives.growth(positions, *growth)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
@@ -179,12 +187,41 @@ class PlainOps:
         query, key, _ = a.qkv_sizes
         parts = jnp.split(qkv, (query, query + key), axis=-1)
         q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
-        if layer.q_norm and layer.k_norm:
-            q, k = (PlainOps.norm(self, x, n) for x, n in ((q, layer.q_norm), (k, layer.k_norm)))
+        if not a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
+        if a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].astype(q.dtype)
         return [q, k, v]
+
+    def _norm_heads(
+        self, layer: LayerAttention, q: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys [B, T, heads, D], normed where the layer has a norm of them."""
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        if layer.spec.qk_norm_over != "all":
+            return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
+        parts = [x.reshape(*x.shape[:-2], -1) for x in (q, k)]
+        if layer.whole is None:
+            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            return a.reshape(q.shape), b.reshape(k.shape)
+        assert self.split is not None and q_norm.spec.kind == "rms"
+        queries, keys, part = layer.whole
+        squares = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1) for x in parts]
+        sums = self.split.sum(jnp.stack((squares[0], squares[1] * part), -1))
+        a, b = (
+            primitives.rms_norm(x, n.weight, n.spec.eps, n.spec.unit_offset, sums[..., i] / width)
+            for i, (x, n, width) in enumerate(
+                zip(parts, (q_norm, k_norm), (queries, keys), strict=True)
+            )
+        )
+        return a.reshape(q.shape), b.reshape(k.shape)
 
     def attend(
         self,

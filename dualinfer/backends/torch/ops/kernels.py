@@ -18,6 +18,7 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    head_norm,
     linear,
     quantized,
     rotary,
@@ -77,6 +78,7 @@ class KernelOps(PlainOps):
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row",
         "layer_norm": "Triton, fused into the product of a single row",
+        "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
@@ -144,9 +146,9 @@ class KernelOps(PlainOps):
             "residual": residual,
             "pdl": self.starts_early(x.numel() // x.shape[-1]),
         }
+        how["unit_offset"] = spec.unit_offset
         if spec.kind == "rms":
-            return norms.rms_norm(x, weight, spec.eps, unit_offset=spec.unit_offset, **how)
-        assert bias is not None
+            return norms.rms_norm(x, weight, spec.eps, **how)
         return norms.layer_norm(x, weight, bias, spec.eps, **how)
 
     @named("matmul")
@@ -161,6 +163,8 @@ class KernelOps(PlainOps):
         codes = packed(weight)
         if weight.scheme is not None and codes is None:
             return super().linear(x, weight, by)
+        if by.norm is not None and not linear.fuses_norm(by.norm):
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
         count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
         eight = in_eight_bits(weight, count, x.element_size())
         if eight is not None:
@@ -258,8 +262,8 @@ class KernelOps(PlainOps):
         slots: torch.Tensor | None = None,
         start: int = 0,
     ) -> list[torch.Tensor]:
-        """See `PlainOps._heads`; by one launch, in place, which fills `slots` from `start` on."""
-        a = layer.spec
+        """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `start` on."""
+        a, layer = layer.spec, self._prepared(layer, qkv, angles)
         slots = None if cache is None else slots
         rotary.rotary_append(
             qkv,
@@ -276,6 +280,28 @@ class KernelOps(PlainOps):
             **_norms_of(layer),
         )
         return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
+
+    def _prepared(
+        self, layer: LayerAttention, qkv: torch.Tensor, positions: torch.Tensor
+    ) -> LayerAttention:
+        """What is left of a layer's norms for the launch that turns heads; `qkv` has the others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer
+        if layer.whole is not None:
+            assert a.growth is None
+            parts = qkv.split(a.qkv_sizes, dim=-1)[:2]
+            q, k = (x.unflatten(-1, (-1, a.head_dim)) for x in parts)
+            for x, normed in zip((q, k), self._norm_heads(layer, q, k), strict=True):
+                x.copy_(normed)
+        else:
+            head_norm.norm_heads(
+                qkv,
+                **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                positions=positions,
+                pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+            )
+        return layer._replace(q_norm=None, k_norm=None)
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
@@ -356,7 +382,7 @@ class KernelOps(PlainOps):
         known = self._known(cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
-        a = layer.spec
+        a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
             slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
             shape = a.heads // kv_heads, dim, known.k.element_size()

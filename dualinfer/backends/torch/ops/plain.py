@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView
@@ -95,8 +95,9 @@ class PlainOps:
             x = residual + x
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
-        assert norm.bias is not None
-        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(
+            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
+        )
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
@@ -127,6 +128,10 @@ class PlainOps:
         """See `contract.BlockOps.add`."""
         return x + y
 
+    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        """See `contract.BlockOps.clip`."""
+        return x.clamp_(-limit, limit)
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
         return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
@@ -140,26 +145,58 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        return LayerAttention.named(a, params.layers[index], frequencies, slopes)
+        whole = self.split.whole(index) if self.split else None
+        return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
     def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
         """See `contract.Ops.angles`."""
-        angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        angles: dict[Any, Any] = {}
         for rope, frequencies in params.frequencies.items():
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
+        for growth in {layer.attention.growth for layer in spec.layers} - {None}:
+            angles[growth] = primitives.growth(positions, *growth)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
         a = layer.spec
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
-        if layer.q_norm and layer.k_norm:
-            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        if not a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
+        if a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].to(q.dtype)
         return [q, k, v]
+
+    def _norm_heads(
+        self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, T, heads, D], normed where the layer has a norm of them."""
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        if layer.spec.qk_norm_over != "all":
+            return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
+        parts = q.flatten(-2), k.flatten(-2)
+        if layer.whole is None:
+            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            return a.view_as(q), b.view_as(k)
+        assert self.split is not None and q_norm.spec.kind == "rms"
+        queries, keys, part = layer.whole
+        squares = [x.float().square().sum(-1) for x in parts]
+        sums = self.split.sum(torch.stack((squares[0], squares[1] * part), -1))
+        a, b = (
+            primitives.rms_norm(x, n.weight, n.spec.eps, n.spec.unit_offset, total / width)
+            for x, n, total, width in zip(
+                parts, (q_norm, k_norm), sums.unbind(-1), (queries, keys), strict=True
+            )
+        )
+        return a.view_as(q), b.view_as(k)
 
     def attend(
         self,
