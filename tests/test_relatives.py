@@ -11,7 +11,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
+from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms, slow_but
 
 SIZES = {
     "hidden_size": 84,
@@ -216,25 +216,43 @@ def test_what_a_relative_does_not_honour_is_refused(family, fields, message):
         describe_model({**config, **fields})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_devices_give_what_one_gives(case):
-    """Splits of fused projections, of biases, and of norms by head."""
+def shared(case, backend, devices):
+    """Logits and text of a model that so many devices share."""
     model, ids = make(case), random_ids(2, 11)
-    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": "jax"}
-    with dualinfer.init_inference(model, **how) as engine:
-        expected = np.asarray(engine(ids).logits)
-    with dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": 2}) as engine:
-        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": devices}) as engine:
+        text = engine.generate(ids, max_new_tokens=3, do_sample=False)
+        return np.asarray(engine(ids).logits), np.asarray(text)
 
 
+# Of 3 KV heads 4 devices hold one twice, which counts once in a norm over all of them.
+DEVICES = {case: 2 for case in CASES} | {"olmo2": 4}
+SPLIT = ("olmo2", "stablelm, normed")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("case", slow_but(SPLIT, CASES))
+def test_several_devices_give_what_one_gives(case, backend, crew):
+    """Splits of fused projections, of biases, of norms by head, and of a norm over all heads."""
+    devices = DEVICES[case]
+    if backend == "torch":
+        found = crew.run(shared, case, backend, devices, world=devices)
+    else:
+        found = [shared(case, backend, devices)]
+    logits, text = shared(case, backend, 1)
+    for ours, own in found:
+        assert relative_rms(ours, logits) < 1e-5
+        np.testing.assert_array_equal(own, text)
+
+
+NORMED = ("cohere, normed", "nemotron", "olmo, clipped", "olmo2", "phi, normed", "stablelm, normed")
 SMALL = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("case", ["arcee", "cohere2", "exaone4", "granite", "smollm3"])
+@pytest.mark.parametrize("case", [*NORMED, "arcee", "cohere2", "exaone4", "granite", "smollm3"])
 def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2."""
     pytest.importorskip("triton")
