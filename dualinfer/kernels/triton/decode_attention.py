@@ -31,26 +31,32 @@ class DecodeConfig(NamedTuple):
 
 @triton.jit
 def _head(
-    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr
+    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_TURNED: tl.constexpr,
 ):  # fmt: skip
     """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
 
-    `turn` is each element's partner, cos and sin; `sin` has the sign of the partner's part, and is
+    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has the sign of the partner's part, and is
     0 where nothing turns.
     """
     d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
     x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         weight = tl.load(norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
         other_weight = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
         if NORM_OFFSET:
             weight += 1.0
             other_weight += 1.0
-        x *= scale * weight
-        other *= scale * other_weight
-    return x * cos + other * sin
+        if NORM_TURNED:
+            x = x * cos + other * sin
+            x *= weight / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        else:
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            x = x * (scale * weight) * cos + other * (scale * other_weight) * sin
+    else:
+        x = x * cos + other * sin
+    return x
 
 
 @triton.constexpr_function
@@ -78,8 +84,8 @@ def _decode_attention_kernel(
     v_scale_ptr, table_stride, qkv_stride, slot_stride, head_stride, token_stride, capacity, scale,
     softcap, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, NORM_TURNED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +131,7 @@ def _decode_attention_kernel(
     q_at = qkv_ptr + q_heads[:, None] * DIM
     inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
     turn = (partner, cos, sin)
-    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
+    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=g < GROUP, other=0.0)
@@ -136,7 +142,8 @@ def _decode_attention_kernel(
         row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
         new = d[None, :] < DIM
         k_at = qkv_ptr + row[:, None] * DIM
-        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
+        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED)
+        k_new = k_new.to(dtype)
         v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
         v_new = v_new.to(dtype)
         if CODES is not None:
@@ -279,6 +286,7 @@ def decode_attention(
     k_norm: Any = None,
     norm_eps: float = 0.0,
     norm_unit_offset: bool = False,
+    norm_turned: bool = False,
     config: DecodeConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -286,8 +294,8 @@ def decode_attention(
     """Attention of one new token a slot: packed qkv [N, (H + 2K) D] to [N, H D].
 
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
-    `k_norm` [D] if given, rotated by that position times `inv_freq` float32 [R/2] (R <= D), and key
-    and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
+    `k_norm` [D] if given, before or with `norm_turned` after they are rotated by that position
+    times `inv_freq` float32 [R/2] (R <= D), and key and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
     overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py),
     with `scales`, a pair float32 of the cache's axes before D, of codes (codes.py).
     `window`, `alibi`, `softcap` and `sinks` as in `attention`.
@@ -331,7 +339,7 @@ def decode_attention(
         **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[0],
         **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
-        **{"NORM_OFFSET": norm_unit_offset, "STAGES": config.stages},
+        **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         **{"SIZE": size, "CODES": codes},

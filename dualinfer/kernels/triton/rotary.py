@@ -89,8 +89,8 @@ def _rotary_append_kernel(
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
+    LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
@@ -127,11 +127,12 @@ def _rotary_append_kernel(
             changed |= is_q
         if k_norm_ptr is not None:
             changed |= is_k
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-        factor = tl.where(changed, tl.rsqrt(squares / D + eps)[:, None], 1.0)
-        x *= factor * _of_head(is_q, is_v, q1, k1)
-        y *= factor * _of_head(is_q, is_v, q2, k2)
-        z *= factor * _of_head(is_q, is_v, q3, k3)
+        normed = changed
+        if not NORM_TURNED:
+            factor = _factor(x, y, z, normed, eps, D)
+            x *= factor * _of_head(is_q, is_v, q1, k1)
+            y *= factor * _of_head(is_q, is_v, q2, k2)
+            z *= factor * _of_head(is_q, is_v, q3, k3)
     if frequencies_ptr is not None:
         position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
         angle = position.to(tl.float32) * frequency
@@ -141,6 +142,12 @@ def _rotary_append_kernel(
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
+    if NORM_TURNED:
+        if q_norm_ptr is not None or k_norm_ptr is not None:
+            factor = _factor(x, y, z, normed, eps, D)
+            x *= factor * _of_head(is_q, is_v, q1, k1)
+            y *= factor * _of_head(is_q, is_v, q2, k2)
+            z *= factor * _of_head(is_q, is_v, q3, k3)
     if CODES is not None:
         dtype: tl.constexpr = at.dtype.element_ty
         parts = (_rounded(x, dtype), _rounded(y, dtype), _rounded(z, dtype))
@@ -207,6 +214,13 @@ def _rotary_append_kernel(
 
 
 @triton.jit
+def _factor(x, y, z, normed, eps, D: tl.constexpr):
+    """What RMSNorm multiplies heads with, [heads, 1]; 1 where they are not `normed`."""
+    squares = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+    return tl.where(normed, tl.rsqrt(squares / D + eps)[:, None], 1.0)
+
+
+@triton.jit
 def _of_head(is_q, is_v, q, k):
     return tl.where(is_q, q[None, :], tl.where(is_v, 1.0, k[None, :]))
 
@@ -235,6 +249,7 @@ def rotary_append(
     k_norm: Any = None,
     norm_eps: float = 0.0,
     norm_unit_offset: bool = False,
+    norm_turned: bool = False,
     cache: Any = None,
     scales: Any = None,
     slots: Any = None,
@@ -248,8 +263,8 @@ def rotary_append(
     With `apart` qkv stays as it is: q [B, T, H, D], k and v [B, T, K, D] are given in new memory.
 
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
-    `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
-    sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
+    `norm_unit_offset`), then, or with `norm_turned` before it, a turn by positions[b, t] * inv_freq
+    (float32 [R/2], R <= D), cos and sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
     to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
     N on; no other place is written. With `table` int32 [N, blocks] the cache is of blocks
     (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
@@ -311,7 +326,7 @@ def rotary_append(
         *((0, 0, 0) if values is None else values.stride()[:3]),
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
-        UNIT_OFFSET=norm_unit_offset,
+        **{"UNIT_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned},
         **{"SIZE": size, "CODES": held[2]},
         pdl=pdl,
         **meta,

@@ -508,4 +508,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "k_norm": k_norm.weight if k_norm else None,
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+        "norm_turned": layer.spec.norm_turned,
     }
