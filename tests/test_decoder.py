@@ -63,6 +63,9 @@ class NumpyOps:
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)
 
+    def xielu(self, x, numbers):
+        return reference.xielu(x, *map(_array, numbers))
+
     def softcap(self, logits, cap):
         return np.tanh(logits / cap) * cap
 

@@ -28,8 +28,16 @@ SIZES = {
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 PARTIAL["rope_parameters"]["partial_rotary_factor"] = 0.5
 TURNS = ["sliding_attention", "full_attention"]
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.5,
+}
 # HF's class, and what makes it odd.
 CASES = {
+    "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {"head_dim": 14, "mlp_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
     "cohere, normed": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
@@ -37,6 +45,7 @@ CASES = {
         "Cohere2",
         {"logit_scale": 2.0, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS},
     ),
+    "cwm": ("Cwm", {"head_dim": 14, "sliding_window": 5, "layer_types": TURNS}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 22, "use_bias": True}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": TURNS}),
     "exaone4 without windows": (
@@ -46,17 +55,34 @@ CASES = {
     "gemma": ("Gemma", {"head_dim": 22}),
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True, **PARTIAL}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": False, **PARTIAL}),
-    "granite": (
-        "Granite",
+    "granite": ("Granite", MULTIPLIED),
+    "helium": ("Helium", {"head_dim": 14, "num_key_value_heads": 2}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {"head_dim": 14, "rope_parameters": ALPHA},
+    ),
+    "hyperclovax": ("HyperCLOVAX", {**MULTIPLIED, "tie_word_embeddings": False}),
+    "hyperclovax without norms behind": ("HyperCLOVAX", {"use_post_norm": False}),
+    "internlm3": ("InternLM3", {"head_dim": 14, "attention_bias": True, "mlp_bias": True}),
+    "jais2": ("Jais2", {"head_dim": 14}),
+    "ministral": ("Ministral", {"head_dim": 22, "sliding_window": 5, "layer_types": TURNS}),
+    "ministral3": (
+        "Ministral3",
         {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.4,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 2.5,
+            "head_dim": 22,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.6,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
-    "helium": ("Helium", {"head_dim": 14, "num_key_value_heads": 2}),
-    "ministral": ("Ministral", {"head_dim": 22, "sliding_window": 5, "layer_types": TURNS}),
+    "nanochat": ("NanoChat", {"final_logit_softcapping": 2.0}),
     "nemotron": ("Nemotron", {**PARTIAL, "head_dim": 16, "mlp_bias": True}),
     "olmo": ("Olmo", {"attention_bias": True}),
     "olmo, clipped": ("Olmo", {"clip_qkv": 0.7}),
@@ -111,6 +137,7 @@ def make_config(case):
 
 def make(case, headless=False):
     name, config = CASES[case][0], make_config(case)
+    name = "Llama" if name == "InternLM3" else name
     torch.manual_seed(0)
     model = getattr(hf, f"{name}Model" if headless else f"{name}ForCausalLM")(config)
     randomize(model)
@@ -226,7 +253,7 @@ def shared(case, backend, devices):
 
 
 # Of 3 KV heads 4 devices hold one twice, which counts once in a norm over all of them.
-DEVICES = {case: 2 for case in CASES} | {"olmo2": 4}
+DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4}
 SPLIT = ("olmo2", "stablelm, normed")
 
 

@@ -153,6 +153,10 @@ class BlockOps(Protocol):
         """x within -limit and limit; it may be overwritten."""
         ...
 
+    def xielu(self, x: Array, numbers: Sequence[Array]) -> Array:
+        """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
         ...

@@ -104,6 +104,19 @@ def activation(x: Array, kind: str) -> Array:
     return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
 
 
+def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
+    """x alpha_p' x + beta x above 0, else alpha_n' (expm1(min(x, eps)) - x) + beta x.
+
+    Huang and Schlag, 2024 (arXiv:2411.13010), as HF computes it: alpha_p' is the softplus of one
+    learned number, alpha_n' beta and the softplus of another.
+    """
+    y, *numbers = (_wide(a) for a in (x, alpha_p, alpha_n, beta, eps))
+    positive, negative = (np.log1p(np.exp(a)) for a in numbers[:2])
+    above = positive * y * y + numbers[2] * y
+    below = (np.expm1(np.minimum(y, numbers[3])) - y) * (numbers[2] + negative) + numbers[2] * y
+    return np.where(y > 0, above, below).astype(np.float32)
+
+
 def gated_activation(x: Array, kind: str) -> Array:
     """f(gate) * up for x [..., 2F] that holds gate, then up (Shazeer, 2020): [..., F]."""
     ffn = x.shape[-1] // 2

@@ -8,7 +8,8 @@ G = H/K, D head_dim, F ffn, V vocab.
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "xielu"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of that activation
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ several, `{p}` stands for the name of a part.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..spec import Attention, ModelSpec, Norm
+from ..spec import XIELU, Attention, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -72,9 +72,16 @@ def head_norms(
     return rows
 
 
-def plain_layer_norm(ours: str) -> list[Row]:
-    """A LayerNorm for which HF has no weights."""
-    return [Row(f"{ours}.{p}", ("embed",), (), constant=c) for p, c in (("weight", 1), ("bias", 0))]
+def plain_norm(kind: Norm, ours: str, axis: str = "embed") -> list[Row]:
+    """A norm for which HF has no weights."""
+    parts = {"weight": 1, "bias": 0} if kind.kind == "layer" else {"weight": 1}
+    return [Row(f"{ours}.{part}", (axis,), (), constant=value) for part, value in parts.items()]
+
+
+def xielu(theirs: str) -> list[Row]:
+    """The numbers of a layer's xIELU: two that are learned, and two buffers."""
+    rows = [row(f"xielu.{x}", "ffn=1", (f"{theirs}.{x}", "ffn=1")) for x in XIELU[:2]]
+    return rows + [row(f"xielu.{x}", "", (f"{theirs}.{x}", "")) for x in XIELU[2:]]
 
 
 def causal_table(

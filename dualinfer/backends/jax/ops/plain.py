@@ -3,7 +3,7 @@
 Everything is traced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -152,6 +152,10 @@ class PlainOps:
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""
         return jnp.clip(x, -limit, limit)
+
+    def xielu(self, x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+        """See `contract.BlockOps.xielu`."""
+        return primitives.xielu(x, *numbers)
 
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""

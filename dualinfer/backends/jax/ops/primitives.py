@@ -252,6 +252,18 @@ def activation(x: jax.Array, kind: Activation) -> jax.Array:
     return y.astype(x.dtype)
 
 
+@jax.named_scope("activation")
+def xielu(
+    x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """xIELU in float32; see `reference.xielu`."""
+    y, *numbers = (a.astype(jnp.float32) for a in (x, alpha_p, alpha_n, beta, eps))
+    alpha_p, alpha_n, beta, eps = numbers
+    above = y * (jax.nn.softplus(alpha_p) * y + beta)
+    below = (jnp.expm1(jnp.minimum(y, eps)) - y) * (beta + jax.nn.softplus(alpha_n)) + beta * y
+    return jnp.where(y > 0, above, below).astype(x.dtype)
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

@@ -4,7 +4,7 @@ Which kernel serves a call follows from its shapes alone: products with few rows
 once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -216,6 +216,11 @@ class KernelOps(PlainOps):
             sms=self.sms,
             pdl=self.pdl,
         )
+
+    @named("activation")
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `contract.BlockOps.xielu`."""
+        return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""

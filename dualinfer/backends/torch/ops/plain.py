@@ -1,6 +1,6 @@
 """The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,6 +131,10 @@ class PlainOps:
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""
         return x.clamp_(-limit, limit)
+
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `contract.BlockOps.xielu`."""
+        return primitives.xielu(x, *numbers)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""

@@ -222,6 +222,22 @@ def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return torch.tanh(x)
 
 
+@named("activation")
+def xielu(
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: torch.Tensor,
+    eps: torch.Tensor,
+) -> torch.Tensor:
+    """xIELU in float32; see `reference.xielu`."""
+    y, beta = x.float(), beta.float()
+    above = y * (F.softplus(alpha_p.float()) * y + beta)
+    below = torch.expm1(torch.minimum(y, eps.float())) - y
+    below = below * (beta + F.softplus(alpha_n.float())) + beta * y
+    return torch.where(y > 0, above, below).to(x.dtype)
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

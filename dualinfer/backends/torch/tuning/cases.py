@@ -126,6 +126,9 @@ class _Recorder:
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x
 
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        return x
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         return logits
 
