@@ -29,6 +29,8 @@ PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 PARTIAL["rope_parameters"]["partial_rotary_factor"] = 0.5
 TURNS = ["sliding_attention", "full_attention"]
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.4,
@@ -37,7 +39,7 @@ MULTIPLIED = {
 }
 # HF's class, and what makes it odd.
 CASES = {
-    "apertus": ("Apertus", {}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
     "arcee": ("Arcee", {"head_dim": 14, "mlp_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
     "cohere, normed": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
@@ -82,7 +84,7 @@ CASES = {
             },
         },
     ),
-    "nanochat": ("NanoChat", {"final_logit_softcapping": 2.0}),
+    "nanochat": ("NanoChat", {"final_logit_softcapping": 20.0}),
     "nemotron": ("Nemotron", {**PARTIAL, "head_dim": 16, "mlp_bias": True}),
     "olmo": ("Olmo", {"attention_bias": True}),
     "olmo, clipped": ("Olmo", {"clip_qkv": 0.7}),

@@ -165,6 +165,7 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "one": 1,
         }
         if axis in outer:
             return outer[axis]

@@ -79,7 +79,7 @@ def load_params(
             parts = _assemble(shard, row, found, dtype, place)
             if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
-            width = shard.extent(row.axes[-1], row.layer)
+            width = shard.width(row)
             put_leaf(params.group(row), row, make_leaf(row, parts, dtype, width))
             if moves(row):
                 lent.discard(row.name)

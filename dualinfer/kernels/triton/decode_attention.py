@@ -36,8 +36,8 @@ def _head(
 ):  # fmt: skip
     """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
 
-    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has the sign of the partner's part, and is
-    0 where nothing turns.
+    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has
+    the sign of the partner's part, and is 0 where nothing turns.
     """
     d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
     x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
@@ -85,7 +85,8 @@ def _decode_attention_kernel(
     softcap, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, NORM_TURNED: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -295,9 +296,10 @@ def decode_attention(
 
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
     `k_norm` [D] if given, before or with `norm_turned` after they are rotated by that position
-    times `inv_freq` float32 [R/2] (R <= D), and key and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
-    overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py),
-    with `scales`, a pair float32 of the cache's axes before D, of codes (codes.py).
+    times `inv_freq` float32 [R/2] (R <= D), and key and value are written to the cache, a pair of
+    views [N, K, S, D] with D contiguous. A full slot overwrites its last place. With `table` int32
+    [N, blocks] the cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's
+    axes before D, of codes (codes.py).
     `window`, `alibi`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """

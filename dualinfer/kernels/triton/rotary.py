@@ -90,8 +90,8 @@ def _rotary_append_kernel(
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    SIZE: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
 
@@ -142,12 +142,11 @@ def _rotary_append_kernel(
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
-    if NORM_TURNED:
-        if q_norm_ptr is not None or k_norm_ptr is not None:
-            factor = _factor(x, y, z, normed, eps, D)
-            x *= factor * _of_head(is_q, is_v, q1, k1)
-            y *= factor * _of_head(is_q, is_v, q2, k2)
-            z *= factor * _of_head(is_q, is_v, q3, k3)
+    if NORM_TURNED and (q_norm_ptr is not None or k_norm_ptr is not None):
+        factor = _factor(x, y, z, normed, eps, D)
+        x *= factor * _of_head(is_q, is_v, q1, k1)
+        y *= factor * _of_head(is_q, is_v, q2, k2)
+        z *= factor * _of_head(is_q, is_v, q3, k3)
     if CODES is not None:
         dtype: tl.constexpr = at.dtype.element_ty
         parts = (_rounded(x, dtype), _rounded(y, dtype), _rounded(z, dtype))
@@ -264,9 +263,10 @@ def rotary_append(
 
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
     `norm_unit_offset`), then, or with `norm_turned` before it, a turn by positions[b, t] * inv_freq
-    (float32 [R/2], R <= D), cos and sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
-    to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
-    N on; no other place is written. With `table` int32 [N, blocks] the cache is of blocks
+    (float32 [R/2], R <= D), cos and sin times `scaling`. `cache` is a pair (k, v) of views
+    [N, K, S, D]: token t of sequence b goes to place starts[b] + t (default t) of slot slots[b]
+    (default b), or nowhere from place S or slot N on; no other place is written. With `table` int32
+    [N, blocks] the cache is of blocks
     (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
     (codes.py), and k and v become what these mean. Positions, slots [B] and starts [B] are int32 or
     int64. What is None falls away. Everything is computed in float32 and rounded once. `pdl` as in
