@@ -274,27 +274,27 @@ def test_plan_of_a_quantized_model_says_that_it_needs_the_weights(run, tmp_path)
 
 def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     sizes = {"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 200}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
     sizes |= {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
-    config = hf.Emu3TextConfig(**sizes, **heads)
-    config.architectures = ["Emu3ForCausalLM"]
+    config = hf.NemotronConfig(**sizes, **heads, unheard_of=3)  # which fused mode refuses
+    config.architectures = ["NemotronForCausalLM"]
     config.save_pretrained(tmp_path)
     shown = run("plan", tmp_path, "--tp", 3).stdout
-    assert "Emu3ForCausalLM in float16 on 3 devices in module mode" in shown
+    assert "NemotronForCausalLM in float16 on 3 devices in module mode" in shown
     lines = shown.splitlines()
     for path, kind, size in (("self_attn.q_proj", "column", 96), ("mlp.down_proj", "row", 200)):
         bias = 96 if kind == "row" else size
         held = f"{2 * (96 * size + bias) / 1024:.1f} KiB"
         at = lines.index(f"2 x model.layers.*.{path}, {held} each")
         assert f" becomes {kind}: " in lines[at + 1]
-    parameters = sum(p.numel() for p in hf.Emu3ForCausalLM(config).parameters())
+    parameters = sum(p.numel() for p in hf.NemotronForCausalLM(config).parameters())
     text = " ".join(shown.split())
     assert f", of a model of {2 * parameters / 1024:.1f} KiB, the rest being" in text
     assert "note: counted in float16, as a GPU takes it" in text
     assert "64 | 64 | 72 along" not in text and "320 | 320 | 360 in a shape: 320 on" in text
     assert max(map(len, lines)) <= 80
     by_one = run("plan", tmp_path, "--tp", 3, "--dtype", "fp32", "--tp-grain-size", 1).stdout
-    assert "[67 | 67 | 66, 96]" in by_one and "Emu3ForCausalLM in float32" in by_one
+    assert "[67 | 67 | 66, 96]" in by_one and "NemotronForCausalLM in float32" in by_one
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-tied"])
@@ -342,7 +342,7 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
 
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch, raising=False)
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
     config = {
         **hf.Emu3TextConfig(**sizes).to_dict(),
         "model_type": model_type,
