@@ -128,6 +128,11 @@ CASES = {
             "num_key_value_heads": 3,
         },
     ),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 22, "sliding_window": 5, "layer_types": TURNS, "query_pre_attn_scalar": 13}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
 }
 

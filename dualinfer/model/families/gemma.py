@@ -1,7 +1,8 @@
 """Gemma 2 and 3 (text): norms around each sub-layer, windows in turns.
 
 HF sources: models/gemma2 and models/gemma3. Gemma 2 caps scores; Gemma 3 norms queries and keys,
-and turns them by other angles where it looks through a window.
+and turns them by other angles where it looks through a window. VaultGemma is Gemma 2 without the
+norms behind sub-layers.
 """
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -13,6 +14,7 @@ from .rope import make_rope, reach, ropes_by_kind
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
     "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaModel"),
 }
 
 
@@ -22,7 +24,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions = fields.size("max_position_embeddings")
     norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=True)
-    third = fields.family == "gemma3_text"
+    third, posts = fields.family == "gemma3_text", fields.family != "vaultgemma"
     qk_norm = norm if third else None
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
@@ -50,7 +52,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
                 qk_norm=qk_norm,
                 softcap=softcap,
             )
-            blocks[kind] = Layer(attention, mlp, norm, "around")
+            blocks[kind] = Layer(attention, mlp, norm, "around" if posts else "pre")
     fields.require("use_bidirectional_attention", False)
     fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
     fields.ignore("sliding_window_pattern", "_sliding_window_pattern")  # folded into layer_types
@@ -70,15 +72,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     hf = "model.layers.{i}."
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
-        *make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
-        *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
         *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
     ]
+    if posts:
+        layer += make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm")
+        layer += make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm")
     return spec, make.causal_table(
         spec,
         layer,
