@@ -262,7 +262,9 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
         ({"kernel_inject": True}, "Without replace_with_kernel_inject"),
         ({"backend": "jax"}, "With backend='torch'"),
     ):
-        with pytest.raises(ModelError, match=f"'emu3_text_model'.*{way} transformers' own model runs"):
+        with pytest.raises(
+            ModelError, match=f"'emu3_text_model'.*{way} transformers' own model runs"
+        ):
             init_inference(tmp_path, **options)
 
 
@@ -281,7 +283,11 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
     ],
 )
 def test_folder_that_no_mode_serves_is_told_why(fields, message, tmp_path):
-    sound = {"model_type": "emu3_text_model", "architectures": ["Emu3ForCausalLM"], "pad_token_id": 0}
+    sound = {
+        "model_type": "emu3_text_model",
+        "architectures": ["Emu3ForCausalLM"],
+        "pad_token_id": 0,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sound | fields))
     with pytest.raises(ModelError, match=message):
         init_inference(tmp_path)

@@ -323,6 +323,32 @@ def test_a_relative_without_a_head_gives_its_last_hidden_state():
         assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_text_of_a_gemma_3_that_sees_images(backend, tmp_path):
+    """By a folder, whose tensors have older names, on torch; by the live model on JAX."""
+    sizes = {**SIZES, "head_dim": 22, "num_hidden_layers": 2, "layer_types": TURNS}
+    text = {**sizes, "sliding_window": 5, "query_pre_attn_scalar": 13}
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = {"hidden_size": 16, "intermediate_size": 20, **few}
+    torch.manual_seed(0)
+    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = hf.Gemma3ForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits
+        whole = model.generate(torch.from_numpy(ids), max_new_tokens=5, do_sample=False)
+    how = {"dtype": "fp32", "backend": backend, "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(tmp_path if backend == "torch" else model, **how) as engine:
+        assert engine.report().mode == "fused"
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+        found = engine.generate(ids, max_new_tokens=5, do_sample=False)
+        np.testing.assert_array_equal(np.asarray(found), whole.numpy())
+        with pytest.raises(dualinfer.ArgumentError, match="does not support pixel_values"):
+            engine(ids, pixel_values=np.zeros((1, 3, 28, 28), np.float32))
+
+
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
 

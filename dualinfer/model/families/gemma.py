@@ -5,6 +5,10 @@ and turns them by other angles where it looks through a window. VaultGemma is Ge
 norms behind sub-layers.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
 from . import rows as make
@@ -13,17 +17,45 @@ from .rope import make_rope, reach, ropes_by_kind
 
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),
     "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
     "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaModel"),
 }
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a Gemma model."""
+    """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
+    tied = fields.flag("tie_word_embeddings", True)
+    if fields.family != "gemma3":
+        return _describe(fields, architecture, tied, "model.")
+    text = fields.take("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
+    inner = ConfigFields("gemma3_text", text)
+    spec, table = _describe(inner, architecture, tied, "model.language_model.")
+    inner.finish()
+    fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
+    renames = ("model.language_model.", "language_model.model."), _HEAD
+    unused = *table.unused, r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."
+    return spec, replace(table, renames=renames, unused=unused)
+
+
+_HEAD = ("lm_head.", "language_model.lm_head.")
+_IMAGE_TOKENS = tuple(
+    f"{name}_{kind}"
+    for name in ("boi_token", "eoi_token", "image_token")
+    for kind in ("index", "id")
+)
+
+
+def _describe(
+    fields: ConfigFields, architecture: str, tied: bool, base: str
+) -> tuple[ModelSpec, WeightTable]:
     embed = fields.size("hidden_size")
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions = fields.size("max_position_embeddings")
     norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=True)
+    fields.ignore("tie_word_embeddings")  # of a model with images HF reads the outer one
     third, posts = fields.family == "gemma3_text", fields.family != "vaultgemma"
     qk_norm = norm if third else None
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
@@ -67,9 +99,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         max_positions=max(reach(parameters[kind], positions) for kind in ropes),
         embed_scale=embed**0.5,
         final_norm=norm,
-        head=Head("causal", softcap=logit_softcap) if "Causal" in architecture else None,
+        head=Head("causal", softcap=logit_softcap) if "For" in architecture else None,
     )
-    hf = "model.layers.{i}."
+    hf = base + "layers.{i}."
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
@@ -85,9 +117,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, make.causal_table(
         spec,
         layer,
-        make.norm(norm, "final_norm", "model.norm"),
-        embedding="model.embed_tokens",
-        tied=fields.flag("tie_word_embeddings", True),
+        make.norm(norm, "final_norm", f"{base}norm"),
+        embedding=f"{base}embed_tokens",
+        tied=tied,
         base="model.",
         unused=[r"rotary_emb\.inv_freq$"],
     )
