@@ -111,6 +111,21 @@ CASES = {
         {"qk_layernorm": True, "num_attention_heads": 3, "num_key_value_heads": 3},
     ),
     "phi3": ("Phi3", {"sliding_window": 5, "num_attention_heads": 3, **PARTIAL}),
+    "phi3, long": (
+        "Phi3",
+        {
+            "num_attention_heads": 3,
+            "original_max_position_embeddings": 14,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 14,
+                "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0],
+                "long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0],
+            },
+        },
+    ),
     "seed_oss": ("SeedOss", {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "attention_bias": True}),
     "smollm3 with windows": (
@@ -372,8 +387,11 @@ def test_a_relative_gives_what_hf_gives(case, backend):
             assert relative_rms(np.asarray(ours)[real], theirs.numpy()[real]) < 1e-5
         text = engine.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD}
-    with torch.no_grad():
-        whole = model.generate(
-            torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options
-        )
-    np.testing.assert_array_equal(np.asarray(text), whole.numpy())
+    rows = [(ids, mask, np.asarray(text))]
+    if case == "phi3, long":  # of a batch HF begins all sequences anew with the longest
+        rows = [tuple(x[i, None, n:] for x in rows[0]) for i, n in enumerate((0, 4))]
+    for *given, found in rows:
+        with torch.no_grad():
+            args = [torch.from_numpy(x) for x in given]
+            whole = model.generate(args[0], attention_mask=args[1], **options)
+        np.testing.assert_array_equal(found, whole.numpy())

@@ -183,8 +183,14 @@ class Ops(BlockOps, Protocol):
         """What `attend` and `attend_token` need of the layer with this number."""
         ...
 
-    def angles(self, spec: ModelSpec, params: Any, positions: Array) -> Any:
-        """What `attend` and `attend_token` need of int positions [B, T], made once a pass."""
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: Array, last: Array | None = None
+    ) -> Any:
+        """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
+
+        int `last` [B] is the position of each sequence's last token, by which its rotary embedding
+        is chosen; None for the largest of all positions, as HF's forward takes it.
+        """
         ...
 
     def attend(

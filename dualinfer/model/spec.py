@@ -30,13 +30,21 @@ class Rope:
 
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
-    `interleaved`, 2i turns with 2i + 1 (GPT-J).
+    `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
+    is not 0, turns by the frequencies `long`, all of its positions (longrope).
     """
 
     kind: str
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
     interleaved: bool = False
+    long: tuple[float, ...] = ()
+    original: int = 0
+
+    @property
+    def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
+        """`inv_freq`, and `long` behind it where there are two."""
+        return (self.inv_freq, self.long) if self.original else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,12 @@ class ModelSpec:
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)
+
+    @property
+    def original(self) -> int | None:
+        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        ropes = (layer.attention.rope for layer in self.layers)
+        return min((rope.original for rope in ropes if rope and rope.original), default=None)
 
     @property
     def can_generate(self) -> bool:

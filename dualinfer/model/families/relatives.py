@@ -81,6 +81,7 @@ _PERI = {**_PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
 _OLMO2 |= {"qk_norm_over": "all"}
+_ORIGINAL = "original_max_position_embeddings"
 _LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
 _KINDS = {
     "apertus": _Kind(
@@ -187,7 +188,7 @@ _KINDS = {
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
         qkv="qkv_proj",
         mlp=("gate_up_proj", "down_proj"),
-        ignored=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
+        ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
     ),
     "seed_oss": _Kind(
         *("SeedOss",),
@@ -254,7 +255,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
             fields.require(name, own.get(name))
         turning = {**own, "partial_rotary_factor": None}
-        rope = make_rope(turning, size, positions, kind.interleaved)
+        rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
+        if rope.original:  # HF's generate begins anew by one field, its model by the other
+            fields.require(_ORIGINAL, rope.original)
         if kind.backwards:
             rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
         ropes[turns] = rope
@@ -311,7 +314,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float] | None:
     parameters = fields.take("rope_parameters")
     if fields.family != "ministral3" or not isinstance(parameters, Mapping):
         return None
-    names = "llama_4_scaling_beta", "original_max_position_embeddings"
+    names = "llama_4_scaling_beta", _ORIGINAL
     beta, period = (parameters.get(name) for name in names)
     if not is_positive(beta) or not is_positive(period):
         raise ModelError(

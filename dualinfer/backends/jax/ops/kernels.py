@@ -49,7 +49,7 @@ from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, scoring, turns
+from .plain import PlainOps, last_of, scoring, turns
 
 _HOPPER = 90
 
@@ -276,9 +276,12 @@ class KernelOps(PlainOps):
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.dtype.itemsize, fused)
 
-    def angles(self, spec: ModelSpec, params: Any, positions: jax.Array) -> Any:
-        """The positions: kernels turn by them as they read queries and keys."""
-        return positions
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: jax.Array, last: jax.Array | None = None
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
 
     def _prepared(
         self, layer: LayerAttention, qkv: jax.Array, positions: jax.Array
@@ -325,6 +328,7 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
+        angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
         known = self._known(cache)
@@ -332,7 +336,7 @@ class KernelOps(PlainOps):
         pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"cache": pools, "slots": None if known is None else slots}
+        turn |= {"last": last, "cache": pools, "slots": None if known is None else slots}
         turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads
@@ -384,7 +388,8 @@ class KernelOps(PlainOps):
         known = self._known(cache)
         if known is None:
             rope, growth = layer.spec.rope, layer.spec.growth
-            turned: dict[Any, Any] = {rope: turns(rope, angles)} if rope else {}
+            angles, last = angles if isinstance(angles, tuple) else (angles, None)
+            turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
             if growth:
                 turned[growth] = primitives.growth(angles, *growth)
             return super().attend_token(layer, qkv, turned, cache, lengths)
@@ -498,8 +503,8 @@ def _turn_and_attend(
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: Rope) -> np.ndarray:
-    """float32 [R/2], the same array each time, so that a step holds it once."""
-    return np.array(rope.inv_freq, np.float32)
+    """float32 [R/2] or [2, R/2], the same array each time, so that a step holds it once."""
+    return np.array(rope.tables, np.float32)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
@@ -531,4 +536,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
         "norm_turned": layer.spec.norm_turned,
+        "original": rope.original if rope else 0,
     }

@@ -22,9 +22,16 @@ from ..sampler import SlotState
 from . import primitives
 
 
-def turns(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines by which heads turn, [..., R/2]."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.array(rope.inv_freq, jnp.float32)
+def turns(
+    rope: Rope, positions: jax.Array, last: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines by which heads turn, [B, T, R/2]; `last` [B]: see `contract.Ops.angles`."""
+    frequencies = jnp.array(rope.inv_freq, jnp.float32)
+    if rope.original:
+        assert last is not None
+        long = jnp.array(rope.long, jnp.float32)
+        frequencies = jnp.where((last >= rope.original)[:, None, None], long, frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
 
@@ -174,13 +181,20 @@ class PlainOps:
         whole = self.split.whole(index) if self.split else None
         return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
-    def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: jax.Array,
+        last: jax.Array | None = None,
+    ) -> Any:
         """See `contract.Ops.angles`."""
         angles: dict[Any, Any] = {}
+        last = last_of(spec, positions, last)
         for layer in spec.layers:
             rope, growth = layer.attention.rope, layer.attention.growth
             if rope and rope not in angles:
-                angles[rope] = turns(rope, positions)
+                angles[rope] = turns(rope, positions, last)
             if growth and growth not in angles:
                 angles[growth] = primitives.growth(positions, *growth)
         return angles
@@ -298,6 +312,13 @@ class PlainOps:
     def ended(self, state: SlotState, out: jax.Array) -> SlotState:
         """The state after some steps, which gave the tokens `out` [R, N]."""
         return state._replace(seen=sampler.mark(state.seen, out))
+
+
+def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
+    """`last` of `angles` for each row; None where no rotary embedding asks for it."""
+    if spec.original is None:
+        return None
+    return jnp.broadcast_to(positions.max(), len(positions)) if last is None else last
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:

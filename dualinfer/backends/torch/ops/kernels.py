@@ -46,7 +46,7 @@ from ..params import Params
 from ..profiling import named
 from ..sampler import SlotState
 from . import primitives
-from .plain import Chunk, PlainOps
+from .plain import Chunk, PlainOps, last_of
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -254,9 +254,16 @@ class KernelOps(PlainOps):
                 y = residual.add_(y) if by.spend else residual + y
         return y.float() if by.wide else y
 
-    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
-        """The positions: kernels turn by them as they read queries and keys."""
-        return positions
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
 
     def _heads(
         self,
@@ -268,11 +275,13 @@ class KernelOps(PlainOps):
         start: int = 0,
     ) -> list[torch.Tensor]:
         """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `start` on."""
-        a, layer = layer.spec, self._prepared(layer, qkv, angles)
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        a, layer = layer.spec, self._prepared(layer, qkv, positions)
         slots = None if cache is None else slots
         rotary.rotary_append(
             qkv,
-            angles,
+            positions,
+            last=last,
             heads=a.heads,
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
@@ -514,4 +523,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
         "norm_turned": layer.spec.norm_turned,
+        "original": rope.original if rope else 0,
     }

@@ -152,10 +152,21 @@ class PlainOps:
         whole = self.split.whole(index) if self.split else None
         return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
-    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> Any:
         """See `contract.Ops.angles`."""
         angles: dict[Any, Any] = {}
+        last = last_of(spec, positions, last)
         for rope, frequencies in params.frequencies.items():
+            if last is not None and rope.original:
+                short, long = frequencies
+                is_long = (last >= rope.original)[:, None, None]
+                frequencies = torch.where(is_long, long, short)
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
         for growth in {layer.attention.growth for layer in spec.layers} - {None}:
@@ -289,3 +300,12 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def last_of(
+    spec: ModelSpec, positions: torch.Tensor, last: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`last` of `angles` for each row; None where no rotary embedding asks for it."""
+    if spec.original is None:
+        return None
+    return positions.max().expand(len(positions)) if last is None else last
