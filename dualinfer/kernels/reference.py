@@ -46,14 +46,19 @@ def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> 
     return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def layer_norm(
+    x: Array, weight: Array, bias: Array | None, eps: float, unit_offset: bool = False
+) -> Array:
     """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] (Ba et al., 2016).
 
-    The variance is that of the E values themselves: divided by E, not by E - 1.
+    The variance is that of the E values themselves: divided by E, not by E - 1. With `unit_offset`
+    times 1 + weight, as in Nemotron.
     """
     x = _wide(x)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return ((x - mean) / np.sqrt(variance + eps) * _wide(weight) + _wide(bias)).astype(np.float32)
+    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
+    y = (x - mean) / np.sqrt(variance + eps) * factor
+    return (y if bias is None else y + _wide(bias)).astype(np.float32)
 
 
 def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
@@ -97,6 +102,19 @@ def activation(x: Array, kind: str) -> Array:
     `relu2` is the square of `relu` (So et al., 2021).
     """
     return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
+
+
+def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
+    """x alpha_p' x + beta x above 0, else alpha_n' (expm1(min(x, eps)) - x) + beta x.
+
+    Huang and Schlag, 2024 (arXiv:2411.13010), as HF computes it: alpha_p' is the softplus of one
+    learned number, alpha_n' beta and the softplus of another.
+    """
+    y, *numbers = (_wide(a) for a in (x, alpha_p, alpha_n, beta, eps))
+    positive, negative = (np.log1p(np.exp(a)) for a in numbers[:2])
+    above = positive * y * y + numbers[2] * y
+    below = (np.expm1(np.minimum(y, numbers[3])) - y) * (numbers[2] + negative) + numbers[2] * y
+    return np.where(y > 0, above, below).astype(np.float32)
 
 
 def gated_activation(x: Array, kind: str) -> Array:

@@ -8,12 +8,13 @@ G = H/K, D head_dim, F ffn, V vocab.
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "xielu"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of that activation
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (`rms`) or LayerNorm with bias (`layer`).
+    """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
     With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
     """
@@ -29,13 +30,21 @@ class Rope:
 
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
-    `interleaved`, 2i turns with 2i + 1 (GPT-J).
+    `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
+    is not 0, turns by the frequencies `long`, all of its positions (longrope).
     """
 
     kind: str
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
     interleaved: bool = False
+    long: tuple[float, ...] = ()
+    original: int = 0
+
+    @property
+    def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
+        """`inv_freq`, and `long` behind it where there are two."""
+        return (self.inv_freq, self.long) if self.original else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,10 @@ class Attention:
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
-    scaled as the product of query and key is (Falcon).
+    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
+    `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
+    `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
+    the query at position p is times 1 + b ln(1 + floor(p / n)).
     """
 
     heads: int
@@ -56,6 +68,10 @@ class Attention:
     window: int | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    norm_turned: bool = False
+    clip: float | None = None
+    growth: tuple[float, float] | None = None
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
     softcap: float | None = None
@@ -161,6 +177,7 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "one": 1,
         }
         if axis in outer:
             return outer[axis]
@@ -183,6 +200,12 @@ class ModelSpec:
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)
+
+    @property
+    def original(self) -> int | None:
+        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        ropes = (layer.attention.rope for layer in self.layers)
+        return min((rope.original for rope in ropes if rope and rope.original), default=None)
 
     @property
     def can_generate(self) -> bool:

@@ -167,7 +167,8 @@ class Row:
     @property
     def is_weight(self) -> bool:
         """True for a matrix, which is a Weight; biases and the weights of norms are arrays."""
-        return len(self.axes) > 1 and (bool(self.whole) or self.name.endswith("weight"))
+        named = self.name.endswith("weight") and not self.name.endswith("norm.weight")
+        return len(self.axes) > 1 and (bool(self.whole) or named)
 
     def permutation(self, source: Source) -> tuple[int, ...]:
         """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""

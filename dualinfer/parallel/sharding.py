@@ -75,6 +75,10 @@ class Shard:
         """Elements of an axis here, padding included; of a joined axis, the sum of its parts."""
         return sum(self.share(part, layer).extent for part in _parts(axis))
 
+    def width(self, row: Row) -> int:
+        """Elements here of a row's last axis; 1 of a single number."""
+        return self.extent(row.axes[-1], row.layer) if row.axes else 1
+
     def shape(self, row: Row, axes: Sequence[str] | None = None) -> tuple[int, ...]:
         """Extents here of a row's weight, or of an array of its layer that has `axes`."""
         return tuple(self.extent(a, row.layer) for a in (row.axes if axes is None else axes))
@@ -382,6 +386,14 @@ class ShardingPlan:
     def size(self) -> int:
         """Number of devices."""
         return len(self.shards)
+
+    def key_parts(self, layer: int) -> list[float]:
+        """Of each device, the part that its KV heads have in a sum over all devices.
+
+        Less than 1 where several devices hold the same ones, 0 where one holds padding alone.
+        """
+        held = [shard.share("k", layer) for shard in self.shards]
+        return [1 / held.count(own) if own.real else 0.0 for own in held]
 
 
 def make_plan(

@@ -52,9 +52,9 @@ class Step:
         """Queries, keys and values [N, heads, D] of the new tokens, float32, normed and turned."""
         x = self.qkv.reshape(len(self.lengths), -1, self.dim).astype(np.float32)
         parts = np.split(x, [self.heads, self.heads + self.kv_heads], axis=1)
-        offset = how.get("norm_unit_offset", False)
+        offset, last = how.get("norm_unit_offset", False), how.get("norm_turned", False)
         for i, name in enumerate(("q_norm", "k_norm")):
-            if name in how:
+            if name in how and not last:
                 parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
             if "inv_freq" in how:
                 turns = self.lengths.astype(np.float32)[:, None, None] * how["inv_freq"]
@@ -63,6 +63,8 @@ class Step:
                     parts[i][:, None], cos, sin, how.get("interleaved", False)
                 )
                 parts[i] = turned[:, 0]
+            if name in how and last:
+                parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
         return parts
 
     def expected(self, scale: float, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -204,6 +206,13 @@ def test_heads_are_normed_before_they_turn(dtype, part, offset):
     if part:
         how |= {"inv_freq": frequencies(part), "interleaved": part == 32}
     check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, **how)
+
+
+@pytest.mark.parametrize("part", [32, 80])
+def test_heads_are_normed_after_they_have_turned(dtype, part):
+    how: dict[str, Any] = {"q_norm": gain(dtype, 80), "k_norm": normal(8, 80, dtype=dtype)}
+    how |= {"inv_freq": frequencies(part), "interleaved": part == 32, "scaling": 1.25}
+    check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, norm_turned=True, **how)
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])

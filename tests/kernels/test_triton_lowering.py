@@ -38,6 +38,12 @@ DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
+PREFILL |= {"NORM_TURNED": False}
+HEADS = {"QUERIES": 1, "KEYS": 1, "Q_WIDTH": 4096, "K_WIDTH": 1024, "OWN": False, "CENTER": False}
+HEADS |= {"UNIT_OFFSET": False, "UNITS": 1, "BLOCK": 4096, "num_warps": 8, "positions_ptr": None}
+HEADS |= {"q_bias_ptr": None, "k_bias_ptr": None}
+OWN = {"QUERIES": 32, "KEYS": 8, "Q_WIDTH": 128, "K_WIDTH": 128, "OWN": True, "CENTER": True}
+OWN |= {"UNITS": 8, "BLOCK": 128, "num_warps": 2, "positions_ptr": "*i64"}
 CACHE = "keys_ptr", "values_ptr"
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
@@ -133,7 +139,8 @@ def decoding(
     )
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
-    flags = dict.fromkeys(("INTERLEAVED", "NORM_OFFSET", "WINDOWED", "SOFTCAP"), False)
+    flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP")
+    flags = dict.fromkeys(flags, False)
     absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr"))
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
@@ -221,6 +228,9 @@ VARIANTS: list[Variant] = [
     ("exchange", "_gather_kernel", EXCHANGE | ROW | {"SIZE": 8, "RANKS": 8, "dtypes": WHOLE}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True}),
+    ("head_norm", "_head_norm_kernel", HEADS),
+    ("head_norm", "_head_norm_kernel", HEADS | OWN),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
     ("rotary", "_rotary_append_kernel", PREFILL | TABLE | {"dtypes": BFLOAT16}),
     ("rotary", "_rotary_append_kernel", PREFILL | FLOATS8 | dict.fromkeys(CACHE, "*u8")),
@@ -270,6 +280,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
+    decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", NORM_TURNED=True),
     decoding(1, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128, **TABLE),
     decoding(1, 8, 4, 128, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),

@@ -301,7 +301,7 @@ def read_into(
                 # Only then may the host's parts go, and torch write to what it has lent.
                 array.block_until_ready()
                 parts[part] = to_host(array) if streaming and streaming.moves(row) else array
-            leaf = make_leaf(row, parts, dtype, first.extent(row.axes[-1], row.layer))
+            leaf = make_leaf(row, parts, dtype, first.width(row))
             put_leaf(params.group(row), row, leaf)
             model.show(row, leaf)
     return reader.notes()

@@ -55,9 +55,11 @@ class Steps:
         *,
         keep: bool,
         layers: range | None = None,
+        last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
+        `last` [B] is as in `contract.Ops.angles`.
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
         part gives, x last; outputs then have the hidden states of their own part.
@@ -69,7 +71,7 @@ class Steps:
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
             token_types = jnp.zeros_like(ids)
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, last)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)
@@ -92,8 +94,11 @@ class Steps:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
 
         def some(part: tuple[Any, ...]) -> Any:
-            return self.forward(params, *part, keep=keep)
+            return self.forward(params, *part, keep=keep, last=last)
 
+        ids, positions = arrays[:2]
+        most = ids.shape[1] - 1 if positions is None else positions.max()
+        last = jnp.full(rows, most)
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), arrays)
         outputs, flags = jax.lax.map(some, parts)
         whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
@@ -122,7 +127,7 @@ class Steps:
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, rows.length - 1)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)
@@ -258,7 +263,7 @@ class Steps:
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, state.length)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)

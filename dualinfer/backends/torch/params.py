@@ -61,11 +61,11 @@ def load_params(
     stays in host memory.
     """
 
-    def constant(values: tuple[float, ...]) -> torch.Tensor:
+    def constant(values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     attention = {layer.attention for layer in shard.spec.layers}
-    frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
+    frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
     lent, plan = set(), fit_blocks(plan, [shard])
@@ -79,7 +79,7 @@ def load_params(
             parts = _assemble(shard, row, found, dtype, place)
             if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
-            width = shard.extent(row.axes[-1], row.layer)
+            width = shard.width(row)
             put_leaf(params.group(row), row, make_leaf(row, parts, dtype, width))
             if moves(row):
                 lent.discard(row.name)

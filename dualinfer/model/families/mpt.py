@@ -59,8 +59,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
     hf = "transformer.blocks.{i}."
     layer = [
-        *make.norm_without_bias("attn_norm", f"{hf}norm_1"),
-        *make.norm_without_bias("mlp_norm", f"{hf}norm_2"),
+        *make.norm_without_bias(norm, "attn_norm", f"{hf}norm_1"),
+        *make.norm_without_bias(norm, "mlp_norm", f"{hf}norm_2"),
         *make.linear("qkv", f"{hf}attn.Wqkv", "q+k+v embed", bias=False),
         *make.linear("out", f"{hf}attn.out_proj", "embed q", bias=False),
         *make.linear("up", f"{hf}ffn.up_proj", "ffn embed", bias=False),
@@ -69,7 +69,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, make.causal_table(
         spec,
         layer,
-        make.norm_without_bias("final_norm", "transformer.norm_f"),
+        make.norm_without_bias(norm, "final_norm", "transformer.norm_f"),
         embedding="transformer.wte",
         tied=fields.flag("tie_word_embeddings", True),
         base="transformer.",

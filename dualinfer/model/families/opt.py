@@ -43,7 +43,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
 
     def normed(ours: str, theirs: str) -> list[Row]:
-        return make.norm(norm, ours, theirs) if affine else make.plain_layer_norm(ours)
+        return make.norm(norm, ours, theirs) if affine else make.plain_norm(norm, ours)
 
     decoder, hf = "model.decoder.", "model.decoder.layers.{i}."
     layer = [

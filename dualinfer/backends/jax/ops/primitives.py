@@ -167,21 +167,47 @@ def embed(ids: jax.Array, weight: Weight) -> jax.Array:
 
 
 @jax.named_scope("rms_norm")
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, unit_offset: bool = False) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    unit_offset: bool = False,
+    squares: jax.Array | None = None,
+) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight).
+
+    `squares` float32 [...] is the mean of squares of a longer axis, of which x has a share.
+    """
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(y * y, axis=-1, keepdims=True) if squares is None else squares[..., None]
+    y = y * lax.rsqrt(mean + eps)
     factor = weight.astype(jnp.float32)
     return (y * (1 + factor if unit_offset else factor)).astype(x.dtype)
 
 
 @jax.named_scope("layer_norm")
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """(x - mean) / std * weight + bias over the last axis, in float32."""
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    eps: float,
+    unit_offset: bool = False,
+) -> jax.Array:
+    """(x - mean) / std * weight + bias over the last axis, in float32.
+
+    With `unit_offset` times 1 + weight.
+    """
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    factor = weight.astype(jnp.float32)
+    y = y * (1 + factor if unit_offset else factor)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def growth(positions: jax.Array, beta: float, period: float) -> jax.Array:
+    """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
+    return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / period))
 
 
 @jax.named_scope("rotary")
@@ -224,6 +250,18 @@ def activation(x: jax.Array, kind: Activation) -> jax.Array:
     else:
         y = jnp.tanh(y)
     return y.astype(x.dtype)
+
+
+@jax.named_scope("activation")
+def xielu(
+    x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """xIELU in float32; see `reference.xielu`."""
+    y, *numbers = (a.astype(jnp.float32) for a in (x, alpha_p, alpha_n, beta, eps))
+    alpha_p, alpha_n, beta, eps = numbers
+    above = y * (jax.nn.softplus(alpha_p) * y + beta)
+    below = (jnp.expm1(jnp.minimum(y, eps)) - y) * (beta + jax.nn.softplus(alpha_n)) + beta * y
+    return jnp.where(y > 0, above, below).astype(x.dtype)
 
 
 @jax.named_scope("gated_activation")

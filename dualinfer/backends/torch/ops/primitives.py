@@ -147,21 +147,42 @@ def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 @named("rms_norm")
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight).
+
+    `squares` float32 [...] is the mean of squares of a longer axis, of which x has a share.
+    """
     y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    mean = y.pow(2).mean(-1, keepdim=True) if squares is None else squares[..., None]
+    y = y * torch.rsqrt(mean + eps)
     factor = weight.float()
     return (y * (1 + factor if unit_offset else factor)).to(x.dtype)
 
 
 @named("layer_norm")
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
-    """(x - mean) / std * weight + bias over the last axis."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """(x - mean) / std * weight + bias over the last axis; `unit_offset`: * (1 + weight)."""
+    if weight.dim() == 1 and not unit_offset:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    y = y * (1 + weight.float() if unit_offset else weight.float())
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def growth(positions: torch.Tensor, beta: float, period: float) -> torch.Tensor:
+    """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
+    return 1 + beta * torch.log(1 + torch.floor(positions.float() / period))
 
 
 @named("rotary")
@@ -199,6 +220,22 @@ def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     if kind == "relu2":
         return F.relu(x).square()
     return torch.tanh(x)
+
+
+@named("activation")
+def xielu(
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: torch.Tensor,
+    eps: torch.Tensor,
+) -> torch.Tensor:
+    """xIELU in float32; see `reference.xielu`."""
+    y, beta = x.float(), beta.float()
+    above = y * (F.softplus(alpha_p.float()) * y + beta)
+    below = torch.expm1(torch.minimum(y, eps.float())) - y
+    below = below * (beta + F.softplus(alpha_n.float())) + beta * y
+    return torch.where(y > 0, above, below).to(x.dtype)
 
 
 @named("gated_activation")
