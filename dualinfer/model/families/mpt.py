@@ -24,11 +24,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner = {f"attn_config.{n}": value for n, value in written.items() if n not in INERT}
     attn = ConfigFields(fields.family, inner)
     scale = attn.optional_number("attn_config.softmax_scale")
+    clip = attn.optional_number("attn_config.clip_qkv")
     # HF's model is this one whatever these say, and so reads other checkpoints wrongly.
     attn.require("attn_config.alibi", True)
     attn.require("attn_config.alibi_bias_max", 8)
     attn.require("attn_config.attn_type", "multihead_attention")
-    attn.require("attn_config.clip_qkv")
     for name in ("prefix_lm", "qk_ln", "qk_gn", "rope", "attn_uses_sequence_id"):
         attn.require(f"attn_config.{name}", False)
     attn.ignore("attn_config.attn_impl", "attn_config.attn_pdrop")
@@ -41,7 +41,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("embedding_fraction", "emb_pdrop", "resid_pdrop")  # of training
     fields.ignore("init_config", "init_device", "tokenizer_name", "verbose")
     block = Layer(
-        Attention(heads, heads, head_dim, scale or head_dim**-0.5, alibi=alibi_slopes(heads)),
+        Attention(
+            *(heads, heads, head_dim, scale or head_dim**-0.5),
+            clip=clip,
+            alibi=alibi_slopes(heads),
+        ),
         Mlp(4 * embed, "gelu", gated=False),
         norm,
         "pre",
