@@ -279,7 +279,7 @@ def shared(case, backend, devices):
 
 
 # Of 3 KV heads 4 devices hold one twice, which counts once in a norm over all of them.
-DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4}
+DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4}
 SPLIT = ("olmo2", "stablelm, normed")
 
 
@@ -403,3 +403,20 @@ def test_a_relative_gives_what_hf_gives(case, backend):
             args = [torch.from_numpy(x) for x in given]
             whole = model.generate(args[0], attention_mask=args[1], **options)
         np.testing.assert_array_equal(found, whole.numpy())
+
+
+@pytest.mark.parametrize("case", ["falcon, grouped", "gpt_bigcode", "openai-gpt", "xglm"])
+def test_positions_that_start_anew_separate_sequences_where_they_do_in_hf(case):
+    """GPT-BigCode packs; Falcon, GPT and XGLM see all tokens before, whatever their positions."""
+    model, ids = make(case), random_ids(1, 9)
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": "torch"}
+    given = {"position_ids": torch.from_numpy(positions), "use_cache": False}
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids), **given).logits
+    with dualinfer.init_inference(model, **how) as engine:
+        found = engine(ids, position_ids=positions, use_cache=False).logits
+        assert relative_rms(np.asarray(found), expected) < 1e-5
+    with torch.no_grad():
+        alone = model(torch.from_numpy(ids[:, 4:]), use_cache=False).logits
+    assert (relative_rms(expected[:, 4:], alone) < 1e-5) == (case == "gpt_bigcode")
