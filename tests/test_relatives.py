@@ -1,5 +1,6 @@
 """Llama's relatives: each family against HF's own class, on both backends."""
 
+import importlib
 import json
 
 import numpy as np
@@ -303,13 +304,14 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("case", [*NORMED, "arcee", "cohere2", "exaone4", "granite", "smollm3"])
-def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
+def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2."""
     pytest.importorskip("triton")
-    from dualinfer.backends import torch as backend
-    from dualinfer.backends.torch.ops.kernels import KernelOps
     from dualinfer.kernels.triton import linear
+
+    own = importlib.import_module(f"dualinfer.backends.{backend}")
 
     name, fields = CASES[case]
     odd = {"head_dim": 12} if "head_dim" in fields else {}
@@ -319,12 +321,17 @@ def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()
     randomize(model)
-    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": "torch"}
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": backend}
     ids, new = random_ids(1, 9, vocab=97), 9 if case == "phi3, long" else 5
     with dualinfer.init_inference(model, use_triton=False, **how) as plain:
         expected = np.asarray(plain(ids).logits)
         text = np.asarray(plain.generate(ids, max_new_tokens=new, do_sample=False))
-    monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+    if backend == "torch":
+        ops = importlib.import_module("dualinfer.backends.torch.ops.kernels").KernelOps
+        monkeypatch.setattr(own, "_make_ops", lambda config, spec, device, _: ops(device))
+    else:
+        ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
+        monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     with dualinfer.init_inference(model, **how) as fast:
         assert "Triton" in fast.report().ops["matmul"]
