@@ -275,9 +275,9 @@ def rotary_append(
     (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
     (codes.py), and k and v become what these mean. Positions, slots [B] and starts [B] are int32 or
     int64. With `original` frequencies are [2, R/2], and sequences whose last token's position, int
-    `ends` [B], is that or more turn by the second row. What is None falls away. Everything is computed in float32
-    and rounded once. `pdl` as in `launch`: norms and frequencies are read before the kernel in
-    front has ended.
+    `ends` [B], is that or more turn by the second row. What is None falls away. Everything is
+    computed in float32 and rounded once. `pdl` as in `launch`: norms and frequencies are read
+    before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim
@@ -286,6 +286,8 @@ def rotary_append(
     batch, tokens, _ = qkv.shape
     pairs = 0 if inv_freq is None else inv_freq.shape[-1]
     if inv_freq is not None:
+        if (ends is None) != (not original):
+            raise ValueError("Positions of last tokens go with two tables of frequencies.")
         if original:
             _check_integers("ends", ends, (batch,))
             if tuple(inv_freq.shape) != (2, pairs) or not inv_freq.is_contiguous():
@@ -294,8 +296,6 @@ def rotary_append(
             check_vector("inv_freq", inv_freq, pairs)
         if inv_freq.element_size() != 4:
             raise ValueError(f"inv_freq has dtype {inv_freq.dtype}; float32 is expected.")
-        if (ends is None) != (not original):
-            raise ValueError("Positions of last tokens go with two tables of frequencies.")
         if not 0 < 2 * pairs <= head_dim:
             raise ValueError(f"{pairs} angles turn {2 * pairs} elements; a head has {head_dim}.")
         _check_integers("positions", positions, (batch, tokens))
