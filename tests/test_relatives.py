@@ -1,5 +1,6 @@
 """Llama's relatives and those before it, each against HF's own class, on both backends."""
 
+import importlib
 import json
 
 import numpy as np
@@ -298,40 +299,51 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
         np.testing.assert_array_equal(own, text)
 
 
-NORMED = ("cohere, normed", "nemotron", "olmo, clipped", "olmo2", "phi, normed", "stablelm, normed")
+# Of the kernels' own ways: norms apart, behind the rotation, growing queries, two tables of angles.
+NORMED = ("apertus", "cohere, normed", "hunyuan_v1_dense", "ministral3", "nanochat", "nemotron")
+NORMED += ("olmo, clipped", "olmo2", "phi, normed", "phi3, long", "stablelm, normed")
 SMALL = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(
     "case", [*NORMED, "arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
 )
-def test_kernels_give_what_plain_torch_gives(case, monkeypatch):
+def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""
     pytest.importorskip("triton")
-    from dualinfer.backends import torch as backend
-    from dualinfer.backends.torch.ops.kernels import KernelOps
     from dualinfer.kernels.triton import linear
+
+    own = importlib.import_module(f"dualinfer.backends.{backend}")
 
     name, fields = CASES[case]
     odd = {"head_dim": 12} if "head_dim" in fields else {}
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **SMALL, **fields, **odd})
+    if case == "phi3, long":
+        odd = {"hidden_size": 56}  # two heads of as many elements that turn
+    small = SMALL if case not in early.CASES else {"vocab_size": SMALL["vocab_size"]}
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **small, **odd})
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()
     randomize(model)
-    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": "torch"}
-    ids = random_ids(1, 9, vocab=97)
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": backend}
+    ids, new = random_ids(1, 9, vocab=97), 9 if case == "phi3, long" else 5
     with dualinfer.init_inference(model, use_triton=False, **how) as plain:
         expected = np.asarray(plain(ids).logits)
-        text = np.asarray(plain.generate(ids, max_new_tokens=5, do_sample=False))
-    monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+        text = np.asarray(plain.generate(ids, max_new_tokens=new, do_sample=False))
+    if backend == "torch":
+        ops = importlib.import_module("dualinfer.backends.torch.ops.kernels").KernelOps
+        monkeypatch.setattr(own, "_make_ops", lambda config, spec, device, _: ops(device))
+    else:
+        ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
+        monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     with dualinfer.init_inference(model, **how) as fast:
         assert "Triton" in fast.report().ops["matmul"]
         assert relative_rms(np.asarray(fast(ids).logits), expected) < 3e-6
-        found = fast.generate(ids, max_new_tokens=5, do_sample=False)
+        found = fast.generate(ids, max_new_tokens=new, do_sample=False)
         np.testing.assert_array_equal(np.asarray(found), text)
 
 
@@ -342,6 +354,28 @@ def test_a_relative_without_a_head_gives_its_last_hidden_state():
     how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": "torch"}
     with dualinfer.init_inference(model, **how) as engine:
         assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_longrope_turns_all_of_a_sequence_by_its_length(backend):
+    """Below the original length, at it, beyond it from the start, and across it as text grows."""
+    model = make("phi3, long")
+    lengths, options = (5, 13, 14, 15, 20), {"max_new_tokens": 12, "do_sample": False}
+    options |= {"repetition_penalty": 1.3, "min_new_tokens": 11, "pad_token_id": PAD}
+    prompts = [random_ids(1, n, seed=n) for n in lengths]
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how) as engine:
+        for ids in prompts:
+            with torch.no_grad():
+                expected = model(torch.from_numpy(ids)).logits
+            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+        texts = engine.generate([ids[0].tolist() for ids in prompts], **options)
+        alone = np.asarray(list(engine.stream(prompts[0], **options))).ravel()
+    for n, ids, text in zip(lengths, prompts, np.asarray(texts), strict=True):
+        whole = model.generate(torch.from_numpy(ids), **options)[0, n:].numpy()
+        np.testing.assert_array_equal(text[20 : 20 + len(whole)], whole)
+        if n == 5:
+            np.testing.assert_array_equal(alone, whole)
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -36,12 +36,21 @@ def embed(ids: Array, weight: Array) -> Array:
     return weight[ids].astype(np.float32)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> Array:
+def rms_norm(
+    x: Array,
+    weight: Array,
+    eps: float,
+    unit_offset: bool = False,
+    squares: Array | None = None,
+) -> Array:
     """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019).
 
-    With `unit_offset` times 1 + weight, as in Gemma.
+    With `unit_offset` times 1 + weight, as in Gemma. `squares` [...] is the mean of squares of a
+    longer axis, of which x has a share.
     """
     mean_square = np.mean(_wide(x) ** 2, axis=-1, keepdims=True)
+    if squares is not None:
+        mean_square = _wide(squares)[..., None]
     factor = 1 + _wide(weight) if unit_offset else _wide(weight)
     return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
 

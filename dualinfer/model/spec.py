@@ -8,8 +8,8 @@ G = H/K, D head_dim, F ffn, V vocab.
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "xielu"]
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of that activation
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Mlp:
     """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
 
     ffn: int
-    activation: Activation
+    activation: Activation | Literal["xielu"]
     gated: bool
 
 

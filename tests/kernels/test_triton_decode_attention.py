@@ -215,6 +215,16 @@ def test_heads_are_normed_after_they_have_turned(dtype, part):
     check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, norm_turned=True, **how)
 
 
+def test_long_sequences_turn_by_the_second_table(dtype):
+    """By each slot's own length."""
+    lengths, tables = [0, 19, 20, 39], np.stack([frequencies(32), frequencies(32) / 3])
+    for i, own in enumerate(([0, 1], [2, 3])):
+        step = Step(dtype, 4, 2, 80, 40, lengths)
+        expected, _ = step.expected(0.1, inv_freq=tables[i])
+        found, _ = run(step, ONE, scale=0.1, inv_freq=tables, original=20)
+        assert_close(found[own], expected[own], dtype, length=40)
+
+
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
 def test_a_full_slot_harms_no_other(config):
     """An ended slot stays in the batch; its own result means nothing, but is no NaN."""

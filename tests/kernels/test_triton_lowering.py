@@ -38,7 +38,7 @@ DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
-PREFILL |= {"NORM_TURNED": False}
+PREFILL |= {"NORM_TURNED": False, "ends_ptr": None}
 HEADS = {"QUERIES": 1, "KEYS": 1, "Q_WIDTH": 4096, "K_WIDTH": 1024, "OWN": False, "CENTER": False}
 HEADS |= {"UNIT_OFFSET": False, "UNITS": 1, "BLOCK": 4096, "num_warps": 8, "positions_ptr": None}
 HEADS |= {"q_bias_ptr": None, "k_bias_ptr": None}
@@ -139,7 +139,7 @@ def decoding(
     )
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
-    flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP")
+    flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
     flags = dict.fromkeys(flags, False)
     absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr"))
     rows = 1 if dtypes == WHOLE and group == 1 else 16
@@ -210,6 +210,7 @@ VARIANTS: list[Variant] = [
         "_activation_kernel",
         {"KIND": "tanh", "GATED": False, "AXES": 1, "BLOCK": 2048},
     ),
+    ("activation", "_xielu_kernel", {"BLOCK": 2048}),
     ("activation", "_activation_kernel", {"KIND": "gelu", "GATED": True, "AXES": 2, "BLOCK": 2048}),
     (
         "embedding",
@@ -229,6 +230,7 @@ VARIANTS: list[Variant] = [
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64"}),
     ("head_norm", "_head_norm_kernel", HEADS),
     ("head_norm", "_head_norm_kernel", HEADS | OWN),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
@@ -281,6 +283,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", NORM_TURNED=True),
+    decoding(1, 8, 4, 128, TWO_TABLES=True),
     decoding(1, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128, **TABLE),
     decoding(1, 8, 4, 128, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
@@ -315,7 +318,8 @@ TYPES = {
     "eps": "fp32",
     "scale": "fp32",
     "scaling": "fp32",
-    "position_offset": "i32",
+    **dict.fromkeys(("position_offset", "original"), "i32"),
+    **dict.fromkeys(("beta", "period"), "fp32"),
     **{"table_ptr": None, "table_stride": None, "SIZE": 0},
     **dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "CODES")),
     "softcap": "fp32",

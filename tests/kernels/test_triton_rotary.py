@@ -135,6 +135,20 @@ def test_prefill_norms_heads_after_it_has_turned_them(dtype, dim, part):
     check(prompt, dtype, expected, norm_turned=True, **options)
 
 
+def test_long_sequences_turn_by_the_second_table(dtype):
+    """From one position of their last token on, whatever that of the others is."""
+    short, long = (Prompt(dtype, 6, 2, 80, 32) for _ in range(2))
+    long.inv_freq = long.inv_freq / 3
+    ends = np.array([40, 39, 131_002])
+    parts = short.expected(1.25, False), long.expected(1.25, False)
+    is_long = (ends >= 40)[:, None, None, None]
+    expected = tuple(np.where(is_long, b, a) for a, b in zip(*parts, strict=True))
+    both = put(np.stack([short.inv_freq, long.inv_freq]))
+    check(short, dtype, expected, inv_freq=both, scaling=1.25, ends=put(ends), original=40)
+    with pytest.raises(ValueError, match="go with two tables"):
+        check(short, dtype, expected, inv_freq=both, original=40)
+
+
 @pytest.mark.parametrize("only", ["q", "k"])
 def test_one_norm_alone_leaves_the_other_heads(dtype, only):
     prompt = Prompt(dtype, 6, 2, 80, 0)

@@ -84,7 +84,7 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
     slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    last_ptr, original, table_stride,
+    ends_ptr, original, table_stride,
     scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
@@ -134,8 +134,8 @@ def _rotary_append_kernel(
             y *= factor * _of_head(is_q, is_v, q2, k2)
             z *= factor * _of_head(is_q, is_v, q3, k3)
     if frequencies_ptr is not None:
-        if last_ptr is not None:  # the second row of frequencies is that of long sequences
-            at_f = frequencies_ptr + tl.where(tl.load(last_ptr + b) >= original, PAIRS, 0) + i
+        if ends_ptr is not None:  # the second row of frequencies is that of long sequences
+            at_f = frequencies_ptr + tl.where(tl.load(ends_ptr + b) >= original, PAIRS, 0) + i
             frequency = tl.load(at_f, mask=i < PAIRS, other=0.0)
         position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
         angle = position.to(tl.float32) * frequency
@@ -257,7 +257,7 @@ def rotary_append(
     slots: Any = None,
     starts: Any = None,
     table: Any = None,
-    last: Any = None,
+    ends: Any = None,
     original: int = 0,
     apart: bool = False,
     pdl: bool = False,
@@ -274,10 +274,10 @@ def rotary_append(
     [N, blocks] the cache is of blocks
     (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
     (codes.py), and k and v become what these mean. Positions, slots [B] and starts [B] are int32 or
-    int64. With `original` frequencies are [2, R/2], and sequences whose int `last` [B] position is
-    that or more turn by the second row. What is None falls away. Everything is computed in float32
-    and rounded once. `pdl` as in `launch`: norms and frequencies are read before the kernel in
-    front has ended.
+    int64. With `original` frequencies are [2, R/2], and sequences whose last token's position, int
+    `ends` [B], is that or more turn by the second row. What is None falls away. Everything is
+    computed in float32 and rounded once. `pdl` as in `launch`: norms and frequencies are read
+    before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim
@@ -286,16 +286,16 @@ def rotary_append(
     batch, tokens, _ = qkv.shape
     pairs = 0 if inv_freq is None else inv_freq.shape[-1]
     if inv_freq is not None:
+        if (ends is None) != (not original):
+            raise ValueError("Positions of last tokens go with two tables of frequencies.")
         if original:
-            _check_integers("last", last, (batch,))
+            _check_integers("ends", ends, (batch,))
             if tuple(inv_freq.shape) != (2, pairs) or not inv_freq.is_contiguous():
                 raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")
         else:
             check_vector("inv_freq", inv_freq, pairs)
         if inv_freq.element_size() != 4:
             raise ValueError(f"inv_freq has dtype {inv_freq.dtype}; float32 is expected.")
-        if (last is None) != (not original):
-            raise ValueError("Positions of last tokens go with two tables of frequencies.")
         if not 0 < 2 * pairs <= head_dim:
             raise ValueError(f"{pairs} angles turn {2 * pairs} elements; a head has {head_dim}.")
         _check_integers("positions", positions, (batch, tokens))
@@ -333,7 +333,7 @@ def rotary_append(
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
         *(parts or (None, None, None)),
-        *(table, *held[:2], last if original else None, original),
+        *(table, *held[:2], ends if original else None, original),
         *(table_stride, scaling, norm_eps, tokens, room, count),
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),

@@ -303,7 +303,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
 
 
-def _activation(fields: ConfigFields) -> Activation:
+def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
     if fields.family == "apertus" and fields.take("hidden_act") == "xielu":
         return "xielu"
     return fields.activation("hidden_act")

@@ -336,7 +336,7 @@ class KernelOps(PlainOps):
         pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"last": last, "cache": pools, "slots": None if known is None else slots}
+        turn |= {"ends": last, "cache": pools, "slots": None if known is None else slots}
         turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads

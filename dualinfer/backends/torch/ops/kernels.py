@@ -281,7 +281,7 @@ class KernelOps(PlainOps):
         rotary.rotary_append(
             qkv,
             positions,
-            last=last,
+            ends=last,
             heads=a.heads,
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
