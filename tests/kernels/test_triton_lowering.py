@@ -141,7 +141,7 @@ def decoding(
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
     flags = dict.fromkeys(flags, False)
-    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr"))
+    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale"))
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
@@ -166,7 +166,7 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
         values[f"{name}_rest"] = f"tensordesc<x[1, 1, {rows}, {rest}]>" if rest else None
     names = ("mask", "segments", "positions", "slopes", "sinks")
     values |= dict.fromkeys(f"{name}_ptr" for name in names)
-    values |= {"softcap": None, "window": None, "dtypes": dtypes}
+    values |= {"softcap": None, "alibi_scale": None, "window": None, "dtypes": dtypes}
     values |= {"num_warps": config.warps, "num_stages": config.stages}
     return "attention_kernel", "attention_kernel", values | arguments
 
@@ -179,6 +179,7 @@ def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) ->
     return module, kernel, {"enable_fp_fusion": False} | flags | blocks | arguments
 
 
+ROUNDED = {"slopes_ptr": "*fp32", "alibi_scale": "fp32"}
 TABLE = {"table_ptr": "*i32", "table_stride": "i32", "SIZE": 64}
 SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
 FLOATS8, INTEGERS8 = SCALES | {"CODES": "fp8_e4m3"}, SCALES | {"CODES": "int8"}
@@ -279,6 +280,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 12, 1, 64, ROTARY=0, frequencies_ptr=None),
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
+    decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
@@ -299,6 +301,7 @@ VARIANTS: list[Variant] = [
     attending(128, 2048, **POINTERS | SCALES | {"k": "*u8", "v": "*u8"}),
     attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
     attending(128, 2048, slopes_ptr="*fp32"),
+    attending(64, 2048, **ROUNDED),
     attending(128, 2048, window="i32"),
     attending(256, 2048),
     attending(256, 2048, softcap="fp32", window="i32"),
@@ -323,6 +326,7 @@ TYPES = {
     **{"table_ptr": None, "table_stride": None, "SIZE": 0},
     **dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "CODES")),
     "softcap": "fp32",
+    "alibi_scale": "fp32",
     "rotary_scale": "fp32",
     **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
     **dict.fromkeys(("words_ptr", "peers_ptr"), "*i64"),
