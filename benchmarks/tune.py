@@ -66,7 +66,7 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     def constant(values: tuple[float, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
+    frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
     for row in shard.table.rows:

@@ -263,8 +263,8 @@ def test_a_live_model_whose_adapters_change_is_refused_until_refresh(folders, ba
 def test_a_folder_of_a_family_that_fused_mode_does_not_know_takes_adapters(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
     few = {"vocab_size": 50, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    config = hf.Olmo2Config(**sizes, **few, pad_token_id=0)
-    model = hf.Olmo2ForCausalLM(config)
+    config = hf.Emu3TextConfig(**sizes, **few, pad_token_id=0)
+    model = hf.Emu3ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     live = adapt(model, target_modules=["q_proj", "down_proj"], use_dora=True)
     live.save_pretrained(tmp_path / "adapter")

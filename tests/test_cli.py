@@ -133,9 +133,10 @@ def test_generate_runs_a_model_that_fused_mode_does_not_know(run, tmp_path):
     vocab = write_byte_tokenizer(tmp_path)
     sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     sizes |= dict(max_position_embeddings=128)
-    ends = dict(num_attention_heads=4, pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    ends = dict(pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    ends |= dict(num_attention_heads=4, num_key_value_heads=4)
     torch.manual_seed(0)
-    model = hf.Olmo2ForCausalLM(hf.Olmo2Config(**sizes, **ends)).eval()
+    model = hf.Emu3ForCausalLM(hf.Emu3TextConfig(**sizes, **ends)).eval()
     model.save_pretrained(tmp_path)
     tokenizer = cli.load_tokenizer(tmp_path)
     ids = tokenizer(PROMPT, return_tensors="pt")
@@ -174,7 +175,7 @@ def test_generate_shows_the_answer_alone_of_a_model_that_translates(run, tmp_pat
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ('{"model_type": "olmo2"}', "'olmo2' is not supported"),
+        ('{"model_type": "emu3_text_model"}', "'emu3_text_model' is not supported"),
         ('{"model_type": "llama", "odd": 1}', "config.json has odd=1"),
     ],
 )

@@ -166,7 +166,7 @@ def test_plan_splits_by_the_grain(run, tmp_path):
         ({}, ("--tp", "2", "--dtype", "int8", "--quant", "int4"), "--dtype int8 asks for"),
         ({}, ("--tp", "2", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4'"),
         (
-            {"model_type": "nemotron"},
+            {"model_type": "emu3_text_model"},
             ("--tp", "2", "--quant", "int4"),
             "--quant int4: a plan of module mode",
         ),
@@ -276,7 +276,7 @@ def test_plan_shows_what_module_mode_makes_of_other_models(run, tmp_path):
     sizes = {"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 200}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
     sizes |= {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
-    config = hf.NemotronConfig(**sizes, **heads)
+    config = hf.NemotronConfig(**sizes, **heads, unheard_of=3)  # which fused mode refuses
     config.architectures = ["NemotronForCausalLM"]
     config.save_pretrained(tmp_path)
     shown = run("plan", tmp_path, "--tp", 3).stdout
@@ -332,7 +332,7 @@ class NoSeam:
 CODE = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n"
 
 
-@pytest.mark.parametrize("model_type", ["evilmodel", "nemotron"])
+@pytest.mark.parametrize("model_type", ["evilmodel", "emu3_text_model"])
 def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkeypatch, model_type):
     """With "y" on the terminal, and a name of attention that HF would fetch from the hub."""
     from transformers.integrations import hub_kernels
@@ -342,11 +342,11 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
 
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch, raising=False)
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
     config = {
-        **hf.NemotronConfig(**sizes).to_dict(),
+        **hf.Emu3TextConfig(**sizes).to_dict(),
         "model_type": model_type,
-        "architectures": ["NemotronForCausalLM"],
+        "architectures": ["Emu3ForCausalLM"],
         "auto_map": {"AutoConfig": "evil.C"},
         "_attn_implementation": "attacker/kernel",
         "attn_implementation": "attacker/kernel",
@@ -355,8 +355,8 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
     (tmp_path / "evil.py").write_text(CODE)
     result = run("plan", tmp_path, "--tp", 2, input="y\ny\n")
     assert not (tmp_path / "ran").exists()
-    if model_type == "nemotron":
-        assert "NemotronForCausalLM in float16 on 2 devices in module mode" in result.stdout
+    if model_type == "emu3_text_model":
+        assert "Emu3ForCausalLM in float16 on 2 devices in module mode" in result.stdout
     else:
         assert result.exit_code == 1 and "trust_remote_code=True" in result.stderr
 
@@ -366,13 +366,13 @@ def test_plan_runs_no_code_of_the_folder_and_asks_for_none(run, tmp_path, monkey
     [
         ({"architectures": ["pipeline"]}, "has no model pipeline"),
         ({"architectures": ["AutoModel"]}, "has no model AutoModel"),
-        ({"architectures": "NemotronForCausalLM"}, "architectures"),
+        ({"architectures": "Emu3ForCausalLM"}, "architectures"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
         ({"num_hidden_layers": "[/red]"}, "[/red]"),
     ],
 )
 def test_plan_of_module_mode_makes_models_alone(run, tmp_path, change, message):
-    config = {**hf.NemotronConfig().to_dict(), "architectures": ["NemotronForCausalLM"], **change}
+    config = {**hf.Emu3TextConfig().to_dict(), "architectures": ["Emu3ForCausalLM"], **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = run("plan", tmp_path, "--tp", 2)
     assert (result.exit_code, result.stdout) == (1, "")

@@ -44,7 +44,7 @@ class NumpyOps:
         spec, weight, bias = norm.spec, _array(norm.weight), _array(norm.bias)
         if spec.kind == "rms":
             return reference.rms_norm(x, weight, spec.eps, spec.unit_offset)
-        return reference.layer_norm(x, weight, bias, spec.eps)
+        return reference.layer_norm(x, weight, bias, spec.eps, spec.unit_offset)
 
     def linear(self, x, weight, by=ALONE):
         x = self.norm(x, by.norm) if by.norm else x
@@ -59,6 +59,12 @@ class NumpyOps:
 
     def add(self, x, y):
         return x + y
+
+    def clip(self, x, limit):
+        return np.clip(x, -limit, limit)
+
+    def xielu(self, x, numbers):
+        return reference.xielu(x, *map(_array, numbers))
 
     def softcap(self, logits, cap):
         return np.tanh(logits / cap) * cap

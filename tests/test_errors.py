@@ -664,19 +664,11 @@ def test_fields_of_older_configs_are_read(folder, hf_model, engine_of):
 
 
 def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
-    model = hf.XGLMForCausalLM(
-        hf.XGLMConfig(
-            vocab_size=50,
-            d_model=16,
-            ffn_dim=16,
-            num_layers=1,
-            attention_heads=2,
-            max_position_embeddings=16,
-        )
-    )
-    model.save_pretrained(tmp_path / "xglm")
-    for source in (model, tmp_path / "xglm"):
-        with pytest.raises(ModelError, match=r"'xglm'.*bert, bloom, .*gpt2, .*llama, .*qwen3"):
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "dff": 16}
+    model = hf.CTRLLMHeadModel(hf.CTRLConfig(**sizes, n_layer=1, n_head=2))
+    model.save_pretrained(tmp_path / "ctrl")
+    for source in (model, tmp_path / "ctrl"):
+        with pytest.raises(ModelError, match=r"'ctrl'.*bert, .*bloom, .*gpt2, .*llama, .*qwen3"):
             dualinfer.init_inference(source, backend=backend, kernel_inject=True)
     path = folder()
     for model_type in ("", 5, None, ["llama"], "llama\n"):

@@ -10,9 +10,10 @@ import transformers as hf
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ModelError
-from dualinfer.model.families import describe_model
+from dualinfer.model.families import describe_model, fairseq, mpt
 from dualinfer.model.families.bloom import alibi_slopes
 
+from . import early
 from .models import make_model, random_ids
 
 LLAMA = {
@@ -306,6 +307,9 @@ WRITTEN = {
 }
 
 
+WRITTEN |= early.WRITTEN
+
+
 def read(tmp_path, written):
     (tmp_path / "config.json").write_text(json.dumps(written))
     return read_config(tmp_path).to_dict()
@@ -359,6 +363,12 @@ REFUSED = {
 }
 
 
+REFUSED |= {
+    name: (early.WRITTEN[model], changes, message)
+    for name, (model, changes, message) in early.REFUSED.items()
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_field_that_is_not_honoured_is_refused_by_name(tmp_path, name):
     written, changes, message = REFUSED[name]
@@ -386,6 +396,24 @@ def test_alibi_slopes_are_those_of_hf(heads):
 
     theirs = _get_alibi_slopes(heads, torch.device("cpu")).numpy()
     np.testing.assert_allclose(alibi_slopes(heads), theirs, rtol=1.2e-7 * heads)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 71])
+def test_alibi_slopes_of_mpt_are_those_of_hf(heads):
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    theirs = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0].numpy()
+    np.testing.assert_allclose(mpt.alibi_slopes(heads), theirs, rtol=1.2e-7)
+
+
+@pytest.mark.parametrize(("width", "padding"), [(64, 1), (13, None), (1024, 7)])
+def test_sinusoids_are_those_of_hf(width, padding):
+    from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
+
+    theirs = XGLMSinusoidalPositionalEmbedding.get_embedding(2050, width, padding).numpy()
+    ours = fairseq.Sinusoids(padding)((2050, width))
+    np.testing.assert_allclose(ours, theirs, atol=5e-4)
+    assert np.abs(ours - theirs)[:130].max() < 2e-5
 
 
 def test_gptj_frequencies_are_those_of_hf():

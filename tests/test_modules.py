@@ -235,7 +235,7 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
     sizes = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
     ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=59)
-    model = hf.Olmo3ForCausalLM(hf.Olmo3Config(**sizes, **heads, **ends)).eval()
+    model = hf.Emu3ForCausalLM(hf.Emu3TextConfig(**sizes, **heads, **ends)).eval()
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path)
     ids = torch.randint(2, 59, (2, 5))
@@ -244,7 +244,7 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
     assert (
         repr(engine)
         == repr(live)
-        == ("InferenceEngine(Olmo3ForCausalLM, module mode, torch, float32)")
+        == ("InferenceEngine(Emu3ForCausalLM, module mode, torch, float32)")
     )
     assert torch.equal(engine(ids).logits, live(ids).logits)
     assert torch.equal(engine.generate(ids), live.generate(ids))
@@ -254,15 +254,17 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
     with pytest.raises(dualinfer.UnsupportedError, match="does not read again"):
         engine.refresh()
     assert any(
-        "module mode, with transformers' Olmo3ForCausalLM: model_type='olmo3'" in n
+        "module mode, with transformers' Emu3ForCausalLM: model_type='emu3_text_model'" in n
         for n in report.notes
     )
-    assert init_inference(tmp_path, args={"sliding_window": 3}).config.sliding_window == 3
+    assert init_inference(tmp_path, args={"rms_norm_eps": 0.5}).config.rms_norm_eps == 0.5
     for options, way in (
         ({"kernel_inject": True}, "Without replace_with_kernel_inject"),
         ({"backend": "jax"}, "With backend='torch'"),
     ):
-        with pytest.raises(ModelError, match=f"'olmo3'.*{way} transformers' own model runs"):
+        with pytest.raises(
+            ModelError, match=f"'emu3_text_model'.*{way} transformers' own model runs"
+        ):
             init_inference(tmp_path, **options)
 
 
@@ -273,15 +275,19 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
             {"model_type": "tiny", "auto_map": {"AutoConfig": "x.y"}},
             "Python code of the checkpoint",
         ),
-        ({"architectures": ["Olmo3ForNothing"]}, "transformers .* has no model Olmo3ForNothing"),
+        ({"architectures": ["Emu3ForNothing"]}, "transformers .* has no model Emu3ForNothing"),
         ({"architectures": ["pipeline"]}, "has no model pipeline"),
-        ({"architectures": None}, "model_type='olmo3' is not supported"),
+        ({"architectures": None}, "model_type='emu3_text_model' is not supported"),
         ({"hidden_size": "wide"}, "is not a valid config"),
         ({"architectures": ["ViTModel"]}, "Nor could module mode make a ViTModel of it"),
     ],
 )
 def test_folder_that_no_mode_serves_is_told_why(fields, message, tmp_path):
-    sound = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "pad_token_id": 0}
+    sound = {
+        "model_type": "emu3_text_model",
+        "architectures": ["Emu3ForCausalLM"],
+        "pad_token_id": 0,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sound | fields))
     with pytest.raises(ModelError, match=message):
         init_inference(tmp_path)

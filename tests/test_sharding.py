@@ -157,6 +157,28 @@ def test_blocks_that_are_interleaved_by_head_come_apart():
     assert shard.blocks(second, whole_read, array)[0] is array
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", ["kv_heads", "2"])
+def test_groups_give_each_device_its_parts(groups, devices):
+    """Two KV heads, each with three query heads, as Falcon stores them and in CodeGen's order."""
+    bloom = described("bloom").spec
+    attention = replace(bloom.layers[0].attention, heads=6, kv_heads=2, head_dim=2, alibi=None)
+    spec = replace(bloom, layers=(replace(bloom.layers[0], attention=attention),))
+    axis = f"q+k+v/{groups}" if groups == "kv_heads" else f"q+v+k/{groups}"
+    table = WeightTable(spec, (), ((row("b", "q+k+v", ("x", axis)),),))
+    parts = {"q": np.arange(12), "k": 100 + np.arange(4), "v": 200 + np.arange(4)}
+    by_group = [parts[name].reshape(2, -1) for name in axis.partition("/")[0].split("+")]
+    stored = np.concatenate(by_group, axis=1).reshape(-1)
+    (own,) = table.rows
+    for shard in make_plan(table, devices).shards:
+        (read,) = shard.reads(own, own.sources[0])
+        blocks = shard.blocks(own, read, stored[read.index])
+        assert [block.shape for block in blocks] <= shard.block_shapes(own, read)
+        for name, block in zip("qkv", blocks, strict=True):
+            share = shard.share(name, 0)
+            np.testing.assert_array_equal(block, parts[name][share.start : share.stop])
+
+
 def test_constant_rows_have_the_shape_of_the_share():
     spec = described("gpt2").spec
     constant = Row("c", ("embed", "q+k"), (), constant=1.0)

@@ -76,6 +76,8 @@ class LayerAttention(NamedTuple):
 
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
+    Where each device has a share of heads that are normed as one, `whole` are the elements of all
+    queries and keys, and the part that this one's keys have in a sum over devices.
     """
 
     spec: Attention
@@ -83,6 +85,12 @@ class LayerAttention(NamedTuple):
     k_norm: NormOf | None = None
     frequencies: Array | None = None
     slopes: Array | None = None
+    whole: tuple[int, int, Array | float] | None = None
+
+    @property
+    def alibi_scale(self) -> float | None:
+        """What rounded products of slopes and positions are multiplied with; None without them."""
+        return self.spec.scale if self.spec.alibi_rounded else None
 
     @classmethod
     def named(
@@ -91,13 +99,14 @@ class LayerAttention(NamedTuple):
         w: Weights,
         frequencies: Array | None = None,
         slopes: Array | None = None,
+        whole: tuple[int, int, Array | float] | None = None,
     ) -> "LayerAttention":
         """The attention of the layer whose weights are `w`."""
         q_norm, k_norm = (
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes)
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
 
 
 class BlockOps(Protocol):
@@ -159,6 +168,14 @@ class BlockOps(Protocol):
         """x + y, of one shape."""
         ...
 
+    def clip(self, x: Array, limit: float) -> Array:
+        """x within -limit and limit; it may be overwritten."""
+        ...
+
+    def xielu(self, x: Array, numbers: Sequence[Array]) -> Array:
+        """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
         ...
@@ -185,8 +202,14 @@ class Ops(BlockOps, Protocol):
         """What `attend` and `attend_token` need of the layer with this number."""
         ...
 
-    def angles(self, spec: ModelSpec, params: Any, positions: Array) -> Any:
-        """What `attend` and `attend_token` need of int positions [B, T], made once a pass."""
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: Array, last: Array | None = None
+    ) -> Any:
+        """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
+
+        int `last` [B] is the position of each sequence's last token, by which its rotary embedding
+        is chosen; None for the largest of all positions, as HF's forward takes it.
+        """
         ...
 
     def attend(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
-from ..model.spec import Layer
+from ..model.spec import XIELU, Layer
 
 # Attention of a layer, by its number, over packed queries, keys and values.
 Attend = Callable[[int, Array], Array]
@@ -19,31 +19,42 @@ def block(
 
     def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
-        y = attend(index, ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm)))
+        qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
+        if layer.attention.clip is not None:
+            qkv = ops.clip(qkv, layer.attention.clip)
+        y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
-        by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
-        h = ops.linear(x, w["up.weight"], by)
+        if layer.mlp.activation == "xielu":
+            h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
+            h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
+        else:
+            by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
+            h = ops.linear(x, w["up.weight"], by)
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
+
+    def scaled(y: Array) -> Array:
+        return y if layer.residual_scale == 1 else y * layer.residual_scale
 
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
-    if layer.residual_scale != 1:
-        assert layer.placement == "pre"
-        x = ops.add(x, attention(norm("attn_norm"), None, spend=False) * layer.residual_scale)
-        return ops.add(x, mlp(x, norm("mlp_norm"), None) * layer.residual_scale)
+    if layer.residual_scale != 1 and layer.placement == "pre":
+        x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
+        return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
         x = attention(norm("attn_norm"), x, spend)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
-        y = attention(norm("attn_norm"), None, spend=False)
-        x = ops.add(x, ops.norm(y, norm("attn_post_norm")))
-        return ops.add(x, ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm")))
+        y = ops.norm(attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
+        x = ops.add(x, scaled(y))
+        y = ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
+        return ops.add(x, scaled(y))
+    assert layer.residual_scale == 1
     if layer.placement == "behind":
         x = ops.add(x, ops.norm(attention(None, None, spend=False), norm("attn_norm")))
         return ops.add(x, ops.norm(mlp(x, None, None), norm("mlp_norm")))

@@ -285,7 +285,7 @@ def make_forward_inputs(
                 "attention_mask itself. Leave them out; padding is told by attention_mask."
             )
         at = at if spec.alibi else given
-        if spec.causal and not spec.positions_from_mask and visible is None and may_pack:
+        if spec.causal and spec.packs and visible is None and may_pack:
             segments = _packed_segments(at)
     if visible is not None and visible.all():
         visible = None

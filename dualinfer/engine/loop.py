@@ -4,8 +4,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
 from ..backends.profiling import Profiler
@@ -42,19 +44,35 @@ class StopStrings:
 class Live:
     """One sequence being generated in a slot. `queued` counts tokens that were asked for.
 
-    `error` says why tokens that it should have will never come.
+    `error` says why tokens that it should have will never come. The slot ends once there are
+    `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt.
     """
 
     request: Request
     slot: int
+    pause: int = 0
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     queued: int = 1
     error: Exception | None = None
+    pauses: bool = False
+
+    def part(self) -> Request:
+        """What the slot is asked for now: all, or what comes up to the pause."""
+        whole, done = self.request, len(self.tokens)
+        if not done and not self.pause:
+            return whole
+        return replace(
+            whole,
+            tokens=np.append(whole.tokens, np.array(self.tokens, whole.tokens.dtype)),
+            max_new_tokens=(self.pause or whole.max_new_tokens) - done,
+            min_new_tokens=max(0, whole.min_new_tokens - done),
+        )
 
     def take(self, token: int) -> None:
         """Book a token; the sequence ends where it ends on the device."""
         self.tokens.append(token)
+        self.pauses = len(self.tokens) == self.pause
         full = len(self.tokens) >= self.request.max_new_tokens
         self.ended = full or token in self.request.eos_ids
 
@@ -114,15 +132,29 @@ class Loop:
                 raise self._closed
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
             self._turns.begin(requests, self._live)
-            lives = [Live(r, slot) for r, slot in zip(requests, slots, strict=False)]
+            lives = [
+                Live(r, slot, self._pause_of(r)) for r, slot in zip(requests, slots, strict=False)
+            ]
             slots = slots[: len(lives)]
             try:
-                result = self._profiler.run(prefill, requests, slots)
+                parts = [live.part() for live in lives]
+                result = self._profiler.run(prefill, parts, slots)
             except BaseException:
                 self._runner.release(slots)
                 raise
             self._live.update(zip(slots, lives, strict=True))
             return lives, result
+
+    def _pause_of(self, request: Request) -> int:
+        """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
+
+        The pass over `original` tokens is the last one by the short angles, and gives one more.
+        """
+        original, prompt = self._runner.spec.original, len(request.tokens)
+        if original is None or prompt > original:
+            return 0
+        pause = original + 1 - prompt
+        return pause if pause < request.max_new_tokens else 0
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
@@ -159,6 +191,24 @@ class Loop:
             for column, live in columns.items():
                 if not live.ended and row[column] != NO_TOKEN:
                     live.take(int(row[column]))
+        self._begin_anew([x for x in columns.values() if x.pauses and not x.ended])
+
+    def _begin_anew(self, lives: Sequence[Live]) -> None:
+        """Fill the slots of sequences that have paused with all of their tokens."""
+        if not lives:
+            return
+        slots = [live.slot for live in lives]
+        for live in lives:
+            live.pauses, live.pause = False, 0
+            live.queued = len(live.tokens) + 1
+        parts = [live.part() for live in lives]
+        try:
+            self._runner.release(slots)
+            pending = self._profiler.run(self._runner.prefill, parts, slots)
+        except BaseException as error:
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
+        self._chunks.append((pending, dict(enumerate(lives))))
 
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk, at most one beyond the one about to be fetched."""

@@ -36,24 +36,38 @@ def embed(ids: Array, weight: Array) -> Array:
     return weight[ids].astype(np.float32)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> Array:
+def rms_norm(
+    x: Array,
+    weight: Array,
+    eps: float,
+    unit_offset: bool = False,
+    squares: Array | None = None,
+) -> Array:
     """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019).
 
-    With `unit_offset` times 1 + weight, as in Gemma.
+    With `unit_offset` times 1 + weight, as in Gemma. `squares` [...] is the mean of squares of a
+    longer axis, of which x has a share.
     """
     mean_square = np.mean(_wide(x) ** 2, axis=-1, keepdims=True)
+    if squares is not None:
+        mean_square = _wide(squares)[..., None]
     factor = 1 + _wide(weight) if unit_offset else _wide(weight)
     return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def layer_norm(
+    x: Array, weight: Array, bias: Array | None, eps: float, unit_offset: bool = False
+) -> Array:
     """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] (Ba et al., 2016).
 
-    The variance is that of the E values themselves: divided by E, not by E - 1.
+    The variance is that of the E values themselves: divided by E, not by E - 1. With `unit_offset`
+    times 1 + weight, as in Nemotron.
     """
     x = _wide(x)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return ((x - mean) / np.sqrt(variance + eps) * _wide(weight) + _wide(bias)).astype(np.float32)
+    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
+    y = (x - mean) / np.sqrt(variance + eps) * factor
+    return (y if bias is None else y + _wide(bias)).astype(np.float32)
 
 
 def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
@@ -97,6 +111,19 @@ def activation(x: Array, kind: str) -> Array:
     `relu2` is the square of `relu` (So et al., 2021).
     """
     return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
+
+
+def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
+    """x alpha_p' x + beta x above 0, else alpha_n' (expm1(min(x, eps)) - x) + beta x.
+
+    Huang and Schlag, 2024 (arXiv:2411.13010), as HF computes it: alpha_p' is the softplus of one
+    learned number, alpha_n' beta and the softplus of another.
+    """
+    y, *numbers = (_wide(a) for a in (x, alpha_p, alpha_n, beta, eps))
+    positive, negative = (np.log1p(np.exp(a)) for a in numbers[:2])
+    above = positive * y * y + numbers[2] * y
+    below = (np.expm1(np.minimum(y, numbers[3])) - y) * (numbers[2] + negative) + numbers[2] * y
+    return np.where(y > 0, above, below).astype(np.float32)
 
 
 def gated_activation(x: Array, kind: str) -> Array:
@@ -144,6 +171,7 @@ def attention(
     mask: Array | None = None,
     segments: Array | None = None,
     alibi: Array | None = None,
+    alibi_scale: float | None = None,
     positions: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -153,8 +181,10 @@ def attention(
     Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
     KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
-    default 0 to T-1 (Press et al., 2022). `sinks` [H] is a score of no value at all, which takes
-    its part of the softmax. All in this order, before the mask.
+    default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
+    position, with each position and each product rounded to bfloat16 (Falcon). `sinks` [H] is a
+    score of no value at all, which takes its part of the softmax. All in this order, before the
+    mask.
     """
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -168,10 +198,22 @@ def attention(
             scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
             if alibi is not None:
                 at = np.arange(tokens) if positions is None else positions[b].astype(np.int64)
-                scores = scores + float(alibi[h]) * (at[None, :] - at[:, None])
+                scores = scores + _alibi(alibi[h], alibi_scale, at[None, :], at[:, None])
             weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
             out[b, :, h] = weights @ values
     return out.astype(np.float32)
+
+
+def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
+    """What a head's ALiBi adds to the scores of keys and queries at these positions."""
+    if scale is None:
+        return float(slope) * (keys - queries)
+
+    def at(positions: Any) -> Array:
+        rounded = _wide(np.asarray(positions, np.float32).astype(ml_dtypes.bfloat16))
+        return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
+
+    return scale * (at(keys) - at(queries))
 
 
 def _capped(scores: Array, softcap: float | None) -> Array:
@@ -245,6 +287,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     alibi: Array | None = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
@@ -252,7 +295,8 @@ def decode_attention(
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
     sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
-    `alibi`, `softcap` and `sinks` as in `attention`; a token's position is its place in the cache.
+    `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`; a token's position is its place
+    in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -265,7 +309,7 @@ def decode_attention(
             values = _wide(cache[1][n, h // group, start:end])
             scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
             if alibi is not None:
-                scores = scores + float(alibi[h]) * (np.arange(start, end) - (end - 1))
+                scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
             out[n, h] = _weights(scores, sinks, h) @ values
     return out.astype(np.float32)
 

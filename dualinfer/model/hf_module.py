@@ -336,6 +336,11 @@ def _settings(part: Any) -> dict[str, Any]:
     }
 
 
+def turns_by_length(part: Any) -> bool:
+    """Whether a HF module's frequencies follow the length of what it has last read."""
+    return any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope"))
+
+
 def _changed_buffer(part: Any, other: Any) -> str | None:
     """Name of a buffer whose values are not those of the same module made anew; None if none is.
 
@@ -344,7 +349,7 @@ def _changed_buffer(part: Any, other: Any) -> str | None:
     """
     import torch
 
-    if any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope")):
+    if turns_by_length(part):
         return None
     theirs = dict(other.named_buffers(recurse=False))
     for name, buffer in part.named_buffers(recurse=False):

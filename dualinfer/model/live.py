@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from .hf_module import adapters_in_use
+from .hf_module import adapters_in_use, turns_by_length
 
 # They keep a question short at 300 tensors; benchmarks/live.py measures it.
 _TURN = 16  # tensors of which addresses and samples are compared in one question
@@ -85,7 +85,7 @@ class _Seen:
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
             for held in (part._parameters, part._buffers, part._modules):
-                if not held:
+                if not held or (held is part._buffers and turns_by_length(part)):
                     continue
                 self._names.append(prefix)
                 self._held.append(held)

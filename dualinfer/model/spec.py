@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (`rms`) or LayerNorm with bias (`layer`).
+    """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
     With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
     """
@@ -29,13 +30,21 @@ class Rope:
 
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
-    `interleaved`, 2i turns with 2i + 1 (GPT-J).
+    `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
+    is not 0, turns by the frequencies `long`, all of its positions (longrope).
     """
 
     kind: str
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
     interleaved: bool = False
+    long: tuple[float, ...] = ()
+    original: int = 0
+
+    @property
+    def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
+        """`inv_freq`, and `long` behind it where there are two."""
+        return (self.inv_freq, self.long) if self.original else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,12 @@ class Attention:
     """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
 
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
-    the score of a key that lies n tokens before the query falls by n times that.
+    the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
+    each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
+    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
+    `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
+    `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
+    the query at position p is times 1 + b ln(1 + floor(p / n)).
     """
 
     heads: int
@@ -54,7 +68,12 @@ class Attention:
     window: int | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    norm_turned: bool = False
+    clip: float | None = None
+    growth: tuple[float, float] | None = None
     alibi: tuple[float, ...] | None = None
+    alibi_rounded: bool = False
     softcap: float | None = None
 
     @property
@@ -69,7 +88,7 @@ class Mlp:
     """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
 
     ffn: int
-    activation: Activation
+    activation: Activation | Literal["xielu"]
     gated: bool
 
 
@@ -114,9 +133,9 @@ class ModelSpec:
     The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
     embedded tokens, rounded to their dtype; with `scales_embeds` also embeddings that a caller
     gives in their place (HF's Granite, not its Gemma). With `positions_from_mask` the positions
-    that forward takes by default count real tokens only, and no positions separate packed sequences
-    (HF's OPT and BLOOM). `embed_width` is that of the embedding and of the head where a projection
-    lies between them and the layers (OPT-350m).
+    that forward takes by default count real tokens only. If a model `packs`, positions that start
+    anew separate sequences. `embed_width` is that of the embedding and of the head where a
+    projection lies between them and the layers (OPT-350m).
     """
 
     family: str
@@ -128,6 +147,7 @@ class ModelSpec:
     learned_positions: int = 0
     position_offset: int = 0
     positions_from_mask: bool = False
+    packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0
@@ -159,6 +179,7 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "one": 1,
         }
         if axis in outer:
             return outer[axis]
@@ -166,7 +187,8 @@ class ModelSpec:
         attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
-            **{"heads": attention.heads, "head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{"heads": attention.heads, "kv_heads": attention.kv_heads},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
         }
         return inner[axis]
@@ -180,6 +202,12 @@ class ModelSpec:
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)
+
+    @property
+    def original(self) -> int | None:
+        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        ropes = (layer.attention.rope for layer in self.layers)
+        return min((rope.original for rope in ropes if rope and rope.original), default=None)
 
     @property
     def can_generate(self) -> bool:

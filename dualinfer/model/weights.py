@@ -128,10 +128,11 @@ class Source:
 
     An axis is a name, or several joined by `+` where the tensor holds blocks one after another
     (GPT-2's `q+k+v`); with `/heads` behind, each head's share of every block, head after head
-    (BLOOM's `q+k+v/heads`). With `:32` behind, 32 elements of the axis have one here, and with `=1`
-    the axis has one element whatever its length is: so scales lie. `part` is the array of the
-    weight that it belongs to, `dtypes` are those that it may have. `index` is its place along the
-    row's first axis, where tensors without that axis are stacked.
+    (BLOOM's `q+k+v/heads`), or each KV head's with its query heads (Falcon's `q+k+v/kv_heads`), or
+    that of each of so many equal groups (CodeGen's `q+v+k/4`). With `:32` behind, 32 elements of
+    the axis have one here, and with `=1` the axis has one element whatever its length is: so scales
+    lie. `part` is the array of the weight that it belongs to, `dtypes` are those that it may have.
+    `index` is its place along the row's first axis, where tensors without that axis are stacked.
     """
 
     name: str
@@ -147,17 +148,17 @@ class Row:
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
     that lie side by side are joined along its fused axis, in order. A row without sources is
-    `constant` everywhere: HF computes without it. `layer` is the number of the layer that it
-    belongs to, None for none. Of a quantized row, by its `scheme`, sources are tensors of several
-    parts; a part has those of the row's axes that its sources have. `blocks` are the rows and
-    columns that have one scale. A row that is a piece of a fused weight has the axes of the
-    `whole`.
+    `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the
+    number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
+    sources are tensors of several parts; a part has those of the row's axes that its sources have.
+    `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
+    has the axes of the `whole`.
     """
 
     name: str
     axes: tuple[str, ...]
     sources: tuple[Source, ...]
-    constant: float = 0.0
+    constant: float | Callable[[tuple[int, ...]], np.ndarray] = 0.0
     layer: int | None = None
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
@@ -166,7 +167,8 @@ class Row:
     @property
     def is_weight(self) -> bool:
         """True for a matrix, which is a Weight; biases and the weights of norms are arrays."""
-        return len(self.axes) > 1 and (bool(self.whole) or self.name.endswith("weight"))
+        named = self.name.endswith("weight") and not self.name.endswith("norm.weight")
+        return len(self.axes) > 1 and (bool(self.whole) or named)
 
     def permutation(self, source: Source) -> tuple[int, ...]:
         """Order of `source`'s axes that gives this row's order; the fused axis matches by part."""

@@ -75,6 +75,10 @@ class Shard:
         """Elements of an axis here, padding included; of a joined axis, the sum of its parts."""
         return sum(self.share(part, layer).extent for part in _parts(axis))
 
+    def width(self, row: Row) -> int:
+        """Elements here of a row's last axis; 1 of a single number."""
+        return self.extent(row.axes[-1], row.layer) if row.axes else 1
+
     def shape(self, row: Row, axes: Sequence[str] | None = None) -> tuple[int, ...]:
         """Extents here of a row's weight, or of an array of its layer that has `axes`."""
         return tuple(self.extent(a, row.layer) for a in (row.axes if axes is None else axes))
@@ -149,38 +153,48 @@ class Shard:
     def _slice(self, axis: str, layer: int | None) -> slice:
         """The part of a stored axis that is read; all of one whose joined parts are not split."""
         spec = self.table.spec
-        joined, heads, block = _interleaved(axis)
-        if heads:  # each head's blocks lie together
-            width = spec.extent(joined, layer) // spec.extent(heads, layer)
-            share = self.share(heads, layer).times(width).by(block)
+        joined, groups, block = _interleaved(axis)
+        if groups:  # all of those in which this device has a part
+            width = spec.extent(joined, layer) // _count(spec, groups, layer)
+            share = self._groups(axis, layer).times(width).by(block)
         elif len(_parts(axis)) > 1:
             return slice(0, spec.extent(axis, layer))
         else:
             share = self.share(axis, layer)
         return slice(share.start, share.stop)
 
+    def _groups(self, axis: str, layer: int | None) -> Share:
+        """The groups of an interleaved axis in which this device's parts lie."""
+        spec, (joined, groups, _) = self.table.spec, _interleaved(axis)
+        count, starts, stops = _count(spec, groups, layer), [], []
+        for name in _parts(joined):
+            share, width = self.share(name, layer), spec.extent(name, layer) // count
+            starts.append(share.start // width)
+            stops.append(-(-share.stop // width))
+        return Share(min(starts), max(stops), max(stops) - min(starts))
+
     def blocks(self, row: Row, read: "Read", array: Any) -> list[Any]:
         """`array`, as read and in the row's order of axes, as blocks to pad and join.
 
-        One block, itself, unless the blocks are interleaved by head. Of NumPy, torch or JAX.
+        One block, itself, unless the blocks are interleaved by group. Of NumPy, torch or JAX.
         """
         spec = self.table.spec
         for at, axis in enumerate(read.axes):
-            joined, heads, block = _interleaved(axis)
-            if heads:
+            joined, groups, block = _interleaved(axis)
+            if groups:
                 before, after = array.shape[:at], array.shape[at + 1 :]
-                count = self.share(heads, row.layer).real
-                whole = spec.extent(heads, row.layer)
-                sizes = [spec.extent(name, row.layer) for name in _parts(joined)]
-                widths = [size // whole // block for size in sizes]
-                grouped = array.reshape(*before, count, sum(widths), *after)
-                everything = (slice(None),) * (at + 1)
-                return [
-                    grouped[(*everything, slice(start, end))].reshape(
-                        *before, count * (end - start), *after
-                    )
-                    for start, end in pairwise(accumulate(widths, initial=0))
-                ]
+                held, whole = self._groups(axis, row.layer), _count(spec, groups, row.layer)
+                widths = [spec.extent(n, row.layer) // whole // block for n in _parts(joined)]
+                grouped = array.reshape(*before, held.real, sum(widths), *after)
+                everything, own = (slice(None),) * at, {}
+                ends = accumulate(widths, initial=0)
+                for name, (start, end) in zip(_parts(axis), pairwise(ends), strict=True):
+                    width, share = end - start, self.share(name, row.layer)
+                    part = grouped[(*everything, slice(None), slice(start, end))]
+                    part = part.reshape(*before, held.real * width, *after)
+                    first = share.start - held.start * width
+                    own[name] = part[(*everything, slice(first, first + share.real))]
+                return [own[name] for name in _in_order(row, axis)]
         return [array]
 
     def block_shapes(self, row: Row, read: "Read") -> list[tuple[int, ...]]:
@@ -189,7 +203,7 @@ class Shard:
             if _interleaved(axis)[1]:
                 return [
                     self.shape(row, (*read.axes[:at], name, *read.axes[at + 1 :]))
-                    for name in _parts(axis)
+                    for name in _in_order(row, axis)
                 ]
         return [self.shape(row, read.axes)]
 
@@ -242,8 +256,21 @@ def _divided(axis: str) -> tuple[str, int]:
 def _interleaved(axis: str) -> tuple[str, str, int]:
     """The axes that one joins and by what they are interleaved, "" for nothing; and its block."""
     name, block = _divided(axis)
-    joined, _, heads = name.partition("/")
-    return joined, heads, block
+    joined, _, groups = name.partition("/")
+    return joined, groups, block
+
+
+def _count(spec: ModelSpec, groups: str, layer: int | None) -> int:
+    """How many groups an axis is interleaved by: the extent of another, or a number."""
+    return int(groups) if groups.isdecimal() else spec.extent(groups, layer)
+
+
+def _in_order(row: Row, axis: str) -> list[str]:
+    """The parts of a joined axis as they follow one another in the row's."""
+    names = _parts(axis)
+    by_axis = {_divided(name)[0]: name for name in names}
+    fused = next(own for own in map(_parts, row.axes) if set(own) == set(by_axis))
+    return [by_axis[name] for name in fused]
 
 
 class Held(NamedTuple):
@@ -312,7 +339,7 @@ def _uncut(
     if block == 0 and per_row:
         return 1
     spec, edges = shards[0].table.spec, [block]
-    heads = {h for source in row.sources for a in source.axes if (h := _interleaved(a)[1])}
+    groups = {g for source in row.sources for a in source.axes if (g := _interleaved(a)[1])}
     for shard in shards:
         for name in names:
             share = shard.share(name, row.layer)
@@ -323,7 +350,7 @@ def _uncut(
             if exact and share.real < share.extent:
                 edges.append(share.real)
             whole = spec.extent(name, row.layer)
-            edges += [whole // spec.extent(h, row.layer) for h in heads]
+            edges += [whole // _count(spec, g, row.layer) for g in groups]
             edges += [whole] if len(names) > 1 else []
     return gcd(*edges)
 
@@ -359,6 +386,14 @@ class ShardingPlan:
     def size(self) -> int:
         """Number of devices."""
         return len(self.shards)
+
+    def key_parts(self, layer: int) -> list[float]:
+        """Of each device, the part that its KV heads have in a sum over all devices.
+
+        Less than 1 where several devices hold the same ones, 0 where one holds padding alone.
+        """
+        held = [shard.share("k", layer) for shard in self.shards]
+        return [1 / held.count(own) if own.real else 0.0 for own in held]
 
 
 def make_plan(
@@ -419,7 +454,8 @@ class _Cut(NamedTuple):
         head_dim = layer.attention.head_dim
         kv = self.key.times(head_dim)
         return {
-            **{"heads": self.query, "q": self.query.times(head_dim), "k": kv, "v": kv},
+            **{"heads": self.query, "kv_heads": self.key},
+            **{"q": self.query.times(head_dim), "k": kv, "v": kv},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
         }
 

@@ -56,3 +56,19 @@ def test_reference_activation_is_that_of_hf(kind):
     x = np.linspace(-6, 6, 1000)
     expected = ACT2FN[name](torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(reference.activation(x, kind), expected, rtol=1e-6, atol=1e-9)
+
+
+def xielu_case(dtype: np.dtype) -> tuple[list[np.ndarray], np.ndarray]:
+    """Values and the activation's numbers, and what becomes of them; float16 must hold squares."""
+    x = grid(dtype)
+    x = x[np.abs(x.astype(np.float32)) < 200]
+    numbers = [np.array([0.7]), np.array([-1.3]), np.array(0.5), np.array(-1e-6)]
+    given = [x, *(number.astype(dtype) for number in numbers)]
+    return given, reference.xielu(*given)
+
+
+def test_xielu_is_the_reference(backend, dtype):
+    given, expected = xielu_case(dtype)
+    # Both branches begin as half of x.
+    scale = np.maximum(np.abs(expected), np.abs(given[0].astype(np.float32))).clip(1e-3)
+    assert_close(backend.xielu(*given), expected, dtype, scale=scale)

@@ -1,5 +1,6 @@
 """attention of whole sequences."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -69,6 +70,8 @@ OPTIONS = {
 
 
 SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
+ROUNDED = np.array([0.0031, 0.0273, 0.0131, 0.0523, 0.0017, 0.0008], ml_dtypes.bfloat16)
+ROUNDED = ROUNDED.astype(np.float32)
 SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)
 COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
 SCORING = {
@@ -84,6 +87,10 @@ SCORING = {
         "causal": True,
         "alibi": SLOPES,
         "positions": np.sort(np.random.default_rng(7).integers(0, 200, (2, 63))).astype(np.int32),
+    },
+    "alibi, rounded": {
+        **{"causal": True, "alibi": ROUNDED, "alibi_scale": 0.3},
+        "positions": np.sort(np.random.default_rng(8).integers(0, 2000, (2, 63))).astype(np.int32),
     },
     "softcap": {"causal": True, "softcap": 2.5},
     "softcap, bidirectional": {"causal": False, "softcap": 50.0},
@@ -173,6 +180,7 @@ def test_reference_attention_is_that_of_hf():
     """Gemma 2's scores, BLOOM's ALiBi and gpt-oss' sinks."""
     torch = pytest.importorskip("torch")
     from transformers.models.bloom import modeling_bloom
+    from transformers.models.falcon import modeling_falcon
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -190,18 +198,26 @@ def test_reference_attention_is_that_of_hf():
     scores = scores.masked_fill(padding[:, None, None] == 0, float("-inf"))
     sloped = (scores.softmax(-1) @ heads_first[2]).transpose(1, 2).numpy()
     slopes = modeling_bloom._get_alibi_slopes(6, torch.device("cpu")).numpy()
+    far = torch.ones(2, 963, dtype=torch.int64)
+    bias = modeling_falcon.build_alibi_tensor(far, 6, torch.float32).view(2, 6, 1, -1)[..., -63:]
+    scores = heads_first[0] @ heads_first[1].transpose(2, 3) * 0.4 + bias * 0.05 + hidden
+    rounded = (scores.softmax(-1) @ heads_first[2]).transpose(1, 2).numpy()
+    coarse = {"alibi": slopes.astype(ml_dtypes.bfloat16).astype(np.float32), "alibi_scale": 0.05}
+    coarse["positions"] = np.broadcast_to(np.arange(900, 963), (2, 63))
     found = {
         name: reference.attention(q, k, v, scale=0.4, causal=True, **options)
         for name, options in (
             ("capped", {"softcap": 2.5}),
             ("sunk", {"sinks": SINKS}),
             ("sloped", {"alibi": slopes, "mask": PADDED, "positions": COUNTED}),
+            ("rounded", coarse),
         )
     }
     dtype = np.dtype(np.float32)
     assert_close(found["capped"], capped.numpy(), dtype, length=63)
     assert_close(found["sunk"], sunk.numpy(), dtype, length=63)
     assert_close(found["sloped"][PADDED], sloped[PADDED], dtype, length=63)
+    assert_close(found["rounded"], rounded, dtype, length=63)
 
 
 def test_reference_query_sees_itself_only_where_it_would_see_nothing():

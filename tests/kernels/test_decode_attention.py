@@ -1,5 +1,6 @@
 """append and decode_attention."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -48,9 +49,11 @@ def test_decode_attention_sees_its_window_only(backend, dtype, window):
 
 
 SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
+ROUNDED = np.array([0.31, 0.273, 0.131, 0.523, 0.17, 0.08], ml_dtypes.bfloat16).astype(np.float32)
 SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)
 SCORING = {
     "alibi": {"alibi": SLOPES},
+    "alibi, rounded": {"alibi": ROUNDED, "alibi_scale": 0.3},
     "softcap": {"softcap": 2.5},
     "sinks": {"sinks": SINKS},
     "all": {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS, "window": 7},

@@ -29,12 +29,29 @@ def test_rms_norm_with_a_unit_offset_is_the_reference(backend, dtype, shape):
     assert_close(backend.rms_norm(x, weight, 1e-6, True), expected, dtype, length=shape[-1])
 
 
+def test_a_share_of_an_axis_is_normed_by_the_mean_of_all(backend, dtype):
+    x, weight = normal(1, 3, 80, dtype=dtype), gain(dtype, 80)
+    whole = reference.rms_norm(x, weight, 1e-6)
+    squares = (x.astype(np.float32) ** 2).mean(-1)
+    found = backend.rms_norm(x[:, :32], weight[:32], 1e-6, False, squares)
+    assert_close(found, whole[:, :32], dtype, length=80)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm_is_the_reference(backend, dtype, shape):
     x, weight = normal(2, *shape, dtype=dtype), gain(dtype, shape[-1])
     bias = normal(3, shape[-1], dtype=dtype)
     expected = reference.layer_norm(x, weight, bias, 1e-5)
     assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected, dtype, length=shape[-1])
+
+
+def test_layer_norm_with_a_unit_offset_or_without_a_bias_is_the_reference(backend, dtype):
+    x, weight = normal(2, 3, 63, dtype=dtype), normal(9, 63, dtype=dtype, scale=0.01)
+    bias, own = normal(3, 63, dtype=dtype), normal(8, 3, 63, dtype=dtype)
+    expected = reference.layer_norm(x, weight, bias, 1e-5, True)
+    assert_close(backend.layer_norm(x, weight, bias, 1e-5, True), expected, dtype, length=63)
+    expected = reference.layer_norm(x, own, None, 1e-5)  # a weight for each head
+    assert_close(backend.layer_norm(x, own, None, 1e-5), expected, dtype, length=63)
 
 
 # 3000 ** 2 is beyond float16; at 0.001 the eps decides; at 0 only the eps is left.

@@ -8,9 +8,14 @@ from dualinfer.model.spec import Activation
 
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict, strided, torch
-from .test_activations import measured
+from .test_activations import measured, xielu_case
 
-from dualinfer.kernels.triton.activation import KINDS, activation, gated_activation  # isort: skip
+from dualinfer.kernels.triton.activation import (  # isort: skip
+    KINDS,
+    activation,
+    gated_activation,
+    xielu,
+)
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
 
@@ -44,6 +49,14 @@ def test_one_row_and_no_row_are_rows():
     x = put(normal(3, 63, dtype=np.dtype(np.float32)))
     assert activation(x, "relu").tolist() == x.clamp(min=0).tolist()
     assert gated_activation(x[:0].view(0, 6), "silu").shape == (0, 3)
+
+
+def test_xielu_is_the_reference(dtype):
+    given, expected = xielu_case(dtype)
+    scale = np.maximum(np.abs(expected), np.abs(given[0].astype(np.float32))).clip(1e-3)
+    assert_close(get(xielu(*map(put, given))), expected, dtype, scale=scale)
+    with pytest.raises(ValueError, match="contiguous memory"):
+        xielu(put(given[0])[::2], *map(put, given[1:]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -65,6 +66,7 @@ PADDED = left_padding(63, 0, 11)
 HOLES = np.random.default_rng(6).random((2, 63)) < 0.3
 PACKED = np.repeat(packed(63, 5, 20, 38), 2, 0)
 SLOPES = numbers(7, 4, low=0.01, high=0.7)
+ROUNDED = (SLOPES / 100).astype(ml_dtypes.bfloat16).astype(np.float32)
 SINKS = numbers(8, 4, low=-2, high=3)
 COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,6 +90,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "alibi": SLOPES,
         "positions": COUNTED,
         "mask": PADDED,
+    },
+    "alibi, rounded": {
+        **{"causal": True, "alibi": ROUNDED, "alibi_scale": 0.3, "mask": PADDED},
+        "positions": np.sort(np.random.default_rng(9).integers(0, 2000, (2, 63))).astype(np.int32),
     },
     "soft cap": {"causal": True, "softcap": 2.0},
     "soft cap, window": {"causal": True, "softcap": 30.0, "window": 20},

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -51,9 +52,9 @@ class Step:
         """Queries, keys and values [N, heads, D] of the new tokens, float32, normed and turned."""
         x = self.qkv.reshape(len(self.lengths), -1, self.dim).astype(np.float32)
         parts = np.split(x, [self.heads, self.heads + self.kv_heads], axis=1)
-        offset = how.get("norm_unit_offset", False)
+        offset, last = how.get("norm_unit_offset", False), how.get("norm_turned", False)
         for i, name in enumerate(("q_norm", "k_norm")):
-            if name in how:
+            if name in how and not last:
                 parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
             if "inv_freq" in how:
                 turns = self.lengths.astype(np.float32)[:, None, None] * how["inv_freq"]
@@ -62,6 +63,8 @@ class Step:
                     parts[i][:, None], cos, sin, how.get("interleaved", False)
                 )
                 parts[i] = turned[:, 0]
+            if name in how and last:
+                parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
         return parts
 
     def expected(self, scale: float, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -69,7 +72,9 @@ class Step:
         q, k, v = self.new_heads(**how)
         old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
         cache = reference.append(old, k, v, self.lengths)
-        scoring = {n: how[n] for n in ("window", "alibi", "softcap", "sinks") if n in how}
+        scoring = {
+            n: how[n] for n in ("window", "alibi", "alibi_scale", "softcap", "sinks") if n in how
+        }
         seen = np.minimum(self.lengths + 1, cache[0].shape[2])
         y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
         return y.reshape(len(y), -1), [k, v]
@@ -159,8 +164,10 @@ def numbers(seed: int, count: int, low: float, high: float) -> np.ndarray:
 
 
 SLOPES, SINKS = numbers(7, 6, 0.01, 0.7), np.array([0, 3, -3, 20, 0.5, -40], np.float32)
+ROUNDED = SLOPES.astype(ml_dtypes.bfloat16).astype(np.float32)
 SCORING = {
     "alibi": {"alibi": SLOPES},
+    "alibi, rounded": {"alibi": ROUNDED, "alibi_scale": 0.3},
     "soft cap": {"softcap": 2.5},
     "sinks": {"sinks": SINKS},
     "all": {"alibi": SLOPES, "softcap": 2.5, "sinks": SINKS, "window": 20},
@@ -199,6 +206,23 @@ def test_heads_are_normed_before_they_turn(dtype, part, offset):
     if part:
         how |= {"inv_freq": frequencies(part), "interleaved": part == 32}
     check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, **how)
+
+
+@pytest.mark.parametrize("part", [32, 80])
+def test_heads_are_normed_after_they_have_turned(dtype, part):
+    how: dict[str, Any] = {"q_norm": gain(dtype, 80), "k_norm": normal(8, 80, dtype=dtype)}
+    how |= {"inv_freq": frequencies(part), "interleaved": part == 32, "scaling": 1.25}
+    check(Step(dtype, 4, 2, 80, 40, [0, 5, 39]), ONE, scale=80**-0.5, norm_turned=True, **how)
+
+
+def test_long_sequences_turn_by_the_second_table(dtype):
+    """By each slot's own length."""
+    lengths, tables = [0, 19, 20, 39], np.stack([frequencies(32), frequencies(32) / 3])
+    for i, own in enumerate(([0, 1], [2, 3])):
+        step = Step(dtype, 4, 2, 80, 40, lengths)
+        expected, _ = step.expected(0.1, inv_freq=tables[i])
+        found, _ = run(step, ONE, scale=0.1, inv_freq=tables, original=20)
+        assert_close(found[own], expected[own], dtype, length=40)
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])

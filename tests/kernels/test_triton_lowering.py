@@ -38,6 +38,12 @@ DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
+PREFILL |= {"NORM_TURNED": False, "ends_ptr": None}
+HEADS = {"QUERIES": 1, "KEYS": 1, "Q_WIDTH": 4096, "K_WIDTH": 1024, "OWN": False, "CENTER": False}
+HEADS |= {"UNIT_OFFSET": False, "UNITS": 1, "BLOCK": 4096, "num_warps": 8, "positions_ptr": None}
+HEADS |= {"q_bias_ptr": None, "k_bias_ptr": None}
+OWN = {"QUERIES": 32, "KEYS": 8, "Q_WIDTH": 128, "K_WIDTH": 128, "OWN": True, "CENTER": True}
+OWN |= {"UNITS": 8, "BLOCK": 128, "num_warps": 2, "positions_ptr": "*i64"}
 CACHE = "keys_ptr", "values_ptr"
 NO_NORM = {"q_norm_ptr": None, "k_norm_ptr": None}
 GPTJ = {"PAIRS": 32, "D": 256, "HALF": 32, "REST": 256, "INTERLEAVED": True, "H": 16, "K": 16}
@@ -132,8 +138,9 @@ def decoding(
     config = decode_attention.default_config(slots * kv_heads, 2048, dim, kept, 132)
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
-    flags = dict.fromkeys(("INTERLEAVED", "NORM_OFFSET", "WINDOWED", "SOFTCAP"), False)
-    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr"))
+    flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
+    flags = dict.fromkeys(flags, False)
+    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale"))
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
@@ -158,7 +165,7 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
         values[f"{name}_rest"] = f"tensordesc<x[1, 1, {rows}, {rest}]>" if rest else None
     names = ("mask", "segments", "positions", "slopes", "sinks")
     values |= dict.fromkeys(f"{name}_ptr" for name in names)
-    values |= {"softcap": None, "window": None, "dtypes": dtypes}
+    values |= {"softcap": None, "alibi_scale": None, "window": None, "dtypes": dtypes}
     values |= {"num_warps": config.warps, "num_stages": config.stages}
     return "attention_kernel", "attention_kernel", values | arguments
 
@@ -171,6 +178,7 @@ def choosing(module: str, kernel: str, vocab: int = 128256, **arguments: Any) ->
     return module, kernel, {"enable_fp_fusion": False} | flags | blocks | arguments
 
 
+ROUNDED = {"slopes_ptr": "*fp32", "alibi_scale": "fp32"}
 TABLE = {"table_ptr": "*i32", "table_stride": "i32", "SIZE": 64}
 SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
 FLOATS8, INTEGERS8 = SCALES | {"CODES": "fp8_e4m3"}, SCALES | {"CODES": "int8"}
@@ -202,6 +210,7 @@ VARIANTS: list[Variant] = [
         "_activation_kernel",
         {"KIND": "tanh", "GATED": False, "AXES": 1, "BLOCK": 2048},
     ),
+    ("activation", "_xielu_kernel", {"BLOCK": 2048}),
     ("activation", "_activation_kernel", {"KIND": "gelu", "GATED": True, "AXES": 2, "BLOCK": 2048}),
     (
         "embedding",
@@ -220,6 +229,10 @@ VARIANTS: list[Variant] = [
     ("exchange", "_gather_kernel", EXCHANGE | ROW | {"SIZE": 8, "RANKS": 8, "dtypes": WHOLE}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64"}),
+    ("head_norm", "_head_norm_kernel", HEADS),
+    ("head_norm", "_head_norm_kernel", HEADS | OWN),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
     ("rotary", "_rotary_append_kernel", PREFILL | TABLE | {"dtypes": BFLOAT16}),
     ("rotary", "_rotary_append_kernel", PREFILL | FLOATS8 | dict.fromkeys(CACHE, "*u8")),
@@ -269,9 +282,12 @@ VARIANTS: list[Variant] = [
     decoding(1, 12, 1, 64, ROTARY=0, frequencies_ptr=None),
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
+    decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
+    decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", NORM_TURNED=True),
+    decoding(1, 8, 4, 128, TWO_TABLES=True),
     decoding(1, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128, **TABLE),
     decoding(1, 8, 4, 128, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
@@ -287,6 +303,7 @@ VARIANTS: list[Variant] = [
     attending(128, 2048, **POINTERS | SCALES | {"k": "*u8", "v": "*u8"}),
     attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
     attending(128, 2048, slopes_ptr="*fp32"),
+    attending(64, 2048, **ROUNDED),
     attending(128, 2048, window="i32"),
     attending(256, 2048),
     attending(256, 2048, softcap="fp32", window="i32"),
@@ -306,10 +323,12 @@ TYPES = {
     "eps": "fp32",
     "scale": "fp32",
     "scaling": "fp32",
-    "position_offset": "i32",
+    **dict.fromkeys(("position_offset", "original"), "i32"),
+    **dict.fromkeys(("beta", "period"), "fp32"),
     **{"table_ptr": None, "table_stride": None, "SIZE": 0},
     **dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "CODES")),
     "softcap": "fp32",
+    "alibi_scale": "fp32",
     "rotary_scale": "fp32",
     **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
     **dict.fromkeys(("words_ptr", "peers_ptr"), "*i64"),

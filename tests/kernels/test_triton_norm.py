@@ -38,6 +38,13 @@ def test_norms_are_the_reference(dtype, shape):
         assert_close(get(found), expected, dtype, length=width)
 
 
+def test_layer_norm_adds_a_unit_offset_in_float32(dtype):
+    x, weight = normal(1, 3, 63, dtype=dtype), normal(2, 63, dtype=dtype, scale=0.01)
+    expected = reference.layer_norm(x, weight, None, 1e-6, unit_offset=True)
+    found = layer_norm(put(x), put(weight), None, 1e-6, unit_offset=True)
+    assert_close(get(found), expected, dtype, length=63)
+
+
 def test_unit_offset_is_added_in_float32(dtype):
     x, weight = normal(1, 3, 1000, dtype=dtype), normal(2, 1000, dtype=dtype, scale=0.01)
     expected = reference.rms_norm(x, weight, 1e-6, unit_offset=True)

@@ -31,21 +31,32 @@ class Prompt:
         self.slots, self.starts = np.array([2, 0, 3]), np.array([0, 4, 3])
 
     def expected(
-        self, scaling: float, interleaved: bool, norms: Any = None, offset: float = 0.0
+        self,
+        scaling: float,
+        interleaved: bool,
+        norms: Any = None,
+        offset: float = 0.0,
+        turned: bool = False,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q, k and v [B, T, heads, D], float32."""
         h, k = self.sizes["heads"], self.sizes["kv_heads"]
         x = self.qkv.reshape(self.batch, self.tokens, -1, self.sizes["head_dim"])
         q, k, v = np.split(x.astype(np.float64), [h, h + k], axis=2)
-        if norms:
-            q, k = (
+
+        def normed(*parts: np.ndarray) -> Any:
+            return (
                 reference.rms_norm(p, n.astype(np.float64) + offset, 1e-6)
-                for p, n in zip((q, k), norms, strict=True)
+                for p, n in zip(parts, norms, strict=True)
             )
+
+        if norms and not turned:
+            q, k = normed(q, k)
         if self.inv_freq.size:
             turns = self.positions.astype(np.float32)[..., None] * self.inv_freq
             cos, sin = (scaling * f(turns.astype(np.float64)) for f in (np.cos, np.sin))
             q, k = (reference.rotary(p, cos, sin, interleaved) for p in (q, k))
+        if turned:
+            q, k = normed(q, k)
         return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
 
 
@@ -112,6 +123,30 @@ def test_prefill_norms_heads_before_it_turns_them(dtype, dim, part, offset):
     }
     check(prompt, dtype, expected, **options)
     check(prompt, dtype, expected, cached=False, **options)
+
+
+@pytest.mark.parametrize(("dim", "part"), [(64, 64), (80, 32)], ids=str)
+def test_prefill_norms_heads_after_it_has_turned_them(dtype, dim, part):
+    prompt = Prompt(dtype, 6, 2, dim, part)
+    norms = gain(dtype, dim), normal(8, dim, dtype=dtype)
+    expected = prompt.expected(1.25, part == 32, norms, turned=True)
+    options = {"inv_freq": put(prompt.inv_freq), "interleaved": part == 32, "scaling": 1.25}
+    options |= {"q_norm": put(norms[0]), "k_norm": put(norms[1]), "norm_eps": 1e-6}
+    check(prompt, dtype, expected, norm_turned=True, **options)
+
+
+def test_long_sequences_turn_by_the_second_table(dtype):
+    """From one position of their last token on, whatever that of the others is."""
+    short, long = (Prompt(dtype, 6, 2, 80, 32) for _ in range(2))
+    long.inv_freq = long.inv_freq / 3
+    ends = np.array([40, 39, 131_002])
+    parts = short.expected(1.25, False), long.expected(1.25, False)
+    is_long = (ends >= 40)[:, None, None, None]
+    expected = tuple(np.where(is_long, b, a) for a, b in zip(*parts, strict=True))
+    both = put(np.stack([short.inv_freq, long.inv_freq]))
+    check(short, dtype, expected, inv_freq=both, scaling=1.25, ends=put(ends), original=40)
+    with pytest.raises(ValueError, match="go with two tables"):
+        check(short, dtype, expected, inv_freq=both, original=40)
 
 
 @pytest.mark.parametrize("only", ["q", "k"])

@@ -55,6 +55,14 @@ class Split(NamedTuple):
         rows = jnp.clip(ids, 0, self.plan.table.spec.vocab - 1) - self._rank * extent
         return jnp.clip(rows, 0, extent - 1), (rows >= 0) & (rows < extent)
 
+    def whole(self, layer: int) -> tuple[int, int, jax.Array] | None:
+        """See `contract.LayerAttention`."""
+        a = self.plan.table.spec.layers[layer].attention
+        if a.qk_norm is None or a.qk_norm_over != "all":
+            return None
+        parts = np.array(self.plan.key_parts(layer), np.float32)
+        return *a.qkv_sizes[:2], jnp.asarray(parts)[self._rank]
+
     def slopes(self, layer: int) -> jax.Array | None:
         """This device's ALiBi slopes, float32 [H], of a layer."""
         slopes = [shard.spec.layers[layer].attention.alibi for shard in self.plan.shards]

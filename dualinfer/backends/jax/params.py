@@ -301,7 +301,7 @@ def read_into(
                 # Only then may the host's parts go, and torch write to what it has lent.
                 array.block_until_ready()
                 parts[part] = to_host(array) if streaming and streaming.moves(row) else array
-            leaf = make_leaf(row, parts, dtype, first.extent(row.axes[-1], row.layer))
+            leaf = make_leaf(row, parts, dtype, first.width(row))
             put_leaf(params.group(row), row, leaf)
             model.show(row, leaf)
     return reader.notes()
@@ -311,7 +311,10 @@ def _assemble(
     shard: Shard, row: Row, part: str, found: Sequence[Found], dtype: Any, device: jax.Device
 ) -> jax.Array:
     if not row.sources:
-        return jnp.full(shard.shape(row), row.constant, dtype, device=device)
+        shape, value = shard.shape(row), row.constant
+        if callable(value):
+            return jnp.asarray(value(shape), dtype, device=device)
+        return jnp.full(shape, value, dtype, device=device)
 
     def put(array: Any, order: tuple[int, ...]) -> jax.Array:
         turned = to_jax(array, device).transpose(order)

@@ -148,9 +148,9 @@ class JaxRunner:
         if mask is None and not self.spec.causal and size != (batch, tokens):
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
         # What is so by default is made on the device.
-        if mask is None and np.array_equal(
-            positions, np.broadcast_to(np.arange(tokens), positions.shape)
-        ):
+        counted = np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape))
+        # Longrope asks for the largest one, which padding must not be.
+        if mask is None and counted and self.spec.original is None:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None

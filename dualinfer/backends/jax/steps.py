@@ -57,10 +57,12 @@ class Steps:
         *,
         keep: bool,
         layers: range | None = None,
+        last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`.
+        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`; `last` [B] as in
+        `contract.Ops.angles`.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
@@ -78,7 +80,7 @@ class Steps:
             token_types = jnp.zeros(shape, jnp.int32)
         if embeds is not None:
             embeds = embeds.astype(params.outer["embed.weight"].dtype)
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, last)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)
@@ -101,9 +103,13 @@ class Steps:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
         *by_row, kept = arrays[:-1]  # the last is the x of a part, and this is the whole pass
 
+        ids, positions, embeds = *by_row[:2], by_row[5]
+        given = ids if embeds is None else embeds
+        last = jnp.full(rows, given.shape[1] - 1 if positions is None else positions.max())
+
         def some(part: list[Any]) -> Any:
             inputs: Any = (*part, kept)
-            return self.forward(params, *inputs, keep=keep)
+            return self.forward(params, *inputs, keep=keep, last=last)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -137,7 +143,7 @@ class Steps:
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, rows.length - 1)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)
@@ -305,7 +311,7 @@ class Steps:
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = ops.angles(self.spec, params, positions)
+        angles = ops.angles(self.spec, params, positions, state.length)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(self.spec, params, i)

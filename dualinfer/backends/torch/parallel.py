@@ -172,14 +172,15 @@ class Ranks(Peers):
 
 
 class Split(NamedTuple):
-    """How one rank's ops are joined with the others': `vocab` are the rows of each rank's share.
+    """How one rank's ops are joined with the others', by `plan`.
 
-    `first` is the token of the first row of this one's.
+    `vocab` are the rows of each rank's share, `first` is the token of the first row of this one's.
     """
 
     ranks: Ranks
     first: int
     vocab: tuple[int, ...]
+    plan: ShardingPlan | None = None
 
     @classmethod
     def of(cls, ranks: Ranks, plan: ShardingPlan) -> Self | None:
@@ -187,7 +188,15 @@ class Split(NamedTuple):
         if plan.size == 1:
             return None
         shares = [shard.share("vocab") for shard in plan.shards]
-        return cls(ranks, shares[ranks.rank].start, tuple(share.extent for share in shares))
+        return cls(ranks, shares[ranks.rank].start, tuple(share.extent for share in shares), plan)
+
+    def whole(self, layer: int) -> tuple[int, int, float] | None:
+        """See `contract.LayerAttention`."""
+        assert self.plan is not None
+        a = self.plan.table.spec.layers[layer].attention
+        if a.qk_norm is None or a.qk_norm_over != "all":
+            return None
+        return *a.qkv_sizes[:2], self.plan.key_parts(layer)[self.ranks.rank]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""

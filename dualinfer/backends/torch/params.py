@@ -61,11 +61,11 @@ def load_params(
     stays in host memory.
     """
 
-    def constant(values: tuple[float, ...]) -> torch.Tensor:
+    def constant(values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     attention = {layer.attention for layer in shard.spec.layers}
-    frequencies = {a.rope: constant(a.rope.inv_freq) for a in attention if a.rope}
+    frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
     lent, plan = set(), fit_blocks(plan, [shard])
@@ -79,7 +79,7 @@ def load_params(
             parts = _assemble(shard, row, found, dtype, place)
             if memory & {part.untyped_storage().data_ptr() for part in parts.values()}:
                 lent.add(row.name)
-            width = shard.extent(row.axes[-1], row.layer)
+            width = shard.width(row)
             put_leaf(params.group(row), row, make_leaf(row, parts, dtype, width))
             if moves(row):
                 lent.discard(row.name)
@@ -129,8 +129,10 @@ def _assemble(
 ) -> dict[str, torch.Tensor]:
     """The row's arrays on the device: in `dtype`, or as they are stored if they are quantized."""
     if not row.sources:
-        whole = torch.full(shard.shape(row), row.constant, dtype=dtype, device=device)
-        return {"data": whole}
+        shape, value = shard.shape(row), row.constant
+        if callable(value):
+            return {"data": from_numpy(value(shape), "torch").to(device=device, dtype=dtype)}
+        return {"data": torch.full(shape, value, dtype=dtype, device=device)}
     target = dtype if row.scheme is None else None
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

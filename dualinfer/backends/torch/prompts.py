@@ -116,11 +116,11 @@ class Prompts:
         self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
     ) -> torch.Tensor:
         slot, size = int(slots), _MOST_AT_ONCE // 2
-        x = None
+        x, whole = None, torch.full_like(slots, len(tokens) - 1)
         for start in range(0, len(tokens), size):
             ids, last = _padded([tokens[start : start + size]], min(size, len(tokens) - start))
             put = partial(torch.as_tensor, device=slots.device)
-            x = self._pass(params, cache, put(ids), slots, put(last), Chunk(start, slot))
+            x = self._pass(params, cache, put(ids), slots, put(last), Chunk(start, slot), whole)
         assert x is not None
         return x
 
@@ -132,13 +132,17 @@ class Prompts:
         slots: torch.Tensor,
         last: torch.Tensor,
         chunk: Chunk | None = None,
+        whole: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B]."""
+        """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
+
+        `whole` [B] are the last positions of prompts of which this is a chunk.
+        """
         start = chunk.start if chunk else 0
         shape = ids.shape[:2]
         positions = torch.arange(start, start + shape[1], device=ids.device).expand(shape)
         embeds = ids.to(params.outer["embed.weight"].dtype) if ids.ndim > 2 else None
-        angles = self._ops.angles(self._spec, params, positions)
+        angles = self._ops.angles(self._spec, params, positions, last if whole is None else whole)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer = self._ops.layer_attention(self._spec, params, i)

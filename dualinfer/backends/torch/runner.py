@@ -334,7 +334,7 @@ class TorchRunner:
         params = self._passed
         model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
-        angles = self.ops.angles(self.spec, params, positions)
+        angles = self.ops.angles(self.spec, params, positions, state.length)
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer = self.ops.layer_attention(self.spec, params, i)

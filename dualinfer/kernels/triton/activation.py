@@ -85,6 +85,57 @@ def gated_activation(x: Any, kind: str, *, pdl: bool = False) -> Any:
     return _run(x, kind, True, pdl)
 
 
+@triton.jit
+def _softplus(a):
+    return tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 of x <= 0; near 0, where the difference loses its digits, by its series."""
+    near = 1.0 + x * (1.0 / 5.0) * (1.0 + x * (1.0 / 6.0) * (1.0 + x * (1.0 / 7.0)))
+    near = x * (1.0 + x * 0.5 * (1.0 + x * (1.0 / 3.0) * (1.0 + x * 0.25 * near)))
+    return tl.where(x > -0.25, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _xielu_kernel(
+    x_ptr, y_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, count,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    positive = _softplus(tl.load(alpha_p_ptr).to(tl.float32))
+    beta = tl.load(beta_ptr).to(tl.float32)
+    negative = beta + _softplus(tl.load(alpha_n_ptr).to(tl.float32))
+    eps = tl.load(eps_ptr).to(tl.float32)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
+    above = x * (positive * x + beta)
+    below = (_expm1(tl.minimum(x, eps)) - x) * negative + beta * x
+    y = tl.where(x > 0.0, above, below)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < count)
+
+
+def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any, *, pdl: bool = False) -> Any:
+    """`reference.xielu` of contiguous x, in float32, rounded once; the numbers are one element."""
+    if not x.is_contiguous():
+        raise ValueError(f"x has strides {x.stride()}; contiguous memory is expected.")
+    y = x.new_empty(x.shape)
+    count = x.numel()
+    if count:
+        block = min(next_power_of_2(count), _BLOCK)
+        launch(
+            _xielu_kernel,
+            (triton.cdiv(count, block),),
+            *(x, y, alpha_p, alpha_n, beta, eps, count),
+            BLOCK=block,
+            num_warps=4 if block >= 1024 else 1,
+            pdl=pdl,
+        )
+    return y
+
+
 def _run(x: Any, kind: str, gated: bool, pdl: bool) -> Any:
     if kind not in KINDS:
         raise ValueError(f"The activation is {kind!r}; one of {', '.join(KINDS)} is expected.")

@@ -26,6 +26,7 @@ def attention(
     mask: Any = None,
     segments: Any = None,
     alibi: Any = None,
+    alibi_scale: float | None = None,
     positions: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -83,11 +84,12 @@ def attention(
     factor = scale * _LOG2E
     if softcap is not None:
         factor, softcap = scale / softcap, softcap * _LOG2E
+    alibi_scale = None if alibi_scale is None else alibi_scale * _LOG2E
     launch(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
         *tensors, out, mask, segments, positions, alibi, sinks, *by_table[:2], *held,
-        factor, softcap, window, tokens, start, heads, pairs, section,
+        factor, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),
         GROUP=group, DIM=dim, MAIN=main, REST=rest, CAUSAL=causal,

@@ -9,7 +9,7 @@ masked. Scores are kept in units of log2, so that exp2 serves.
 import triton
 import triton.language as tl
 
-from .codes import values_of
+from .codes import sloped, values_of
 from .launch import dot, let_next_start, wait_for_inputs
 
 _FRONT = tl.constexpr(0)
@@ -101,7 +101,7 @@ def _scores(
     k, k_rest, k_strides = keys
     mask_ptr, segments_ptr, positions_ptr = per_key
     b, head, end = place
-    scale, softcap, slope, window = scoring
+    scale, softcap, slope, alibi_scale, window = scoring
     columns = n + tl.arange(0, BLOCK_N)
     tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     tile = _meant(tile, k_strides, b, head, n, end, q.dtype, BLOCK_N, DIM)
@@ -117,8 +117,12 @@ def _scores(
             k_position = tl.load(positions_ptr + columns, mask=columns < end, other=0)
         else:
             k_position = columns
-        distance = (k_position[None, :] - q_position[:, None]).to(tl.float32)
-        s = s * (scale if softcap is None else softcap) + slope * distance
+        if alibi_scale is None:
+            bias = slope * (k_position[None, :] - q_position[:, None]).to(tl.float32)
+        else:
+            ahead = sloped(slope, k_position)[None, :] - sloped(slope, q_position)[:, None]
+            bias = ahead * alibi_scale
+        s = s * (scale if softcap is None else softcap) + bias
     if SEES == _ITSELF:
         s = tl.where((columns[None, :] == rows[:, None]) & blind[:, None], s, float("-inf"))
     if SEES == _SOME:
@@ -175,7 +179,7 @@ def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
     mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
     k_scale_ptr, v_scale_ptr,
-    scale, softcap, window, tokens, start, heads, pairs, section,
+    scale, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
@@ -249,11 +253,13 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
     place = (b, kv_head, end)
-    scoring = (scale, softcap, None, window)
+    scoring = (scale, softcap, None, None, window)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head) * 1.4426950408889634
-        scoring = (scale, softcap, slope, window)
+        slope = tl.load(slopes_ptr + head)
+        if alibi_scale is None:
+            slope *= 1.4426950408889634
+        scoring = (scale, softcap, slope, alibi_scale, window)
         factor = 1.0
     for i in range(0, masked):
         n = tl.where(i < lower, lo + i * BLOCK_N, full_hi + (i - lower) * BLOCK_N)

@@ -45,6 +45,20 @@ def nearest_e4m3(a):
 
 
 @triton.jit
+def nearest_bfloat16(a):
+    """The nearest bfloat16 of finite float32, as float32, ties to even."""
+    bits = a.to(tl.uint32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sloped(slope, positions):
+    """A slope of ALiBi times int positions, both rounded to bfloat16 (Falcon), float32."""
+    return nearest_bfloat16(slope * nearest_bfloat16(positions.to(tl.float32)))
+
+
+@triton.jit
 def scale_of(most, CODES: tl.constexpr):
     """Scales of heads whose largest magnitudes are `most`, float32."""
     largest: tl.constexpr = 448.0 if CODES == "fp8_e4m3" else 127.0

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .activation import activate
 from .blocks import places, slots_and_room, table_arguments
-from .codes import codes_by, scale_arguments, scale_of, values_of
+from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
@@ -31,26 +31,32 @@ class DecodeConfig(NamedTuple):
 
 @triton.jit
 def _head(
-    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr
+    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_TURNED: tl.constexpr,
 ):  # fmt: skip
     """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
 
-    `turn` is each element's partner, cos and sin; `sin` has the sign of the partner's part, and is
-    0 where nothing turns.
+    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has
+    the sign of the partner's part, and is 0 where nothing turns.
     """
     d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
     x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         weight = tl.load(norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
         other_weight = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
         if NORM_OFFSET:
             weight += 1.0
             other_weight += 1.0
-        x *= scale * weight
-        other *= scale * other_weight
-    return x * cos + other * sin
+        if NORM_TURNED:
+            x = x * cos + other * sin
+            x *= weight / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        else:
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            x = x * (scale * weight) * cos + other * (scale * other_weight) * sin
+    else:
+        x = x * cos + other * sin
+    return x
 
 
 @triton.constexpr_function
@@ -75,11 +81,12 @@ def _encoded(x, CODES: tl.constexpr):
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
     frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, k_scale_ptr,
-    v_scale_ptr, table_stride, qkv_stride, slot_stride, head_stride, token_stride, capacity, scale,
-    softcap, window, eps, rotary_scale,
+    v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride, token_stride,
+    capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TWO_TABLES: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -102,6 +109,8 @@ def _decode_attention_kernel(
             sign = tl.where(d % 2 == 0, -1.0, 1.0)
         turned = d < ROTARY
         partner = tl.where(turned, partner, d)
+        if TWO_TABLES:  # the second is that of long sequences
+            frequencies_ptr += tl.where(length >= original, ROTARY // 2, 0)
         angle = length.to(tl.float32) * tl.load(frequencies_ptr + pair, mask=turned, other=0.0)
         cos = tl.where(turned, tl.cos(angle) * rotary_scale, 1.0)
         sin = tl.where(turned, tl.sin(angle) * rotary_scale * sign, 0.0)
@@ -125,7 +134,7 @@ def _decode_attention_kernel(
     q_at = qkv_ptr + q_heads[:, None] * DIM
     inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
     turn = (partner, cos, sin)
-    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
+    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=g < GROUP, other=0.0)
@@ -136,7 +145,8 @@ def _decode_attention_kernel(
         row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
         new = d[None, :] < DIM
         k_at = qkv_ptr + row[:, None] * DIM
-        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET).to(dtype)
+        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED)
+        k_new = k_new.to(dtype)
         v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
         v_new = v_new.to(dtype)
         if CODES is not None:
@@ -206,7 +216,11 @@ def _decode_attention_kernel(
         score *= scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
-        score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+        if alibi_scale is None:
+            score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+        else:
+            ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
+            score += ahead * alibi_scale
         score = tl.where((s < last)[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         kept = tl.exp(top - higher)
@@ -270,6 +284,7 @@ def decode_attention(
     scales: Any = None,
     window: int | None = None,
     alibi: Any = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
     inv_freq: Any = None,
@@ -279,6 +294,8 @@ def decode_attention(
     k_norm: Any = None,
     norm_eps: float = 0.0,
     norm_unit_offset: bool = False,
+    norm_turned: bool = False,
+    original: int = 0,
     config: DecodeConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -286,18 +303,20 @@ def decode_attention(
     """Attention of one new token a slot: packed qkv [N, (H + 2K) D] to [N, H D].
 
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
-    `k_norm` [D] if given, rotated by that position times `inv_freq` float32 [R/2] (R <= D), and key
-    and value are written to the cache, a pair of views [N, K, S, D] with D contiguous. A full slot
-    overwrites its last place. With `table` int32 [N, blocks] the cache is of blocks (blocks.py),
-    with `scales`, a pair float32 of the cache's axes before D, of codes (codes.py).
-    `window`, `alibi`, `softcap` and `sinks` as in `attention`.
+    `k_norm` [D] if given, before or with `norm_turned` after they are rotated by that position
+    times `inv_freq` float32 [R/2] (R <= D), with `original` [2, R/2], whose second row is that of
+    positions from there on, and key and value are written to the cache, a pair of
+    views [N, K, S, D] with D contiguous. A full slot overwrites its last place. With `table` int32
+    [N, blocks] the cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's
+    axes before D, of codes (codes.py).
+    `window`, `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`.
     `counters` int32 [N K or more] are 0, and are again when the launch has ended.
     """
     keys, values = cache
     _, kv_heads, _, dim = keys.shape
     slots, capacity = slots_and_room(keys, table)
     table, table_stride, size = table_arguments(table, keys)
-    _check(qkv, keys, values, slots, lengths, heads, counters, inv_freq)
+    _check(qkv, keys, values, slots, lengths, heads, counters, inv_freq, original)
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
     y = qkv.new_empty((slots, heads * dim))
@@ -321,18 +340,21 @@ def decode_attention(
             sinks,
             table,
             *held,
+            original,
             table_stride,
             qkv.stride(0),
             *keys.stride()[:3],
             capacity,
             scale,
             softcap or 0.0,
+            alibi_scale,
         ),
         *(window or 0, norm_eps, scaling),
         **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},
-        ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[0],
+        ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[-1],
+        TWO_TABLES=original > 0,
         **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
-        **{"NORM_OFFSET": norm_unit_offset, "STAGES": config.stages},
+        **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         **{"SIZE": size, "CODES": codes},
@@ -409,6 +431,7 @@ def _check(
     heads: int,
     counters: Any,
     inv_freq: Any,
+    original: int,
 ) -> None:
     """Raise ValueError for arguments that the kernel would misread."""
     _, kv_heads, _, dim = keys.shape
@@ -430,5 +453,7 @@ def _check(
         raise ValueError(f"lengths {tuple(lengths.shape)}: one for each of {slots} slots, please.")
     if counters.numel() < slots * kv_heads:
         raise ValueError(f"{counters.numel()} counters; {slots * kv_heads} are needed.")
-    if inv_freq is not None and 2 * inv_freq.shape[0] > dim:
-        raise ValueError(f"{inv_freq.shape[0]} frequencies turn more than {dim} elements.")
+    if inv_freq is not None and 2 * inv_freq.shape[-1] > dim:
+        raise ValueError(f"{inv_freq.shape[-1]} frequencies turn more than {dim} elements.")
+    if original and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):
+        raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")

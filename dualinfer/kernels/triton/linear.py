@@ -65,6 +65,11 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
     return count <= 64 or (count <= MOST_ROWS and (small or features % 8 > 0))
 
 
+def fuses_norm(norm: Any) -> bool:
+    """Whether products' kernels know a `contract.NormOf`; any other is a launch in front."""
+    return norm.spec.kind == "rms" or not norm.spec.unit_offset
+
+
 class NormArguments(NamedTuple):
     """A norm over the rows of x: `rms`, `rms_offset` (times 1 + weight) or `layer`."""
 

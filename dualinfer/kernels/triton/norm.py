@@ -83,6 +83,7 @@ def layer_norm(
     bias: Any,
     eps: float,
     *,
+    unit_offset: bool = False,
     residual: Any = None,
     pdl: bool = False,
 ) -> Any:
@@ -90,7 +91,7 @@ def layer_norm(
 
     The variance is that of the differences from the mean, in float32. The rest as in `rms_norm`.
     """
-    return _run(x, weight, bias, eps, True, False, residual, pdl)
+    return _run(x, weight, bias, eps, True, unit_offset, residual, pdl)
 
 
 def _run(

@@ -84,14 +84,14 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
     slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    table_stride,
+    ends_ptr, original, table_stride,
     scaling, eps, tokens, room, slots,
     qkv_stride0, qkv_stride1, positions_stride0, positions_stride1,
     keys_stride0, keys_stride1, keys_stride2, values_stride0, values_stride1, values_stride2,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    SIZE: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
 
@@ -127,12 +127,16 @@ def _rotary_append_kernel(
             changed |= is_q
         if k_norm_ptr is not None:
             changed |= is_k
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-        factor = tl.where(changed, tl.rsqrt(squares / D + eps)[:, None], 1.0)
-        x *= factor * _of_head(is_q, is_v, q1, k1)
-        y *= factor * _of_head(is_q, is_v, q2, k2)
-        z *= factor * _of_head(is_q, is_v, q3, k3)
+        normed = changed
+        if not NORM_TURNED:
+            factor = _factor(x, y, z, normed, eps, D)
+            x *= factor * _of_head(is_q, is_v, q1, k1)
+            y *= factor * _of_head(is_q, is_v, q2, k2)
+            z *= factor * _of_head(is_q, is_v, q3, k3)
     if frequencies_ptr is not None:
+        if ends_ptr is not None:  # the second row of frequencies is that of long sequences
+            at_f = frequencies_ptr + tl.where(tl.load(ends_ptr + b) >= original, PAIRS, 0) + i
+            frequency = tl.load(at_f, mask=i < PAIRS, other=0.0)
         position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
         angle = position.to(tl.float32) * frequency
         # Gathered, lest each thread computes the angles of all its columns of the tile.
@@ -141,6 +145,11 @@ def _rotary_append_kernel(
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
+    if NORM_TURNED and (q_norm_ptr is not None or k_norm_ptr is not None):
+        factor = _factor(x, y, z, normed, eps, D)
+        x *= factor * _of_head(is_q, is_v, q1, k1)
+        y *= factor * _of_head(is_q, is_v, q2, k2)
+        z *= factor * _of_head(is_q, is_v, q3, k3)
     if CODES is not None:
         dtype: tl.constexpr = at.dtype.element_ty
         parts = (_rounded(x, dtype), _rounded(y, dtype), _rounded(z, dtype))
@@ -207,6 +216,13 @@ def _rotary_append_kernel(
 
 
 @triton.jit
+def _factor(x, y, z, normed, eps, D: tl.constexpr):
+    """What RMSNorm multiplies heads with, [heads, 1]; 1 where they are not `normed`."""
+    squares = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+    return tl.where(normed, tl.rsqrt(squares / D + eps)[:, None], 1.0)
+
+
+@triton.jit
 def _of_head(is_q, is_v, q, k):
     return tl.where(is_q, q[None, :], tl.where(is_v, 1.0, k[None, :]))
 
@@ -235,11 +251,14 @@ def rotary_append(
     k_norm: Any = None,
     norm_eps: float = 0.0,
     norm_unit_offset: bool = False,
+    norm_turned: bool = False,
     cache: Any = None,
     scales: Any = None,
     slots: Any = None,
     starts: Any = None,
     table: Any = None,
+    ends: Any = None,
+    original: int = 0,
     apart: bool = False,
     pdl: bool = False,
 ) -> tuple[Any, Any, Any] | None:
@@ -248,14 +267,17 @@ def rotary_append(
     With `apart` qkv stays as it is: q [B, T, H, D], k and v [B, T, K, D] are given in new memory.
 
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
-    `norm_unit_offset`), then a turn by positions[b, t] * inv_freq (float32 [R/2], R <= D), cos and
-    sin times `scaling`. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes
-    to place starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot
-    N on; no other place is written. With `table` int32 [N, blocks] the cache is of blocks
+    `norm_unit_offset`), then, or with `norm_turned` before it, a turn by positions[b, t] * inv_freq
+    (float32 [R/2], R <= D), cos and sin times `scaling`. `cache` is a pair (k, v) of views
+    [N, K, S, D]: token t of sequence b goes to place starts[b] + t (default t) of slot slots[b]
+    (default b), or nowhere from place S or slot N on; no other place is written. With `table` int32
+    [N, blocks] the cache is of blocks
     (blocks.py). With `scales`, a pair float32 of the cache's axes before D, the cache is of codes
     (codes.py), and k and v become what these mean. Positions, slots [B] and starts [B] are int32 or
-    int64. What is None falls away. Everything is computed in float32 and rounded once. `pdl` as in
-    `launch`: norms and frequencies are read before the kernel in front has ended.
+    int64. With `original` frequencies are [2, R/2], and sequences whose last token's position, int
+    `ends` [B], is that or more turn by the second row. What is None falls away. Everything is
+    computed in float32 and rounded once. `pdl` as in `launch`: norms and frequencies are read
+    before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim
@@ -264,7 +286,14 @@ def rotary_append(
     batch, tokens, _ = qkv.shape
     pairs = 0 if inv_freq is None else inv_freq.shape[-1]
     if inv_freq is not None:
-        check_vector("inv_freq", inv_freq, pairs)
+        if (ends is None) != (not original):
+            raise ValueError("Positions of last tokens go with two tables of frequencies.")
+        if original:
+            _check_integers("ends", ends, (batch,))
+            if tuple(inv_freq.shape) != (2, pairs) or not inv_freq.is_contiguous():
+                raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")
+        else:
+            check_vector("inv_freq", inv_freq, pairs)
         if inv_freq.element_size() != 4:
             raise ValueError(f"inv_freq has dtype {inv_freq.dtype}; float32 is expected.")
         if not 0 < 2 * pairs <= head_dim:
@@ -304,14 +333,15 @@ def rotary_append(
         (batch * tokens * triton.cdiv(last - first, meta["HEADS"]),),
         *(qkv, positions, inv_freq, q_norm, k_norm, keys, values, slots, starts),
         *(parts or (None, None, None)),
-        *(table, *held[:2], table_stride, scaling, norm_eps, tokens, room, count),
+        *(table, *held[:2], ends if original else None, original),
+        *(table_stride, scaling, norm_eps, tokens, room, count),
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
         *((0, 0, 0) if keys is None else keys.stride()[:3]),
         *((0, 0, 0) if values is None else values.stride()[:3]),
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
-        UNIT_OFFSET=norm_unit_offset,
+        **{"UNIT_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned},
         **{"SIZE": size, "CODES": held[2]},
         pdl=pdl,
         **meta,

@@ -8,13 +8,30 @@ from ...errors import ModelError, UnservedError, shown
 from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
-from . import bert, bloom, gemma, gpt2, gpt_neo, gpt_neox, gptj, llama, opt, relatives
+from . import (
+    bert,
+    bloom,
+    fairseq,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gptj,
+    llama,
+    mpt,
+    opt,
+    relatives,
+)
 from .fields import ConfigFields
 
 # By model_type. A family's CLASSES names HF's classes that it serves, the default first.
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
-    for family in (llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives)
+    for family in (
+        *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(falcon, mpt, fairseq),
+    )
     for model_type in family.CLASSES
 }
 

@@ -38,6 +38,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         layers=(block,) * fields.layers("n_layer"),
         max_positions=fields.size("seq_length", _TRAINED),
         positions_from_mask=True,
+        packs=False,
         embed_norm=norm,
         final_norm=norm,
         head=Head("causal") if architecture == "BloomForCausalLM" else None,

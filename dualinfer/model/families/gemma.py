@@ -1,32 +1,62 @@
 """Gemma 2 and 3 (text): norms around each sub-layer, windows in turns.
 
 HF sources: models/gemma2 and models/gemma3. Gemma 2 caps scores; Gemma 3 norms queries and keys,
-and turns them by other angles where it looks through a window.
+and turns them by other angles where it looks through a window. VaultGemma is Gemma 2 without the
+norms behind sub-layers.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
 from . import rows as make
 from .fields import ConfigFields
-from .rope import make_rope, reach
+from .rope import make_rope, reach, ropes_by_kind
 
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),
     "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaModel"),
 }
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a Gemma model."""
+    """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
+    tied = fields.flag("tie_word_embeddings", True)
+    if fields.family != "gemma3":
+        return _describe(fields, architecture, tied, "model.")
+    text = fields.take("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
+    inner = ConfigFields("gemma3_text", text)
+    spec, table = _describe(inner, architecture, tied, "model.language_model.")
+    inner.finish()
+    fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
+    renames = ("model.language_model.", "language_model.model."), _HEAD
+    unused = *table.unused, r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."
+    return spec, replace(table, renames=renames, unused=unused)
+
+
+_HEAD = ("lm_head.", "language_model.lm_head.")
+_IMAGE_TOKENS = tuple(
+    f"{name}_{kind}"
+    for name in ("boi_token", "eoi_token", "image_token")
+    for kind in ("index", "id")
+)
+
+
+def _describe(
+    fields: ConfigFields, architecture: str, tied: bool, base: str
+) -> tuple[ModelSpec, WeightTable]:
     embed = fields.size("hidden_size")
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions = fields.size("max_position_embeddings")
     norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=True)
-    third = fields.family == "gemma3_text"
+    fields.ignore("tie_word_embeddings")  # of a model with images HF reads the outer one
+    third, posts = fields.family == "gemma3_text", fields.family != "vaultgemma"
     qk_norm = norm if third else None
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
@@ -34,7 +64,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     softcap = None if third else softcap  # HF's Gemma 3 does not read it
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    parameters = _rope_parameters(fields, set(kinds))
+    parameters = fields.take("rope_parameters")
+    parameters = ropes_by_kind(parameters, kinds) if third else dict.fromkeys(kinds, parameters)
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters
@@ -53,7 +84,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
                 qk_norm=qk_norm,
                 softcap=softcap,
             )
-            blocks[kind] = Layer(attention, mlp, norm, "around")
+            blocks[kind] = Layer(attention, mlp, norm, "around" if posts else "pre")
     fields.require("use_bidirectional_attention", False)
     fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
     fields.ignore("sliding_window_pattern", "_sliding_window_pattern")  # folded into layer_types
@@ -68,39 +99,27 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         max_positions=max(reach(parameters[kind], positions) for kind in ropes),
         embed_scale=embed**0.5,
         final_norm=norm,
-        head=Head("causal", softcap=logit_softcap) if "Causal" in architecture else None,
+        head=Head("causal", softcap=logit_softcap) if "For" in architecture else None,
     )
-    hf = "model.layers.{i}."
+    hf = base + "layers.{i}."
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
-        *make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
-        *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
-        *make.head_norms(qk_norm, f"{hf}self_attn"),
+        *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
     ]
+    if posts:
+        layer += make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm")
+        layer += make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm")
     return spec, make.causal_table(
         spec,
         layer,
-        make.norm(norm, "final_norm", "model.norm"),
-        embedding="model.embed_tokens",
-        tied=fields.flag("tie_word_embeddings", True),
+        make.norm(norm, "final_norm", f"{base}norm"),
+        embedding=f"{base}embed_tokens",
+        tied=tied,
         base="model.",
         unused=[r"rotary_emb\.inv_freq$"],
     )
-
-
-def _rope_parameters(fields: ConfigFields, kinds: set[str]) -> Mapping[str, Any]:
-    """HF's rope_parameters of each kind of layer; Gemma 2 has one for both."""
-    ropes = fields.take("rope_parameters")
-    if fields.family == "gemma2":
-        return dict.fromkeys(kinds, ropes)
-    if not isinstance(ropes, Mapping) or kinds - ropes.keys():
-        raise ModelError(
-            f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
-            f"of {', '.join(sorted(kinds))}."
-        )
-    return ropes

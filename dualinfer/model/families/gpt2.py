@@ -1,60 +1,109 @@
-"""GPT-2: pre-LayerNorm, learned positions, Conv1D layout. HF source: models/gpt2."""
+"""GPT-2 and its kin, with learned positions. HF sources: models/gpt2, gpt_bigcode, openai.
 
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import WeightTable, row
+GPT-BigCode (StarCoder) has one KV head for all queries or one for each, and GPT, the first, its
+norms behind the sums.
+"""
+
+from ...errors import UnservedError, shown
+from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 
-CLASSES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
+CLASSES = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTModel"),
+}
+_AFN: dict[str, Activation] = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a GPT-2 model."""
+    """Spec and weight table of a GPT-2, GPT-BigCode or GPT model."""
     embed, heads, head_dim = fields.split("n_embd", "n_head")
-    positions = fields.size("n_positions")
+    positions, count = fields.size("n_positions"), fields.layers("n_layer")
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
-    ffn = fields.size("n_inner", 4 * embed)
-    mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
-    scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
-    by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
-    scales = [scale / (i + 1) if by_layer else scale for i in range(fields.layers("n_layer"))]
+    ffn, scales = fields.size("n_inner", 4 * embed), [head_dim**-0.5] * count
+    is_first, is_bigcode = fields.family == "openai-gpt", fields.family == "gpt_bigcode"
+    if is_first:
+        fields.require("n_inner", 4 * embed)
+        activation = _first_activation(fields)
+        fields.ignore("predict_special_tokens")  # of older versions' heads
+    else:
+        activation = fields.activation("activation_function")
+        if not fields.flag("scale_attn_weights", True):
+            scales = [1.0] * count
+    one = is_bigcode and fields.flag("multi_query", True)
+    if is_bigcode:
+        fields.require("num_key_value_heads", 1 if one else heads)
+        fields.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+        # Of the makers' own code.
+        fields.ignore("inference_runner", "max_batch_size", "pad_key_length")
+        fields.ignore("pre_allocate_kv_cache", "validate_runner_input")
+    elif not is_first and fields.flag("scale_attn_by_inverse_layer_idx", False):
+        scales = [scale / (i + 1) for i, scale in enumerate(scales)]
     fields.require("add_cross_attention", False)
     # Softmax is in float32 here in any case, which is what reorder_and_upcast_attn asks for.
     fields.ignore("reorder_and_upcast_attn", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop")
     fields.ignore_summary()
+    mlp, placement = Mlp(ffn, activation, gated=False), "post" if is_first else "pre"
+    shape = heads, 1 if one else heads, head_dim
     spec = ModelSpec(
-        family="gpt2",
+        family=fields.family,
         architecture=architecture,
         vocab=(vocab := fields.size("vocab_size")),
         embed=embed,
-        layers=tuple(Layer(Attention(heads, heads, head_dim, s), mlp, norm, "pre") for s in scales),
+        layers=tuple(Layer(Attention(*shape, s), mlp, norm, placement) for s in scales),
         max_positions=positions,
         learned_positions=positions,
         token_types=vocab,
         token_types_from_vocab=True,
-        final_norm=norm,
-        head=Head("causal") if architecture == "GPT2LMHeadModel" else None,
+        packs=not is_first,
+        final_norm=None if is_first else norm,
+        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
-    hf = "transformer.h.{i}."
+    hf, table = "transformer.h.{i}.", "positions_embed" if is_first else "wpe"
+
+    def linear(ours: str, theirs: str, axes: str) -> list[Row]:
+        if is_bigcode:
+            return make.linear(ours, hf + theirs, axes)
+        # Conv1D stores [in, out]; the axis names give the transpose.
+        return make.linear(ours, hf + theirs, axes, stored=" ".join(reversed(axes.split())))
+
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}ln_1"),
         *make.norm(norm, "mlp_norm", f"{hf}ln_2"),
-        # Conv1D stores [in, out]; the axis names give the transpose.
-        *make.linear("qkv", f"{hf}attn.c_attn", "q+k+v embed", stored="embed q+k+v"),
-        *make.linear("out", f"{hf}attn.c_proj", "embed q", stored="q embed"),
-        *make.linear("up", f"{hf}mlp.c_fc", "ffn embed", stored="embed ffn"),
-        *make.linear("down", f"{hf}mlp.c_proj", "embed ffn", stored="ffn embed"),
+        *(
+            make.by_head("qkv", f"{hf}attn.c_attn", bias=True)
+            if is_bigcode and not one
+            else linear("qkv", "attn.c_attn", "q+k+v embed")
+        ),
+        *linear("out", "attn.c_proj", "embed q"),
+        *linear("up", "mlp.c_fc", "ffn embed"),
+        *linear("down", "mlp.c_proj", "embed ffn"),
     ]
-    outer = [
-        row("positions.weight", "positions embed", ("transformer.wpe.weight", "positions embed")),
-        *make.norm(norm, "final_norm", "transformer.ln_f"),
-    ]
+    at = "positions embed"
+    outer = [row("positions.weight", at, (f"transformer.{table}.weight", at))]
+    if spec.final_norm:
+        outer += make.norm(norm, "final_norm", "transformer.ln_f")
     return spec, make.causal_table(
         spec,
         layer,
         outer,
-        embedding="transformer.wte",
+        embedding="transformer.tokens_embed" if is_first else "transformer.wte",
         tied=fields.flag("tie_word_embeddings", True),
         base="transformer.",
-        unused=[r"\.attn\.(masked_)?bias$"],  # causal masks that older versions stored as buffers
+        # Causal masks and positions that older versions stored as buffers.
+        unused=[r"\.attn\.(masked_)?bias$", r"^(transformer\.)?(bias|position_ids)$"],
     )
+
+
+def _first_activation(fields: ConfigFields) -> Activation:
+    """GPT's own names of activations, where gelu is the approximation."""
+    name = fields.take("afn")
+    if not isinstance(name, str) or name not in _AFN:
+        raise UnservedError(
+            f"config.json has afn={shown(name)}, which the openai-gpt family does not honour; "
+            f"known: {', '.join(_AFN)}."
+        )
+    return _AFN[name]

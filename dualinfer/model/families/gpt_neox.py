@@ -1,4 +1,7 @@
-"""GPT-NeoX: Pythia and its kind, parallel residual, partial rotary. HF source: models/gpt_neox."""
+"""GPT-NeoX, Pythia and its kind, and Persimmon: partial rotary, a projection by head.
+
+HF sources: models/gpt_neox, models/persimmon.
+"""
 
 from collections.abc import Mapping
 
@@ -9,11 +12,19 @@ from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
 
-CLASSES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
+CLASSES = {
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    "persimmon": ("PersimmonForCausalLM", "PersimmonModel"),
+}
+# HF's names of: the model, attention, the embedding, the last norm.
+_NAMES = {
+    "gpt_neox": ("gpt_neox.", "attention", "embed_in", "final_layer_norm"),
+    "persimmon": ("model.", "self_attn", "embed_tokens", "final_layernorm"),
+}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a GPT-NeoX model."""
+    """Spec and weight table of a GPT-NeoX or Persimmon model."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
     positions, ffn = fields.size("max_position_embeddings"), fields.size("intermediate_size")
     norm = Norm("layer", fields.number("layer_norm_eps"))
@@ -27,45 +38,54 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     rotary_dim = rotary_size(parameters, head_dim)
     parameters = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = make_rope(parameters, rotary_dim, positions)
-    bias = fields.flag("attention_bias", True)
+    is_neox = fields.family == "gpt_neox"
+    bias = not is_neox or fields.flag("attention_bias", True)
+    parallel = is_neox and fields.flag("use_parallel_residual", True)
+    normed = not is_neox and fields.flag("qk_layernorm", True)
+    if not is_neox:
+        fields.require("num_key_value_heads", heads)
     fields.ignore("attention_dropout", "hidden_dropout", "classifier_dropout")
     fields.ignore("attention_probs_dropout_prob", "hidden_dropout_prob")
     fields.ignore("is_decoder")  # HF's model is causal in any case
+    shape = heads, heads, head_dim, head_dim**-0.5
+    attention = Attention(*shape, rope=rope, qk_norm=norm if normed else None)
     block = Layer(
-        Attention(heads, heads, head_dim, head_dim**-0.5, rope=rope),
+        attention,
         Mlp(ffn, fields.activation("hidden_act"), gated=False),
         norm,
         "pre",
-        parallel=fields.flag("use_parallel_residual", True),
+        parallel=parallel,
     )
     spec = ModelSpec(
-        family="gpt_neox",
+        family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
         layers=(block,) * fields.layers("num_hidden_layers"),
         max_positions=reach(parameters, positions),
         final_norm=norm,
-        head=Head("causal") if architecture == "GPTNeoXForCausalLM" else None,
+        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
-    hf = "gpt_neox.layers.{i}."
+    base, attends, embedding, last = _NAMES[fields.family]
+    hf = base + "layers.{i}."
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
-        *make.by_head("qkv", f"{hf}attention.query_key_value", bias),
-        *make.linear("out", f"{hf}attention.dense", "embed q", bias),
+        *make.by_head("qkv", f"{hf}{attends}.query_key_value", bias),
+        *make.head_norms(attention, f"{hf}{attends}", ("q_layernorm", "k_layernorm")),
+        *make.linear("out", f"{hf}{attends}.dense", "embed q", bias),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
         *make.linear("up", f"{hf}mlp.dense_h_to_4h", "ffn embed"),
         *make.linear("down", f"{hf}mlp.dense_4h_to_h", "embed ffn"),
     ]
     # Causal masks and frequencies that older versions stored as buffers.
-    buffers = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
+    buffers = r"\.(attention|self_attn)\.(bias|masked_bias|rotary_emb\.inv_freq)$"
     return spec, make.causal_table(
         spec,
         layer,
-        make.norm(norm, "final_norm", "gpt_neox.final_layer_norm"),
-        embedding="gpt_neox.embed_in",
+        make.norm(norm, "final_norm", base + last),
+        embedding=base + embedding,
         tied=fields.flag("tie_word_embeddings", False),
-        base="gpt_neox.",
+        base=base,
         renames=(("lm_head.", "embed_out."),),
         unused=[buffers] if spec.head else [buffers, r"^embed_out\."],
     )

@@ -1,4 +1,7 @@
-"""GPT-J: parallel residual under one norm, partial interleaved rotary. HF source: models/gptj."""
+"""GPT-J and CodeGen: parallel residual under one norm, partial interleaved rotary.
+
+HF sources: models/gptj, models/codegen.
+"""
 
 from ...errors import ModelError
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -7,11 +10,15 @@ from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope
 
-CLASSES = {"gptj": ("GPTJForCausalLM", "GPTJModel")}
+CLASSES = {
+    "gptj": ("GPTJForCausalLM", "GPTJModel"),
+    "codegen": ("CodeGenForCausalLM", "CodeGenModel"),
+}
+_QUARTERS = 4  # of CodeGen's heads, for the cores of the TPUs that it was trained on
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a GPT-J model."""
+    """Spec and weight table of a GPT-J or CodeGen model."""
     embed, heads, head_dim = fields.split("n_embd", "n_head")
     positions, rotary_dim = fields.size("n_positions"), fields.size("rotary_dim")
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -19,6 +26,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             f"config.json has rotary_dim={rotary_dim}; expected an even number up to {head_dim}, "
             "the size of a head."
         )
+    if fields.family == "codegen" and heads % _QUARTERS:
+        raise ModelError(f"config.json has n_head={heads}; expected a multiple of {_QUARTERS}.")
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
     rope = make_rope({"rope_theta": 10000.0}, rotary_dim, positions, interleaved=True)
     ffn = fields.size("n_inner", 4 * embed)
@@ -35,7 +44,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         shared_norm=True,
     )
     spec = ModelSpec(
-        family="gptj",
+        family=fields.family,
         architecture=architecture,
         vocab=(vocab := fields.size("vocab_size")),
         embed=embed,
@@ -44,12 +53,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         token_types=vocab,
         token_types_from_vocab=True,
         final_norm=norm,
-        head=Head("causal") if architecture == "GPTJForCausalLM" else None,
+        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
     hf = "transformer.h.{i}."
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}ln_1"),
-        *make.joined("qkv", hf + "attn.{p}", make.QKV, bias=False),
+        *(
+            make.joined("qkv", hf + "attn.{p}", make.QKV, bias=False)
+            if fields.family == "gptj"
+            else make.packed("qkv", f"{hf}attn.qkv_proj", f"q+v+k/{_QUARTERS}", bias=False)
+        ),
         *make.linear("out", f"{hf}attn.out_proj", "embed q", bias=False),
         *make.linear("up", f"{hf}mlp.fc_in", "ffn embed"),
         *make.linear("down", f"{hf}mlp.fc_out", "embed ffn"),
@@ -65,5 +78,5 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         tied=fields.flag("tie_word_embeddings", False),
         base="transformer.",
         # Causal masks and tables of angles that older versions stored as buffers.
-        unused=[r"\.attn\.(bias|masked_bias|embed_positions)$"],
+        unused=[r"\.attn\.(bias|masked_bias|causal_mask|embed_positions)$"],
     )

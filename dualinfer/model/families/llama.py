@@ -53,7 +53,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
         *make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias),
-        *make.head_norms(qk_norm, f"{hf}self_attn"),
+        *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", out_bias),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),

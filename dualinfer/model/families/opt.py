@@ -36,13 +36,14 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         learned_positions=positions,
         position_offset=_OFFSET,
         positions_from_mask=True,
+        packs=False,
         embed_width=None if width == embed else width,
         final_norm=norm if final else None,
         head=Head("causal") if architecture == "OPTForCausalLM" else None,
     )
 
     def normed(ours: str, theirs: str) -> list[Row]:
-        return make.norm(norm, ours, theirs) if affine else make.plain_layer_norm(ours)
+        return make.norm(norm, ours, theirs) if affine else make.plain_norm(norm, ours)
 
     decoder, hf = "model.decoder.", "model.decoder.layers.{i}."
     layer = [

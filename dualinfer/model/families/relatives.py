@@ -3,16 +3,16 @@
 Each is a row of `_KINDS`, and its model a pass over it. HF sources: models/NAME/modeling_NAME.py.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable, row
 from . import rows as make
-from .fields import ConfigFields
-from .rope import make_rope, reach, rotary_size
+from .fields import ConfigFields, is_positive
+from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
 _Bias = bool | str  # the name of a config's field says it
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -23,21 +23,27 @@ _SHARED = {"attn_norm": "input_layernorm"}
 class _Kind:
     """What tells one family from another.
 
-    `eps` is the field of the norms' epsilon; without one it is 1e-5, and norms have no weights.
+    `eps` is the field of the norms' epsilon; without one it is 1e-5. `weighted` norms have weights.
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
     name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
-    MLP is not gated or gate and up are one. `ignored` fields change nothing at inference.
+    MLP is not gated or gate and up are one. `qk_names` are those of the norms of queries and keys,
+    `{x}` a head's number. `ignored` fields change nothing at inference.
     """
 
     name: str
+    also: tuple[str, ...] = ()  # classes of the makers' own code, with the same names of weights
     norm: Literal["rms", "layer"] = "rms"
     eps: str = "rms_norm_eps"
     unit_offset: bool = False
+    weighted: bool = True
     norm_bias: bool = True
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
     final_norm: str = "norm"
     placement: Literal["pre", "around", "behind"] = "pre"
-    qk_norm: bool = False
+    qk_norm: _Bias = False
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    qk_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_turned: bool = False
     qkv_bias: _Bias = "attention_bias"
     out_bias: _Bias = "attention_bias"
     mlp_bias: _Bias = False
@@ -48,28 +54,52 @@ class _Kind:
     gated: bool = True
     parallel: _Bias = False
     interleaved: bool = False
+    backwards: bool = False
     tied: bool = False
     ignored: tuple[str, ...] = ()
 
     @property
-    def classes(self) -> tuple[str, str]:
+    def classes(self) -> tuple[str, ...]:
         """HF's classes, with a head and without."""
-        return f"{self.name}ForCausalLM", f"{self.name}Model"
+        return f"{self.name}ForCausalLM", f"{self.name}Model", *self.also
 
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
 _GLM: dict[str, Any] = {"out_bias": False, "mlp": ("gate_up_proj", "down_proj")}
 _COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
+_PER_HEAD: dict[str, Any] = {
+    "qk_norm": "qk_layernorm",
+    "qk_names": ("q_layernorm", "k_layernorm"),
+}
 _AROUND = {
     "attn_norm": "input_layernorm",
     "attn_post_norm": "post_self_attn_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_mlp_layernorm",
 }
+_PERI = {**_PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+_OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
+_OLMO2 |= {"qk_norm_over": "all"}
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
 _KINDS = {
+    "apertus": _Kind(
+        *("Apertus",),
+        norms={"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+        qk_norm=True,
+        mlp=("up_proj", "down_proj"),
+        gated=False,
+    ),
     "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
-    "cohere": _Kind("Cohere", **_COHERE, interleaved=True, tied=True),
+    "cohere": _Kind(
+        *("Cohere",),
+        **_COHERE,
+        interleaved=True,
+        tied=True,
+        qk_norm="use_qk_norm",
+        qk_norm_over="own",
+    ),
     "cohere2": _Kind(
         *("Cohere2",),
         **_COHERE,
@@ -81,6 +111,7 @@ _KINDS = {
             *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
         ),
     ),
+    "cwm": _Kind("Cwm", qkv_bias=False, out_bias=False),
     "ernie4_5": _Kind(
         *("Ernie4_5",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
@@ -100,12 +131,51 @@ _KINDS = {
     "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
     "granite": _Kind("Granite", mlp_bias="mlp_bias"),
     "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
+    "hunyuan_v1_dense": _Kind(
+        *("HunYuanDenseV1",),
+        qk_norm=True,
+        qk_names=("query_layernorm", "key_layernorm"),
+        norm_turned=True,
+        ignored=("eod_token_id",),
+    ),
+    "hyperclovax": _Kind("HyperCLOVAX", **_LLAMA, placement="around", norms=_PERI),
+    "internlm3": _Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),
+    "iquestcoder": _Kind("Llama", ("IQuestCoderForCausalLM",), **_LLAMA),
+    "jais2": _Kind(
+        *("Jais2",),
+        **_LAYER_NORM,
+        **_LLAMA,
+        mlp=("up_proj", "down_proj"),
+        gated=False,
+    ),
     "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
-    "olmo": _Kind("Olmo", norm="layer", eps=""),
+    "ministral3": _Kind("Ministral3", qkv_bias=False, out_bias=False),
+    "nanochat": _Kind(
+        *("NanoChat",),
+        weighted=False,
+        qk_norm=True,
+        norm_turned=True,
+        backwards=True,
+        mlp=("fc1", "fc2"),
+        gated=False,
+    ),
+    "nemotron": _Kind(
+        *("Nemotron",),
+        norm="layer",
+        eps="norm_eps",
+        unit_offset=True,
+        mlp=("up_proj", "down_proj"),
+        gated=False,
+        mlp_bias="mlp_bias",
+    ),
+    "olmo": _Kind("Olmo", norm="layer", eps="", weighted=False),
+    "olmo2": _Kind("Olmo2", **_OLMO2),
+    "olmo3": _Kind("Olmo3", **_OLMO2),
     "phi": _Kind(
         *("Phi",),
         **_LAYER_NORM,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias", "parallel"), True),
+        **_PER_HEAD,
         norms=_SHARED,
         final_norm="final_layernorm",
         out="dense",
@@ -118,7 +188,7 @@ _KINDS = {
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
         qkv="qkv_proj",
         mlp=("gate_up_proj", "down_proj"),
-        ignored=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
+        ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
     ),
     "seed_oss": _Kind(
         *("SeedOss",),
@@ -139,6 +209,9 @@ _KINDS = {
         qkv_bias="use_qkv_bias",
         out_bias=False,
         parallel="use_parallel_residual",
+        qk_norm="qk_layernorm",
+        qk_norm_over="own",
+        qk_names=("q_layernorm.norms.{x}", "k_layernorm.norms.{x}"),
         ignored=("hidden_dropout",),
     ),
     "starcoder2": _Kind(
@@ -156,6 +229,7 @@ _KINDS = {
         ),
     ),
 }
+_ROPES_BY_KIND = ("olmo3",)
 CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
 
 
@@ -171,62 +245,128 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     eps = fields.number(kind.eps) if kind.eps else 1e-5
     norm = Norm(kind.norm, eps, kind.unit_offset)
-    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), kind.gated)
-    parameters = fields.take("rope_parameters")
-    size = rotary_size(parameters, head_dim)
-    for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
-        fields.require(name, parameters.get(name))
-    turning = {**parameters, "partial_rotary_factor": None}
-    rope = make_rope(turning, size, positions, kind.interleaved)
-    is_granite = fields.family == "granite"
+    mlp = Mlp(fields.size("intermediate_size"), _activation(fields), kind.gated)
+    attentions = _attentions(fields)
+    growth = _growth(fields)
+    parameters = _rope_parameters(fields, [turns for _, turns in attentions])
+    ropes: dict[str | None, Rope | None] = {None: None}
+    for turns, own in parameters.items():
+        size = rotary_size(own, head_dim)
+        for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
+            fields.require(name, own.get(name))
+        turning = {**own, "partial_rotary_factor": None}
+        rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
+        if rope.original:  # HF's generate begins anew by one field, its model by the other
+            fields.require(_ORIGINAL, rope.original)
+        if kind.backwards:
+            rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
+        ropes[turns] = rope
+    is_granite = fields.family in ("granite", "hyperclovax")
     scale = fields.number("attention_multiplier") if is_granite else head_dim**-0.5
-    qk_norm = norm if kind.qk_norm else None
+    shared: dict[str, Any] = {"qk_norm": norm if says(kind.qk_norm) else None}
+    if shared["qk_norm"]:
+        shared |= {"qk_norm_over": kind.qk_norm_over, "norm_turned": kind.norm_turned}
+    shared["growth"] = growth
+    if fields.family == "olmo":
+        shared["clip"] = fields.optional_number("clip_qkv")
     shape = heads, kv_heads, head_dim, scale
     parallel = says(kind.parallel)
+    behind = kind.placement
+    if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
+        behind = "pre"
     placement = {"parallel": parallel, "shared_norm": parallel}
     blocks = {
         (window, turns): Layer(
-            Attention(*shape, window=window, rope=rope if turns else None, qk_norm=qk_norm),
+            Attention(*shape, window=window, rope=ropes[turns], **shared),
             mlp,
             norm,
-            kind.placement,
+            behind,
             **placement,
             residual_scale=fields.number("residual_multiplier") if is_granite else 1.0,
         )
-        for window, turns in set(_attentions(fields))
+        for window, turns in dict.fromkeys(attentions)
     }
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=tuple(blocks[own] for own in _attentions(fields)),
-        max_positions=reach(parameters, positions),
+        layers=tuple(blocks[own] for own in attentions),
+        max_positions=max(reach(own, positions) for own in parameters.values()),
         embed_scale=_embed_scale(fields, embed),
         scales_embeds=is_granite,
+        embed_norm=norm if fields.family == "nanochat" else None,
         final_norm=norm,
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
-    for name in ("clip_qkv", "qk_layernorm", "use_bidirectional_attention", "use_qk_norm"):
-        fields.require(name, False)
+    fields.require("use_bidirectional_attention", False)
     fields.ignore("attention_dropout", *kind.ignored)
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
+
+
+def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
+    if fields.family == "apertus" and fields.take("hidden_act") == "xielu":
+        return "xielu"
+    return fields.activation("hidden_act")
+
+
+def _growth(fields: ConfigFields) -> tuple[float, float] | None:
+    """What Ministral 3 scales queries by, of the rotary embedding's parameters."""
+    parameters = fields.take("rope_parameters")
+    if fields.family != "ministral3" or not isinstance(parameters, Mapping):
+        return None
+    names = "llama_4_scaling_beta", _ORIGINAL
+    beta, period = (parameters.get(name) for name in names)
+    if not is_positive(beta) or not is_positive(period):
+        raise ModelError(
+            f"config.json has rope_parameters={shown(dict(parameters))}; ministral3 needs a "
+            f"positive {' and '.join(names)}."
+        )
+    return float(beta), float(period)
 
 
 def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:
     return kind.qkv_bias, kind.out_bias, kind.mlp_bias
 
 
-def _attentions(fields: ConfigFields) -> list[tuple[int | None, bool]]:
-    """Of each layer its window, None where it sees all of the past, and whether it has rotary."""
+def _rope_parameters(
+    fields: ConfigFields, kinds: Sequence[str | None]
+) -> dict[str, Mapping[str, Any]]:
+    """HF's rope_parameters by the kinds of layers that have their own, "" where all have one."""
+    given = fields.take("rope_parameters")
+    if fields.family in _ROPES_BY_KIND:
+        parameters = ropes_by_kind(given, [kind for kind in kinds if kind])
+        parameters = {kind: parameters[kind] for kind in dict.fromkeys(kinds) if kind}
+    else:
+        parameters = {"": given}
+    if not isinstance(given, Mapping):
+        return parameters
+    if fields.family == "ministral3":  # HF reads neither for the angles
+        parameters[""] = dict(given, llama_4_scaling_beta=None, max_position_embeddings=None)
+    if fields.family == "hunyuan_v1_dense" and given.get("rope_type") == "dynamic":
+        alpha, theta = given.get("alpha"), given.get("rope_theta")
+        if is_positive(alpha) and is_positive(theta):  # which makes it static
+            dim = fields.size("head_dim")
+            theta *= alpha ** (dim / (dim - 2))
+            parameters[""] = {"rope_type": "default", "rope_theta": theta}
+    return parameters
+
+
+def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
+    """Of each layer its window, None where it sees all of the past, and which rotary it has.
+
+    None for none, "" for the one that the model has, else HF's name of its kind of layer.
+    """
     count, family = fields.layers("num_hidden_layers"), fields.family
-    if family in ("starcoder2", "phi3"):
+    if family in ("starcoder2", "phi3", "ministral3"):
         window = fields.take("sliding_window")
-        return [(None if window is None else fields.size("sliding_window"), True)] * count
-    if family not in ("cohere2", "exaone4", "ministral", "smollm3"):
-        return [(None, True)] * count
+        return [(None if window is None else fields.size("sliding_window"), "")] * count
+    if family not in ("cohere2", "cwm", "exaone4", "ministral", "olmo3", "smollm3"):
+        return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
+    if family in _ROPES_BY_KIND:
+        return list(zip(windows, kinds, strict=True))
     if family == "smollm3":
         turns = fields.take("no_rope_layers")
         if not isinstance(turns, list | tuple) or len(turns) != count or {*turns} - {0, 1}:
@@ -234,14 +374,14 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, bool]]:
                 f"config.json has no_rope_layers={shown(turns)}; expected a 0 or 1 for each of "
                 f"{count} layers."
             )
-        return [(w, bool(t)) for w, t in zip(windows, turns, strict=True)]
-    everywhere = family == "ministral"
+        return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
+    everywhere = family in ("cwm", "ministral")
     everywhere |= family == "exaone4" and fields.take("sliding_window") is None
-    return [(window, everywhere or window is not None) for window in windows]
+    return [(w, "" if everywhere or w is not None else None) for w in windows]
 
 
 def _embed_scale(fields: ConfigFields, embed: int) -> float:
-    if fields.family == "granite":
+    if fields.family in ("granite", "hyperclovax"):
         return fields.number("embedding_multiplier")
     return embed**0.5 if fields.family == "gemma" else 1.0
 
@@ -252,7 +392,12 @@ def _head(fields: ConfigFields, has_head: bool) -> Head | None:
         scale = fields.number("logit_scale")
     elif fields.family == "granite":
         scale = 1 / fields.number("logits_scaling")
-    return Head("causal", scale=scale) if has_head else None
+    elif fields.family == "hyperclovax":
+        scale = fields.number("logits_scaling")
+    softcap = None
+    if fields.family == "nanochat":
+        softcap = fields.optional_number("final_logit_softcapping")
+    return Head("causal", scale=scale, softcap=softcap) if has_head else None
 
 
 def _table(
@@ -266,12 +411,17 @@ def _table(
     qkv_bias, out_bias, mlp_bias = biases
     hf = "model.layers.{i}."
     names = {n: name for n, name in kind.norms.items() if n != "mlp_norm" or not parallel}
+    if spec.layers[0].placement == "pre":
+        names = {n: name for n, name in names.items() if "post" not in n}
     layer = [r for n, name in names.items() for r in _norm(kind, norm, n, f"{hf}{name}")]
     if kind.qkv:
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
     else:
         layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
-    layer += make.head_norms(norm if kind.qk_norm else None, f"{hf}self_attn")
+    if kind.weighted:
+        layer += make.head_norms(spec.layers[0].attention, f"{hf}self_attn", kind.qk_names)
+    elif kind.qk_norm:
+        layer += [r for x in "qk" for r in make.plain_norm(norm, f"{x}_norm", "head_dim")]
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
     *first, down = kind.mlp
     if len(first) == 2:
@@ -279,9 +429,13 @@ def _table(
     else:
         axes = "gate+up embed" if kind.gated else "ffn embed"
         layer += make.linear("up", f"{hf}mlp.{first[0]}", axes, mlp_bias)
+    if spec.layers[0].mlp.activation == "xielu":
+        layer += make.xielu(f"{hf}mlp.act_fn")
     inner = "embed up" if kind.gated else "embed ffn"
     layer += make.linear("down", f"{hf}mlp.{down}", inner, mlp_bias)
     outer = _norm(kind, norm, "final_norm", f"model.{kind.final_norm}")
+    if spec.embed_norm:
+        outer += _norm(kind, norm, "embed_norm", "")
     if kind.head_bias and spec.head:
         outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
     return make.causal_table(
@@ -296,9 +450,9 @@ def _table(
 
 
 def _norm(kind: _Kind, norm: Norm, ours: str, theirs: str) -> list[Row]:
-    if not kind.eps:
-        return make.plain_layer_norm(ours)
+    if not kind.weighted:
+        return make.plain_norm(norm, ours)
     rows = make.norm(norm, ours, theirs)
     if norm.kind == "layer" and not kind.norm_bias:
-        rows[1:] = make.plain_layer_norm(ours)[1:]
+        rows[1:] = make.plain_norm(norm, ours)[1:]
     return rows

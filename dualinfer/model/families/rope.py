@@ -5,7 +5,8 @@ from arXiv:2309.00071. Computed in float32, in HF's order of operations.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,15 @@ _REASONS = {
 
 
 def make_rope(
-    parameters: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False
+    parameters: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    interleaved: bool = False,
+    switches: bool = False,
 ) -> Rope:
     """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
+    `switches`: HF's text begins anew with the long factors of longrope once it is so long.
     Raises UnservedError that names a rope_type or a parameter that is not honoured, and ModelError
     for a bad value.
     """
@@ -95,7 +101,7 @@ def make_rope(
     for name in sorted(keys & (_KEYS[kind] | {"rope_theta"})):
         _check(name, parameters[name])
     if kind == "longrope":
-        _check_factors(parameters, head_dim)
+        _check_factors(parameters, head_dim, switches)
     theta = float(parameters["rope_theta"])
     inv_freq, scaling = np.empty(0), math.nan
     try:
@@ -109,7 +115,15 @@ def make_rope(
             f"config.json has rope_parameters={shown(dict(parameters))}, which give frequencies "
             "that are no finite numbers. Take those of the model's maker."
         )
-    return Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+    rope = Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+    if kind != "longrope" or list(parameters["short_factor"]) == list(parameters["long_factor"]):
+        return rope
+    short = {**parameters, "long_factor": parameters["short_factor"]}
+    inv_freq, _ = _frequencies(kind, theta, short, head_dim, max_positions)
+    original = int(parameters[_ORIGINAL])
+    return replace(
+        rope, inv_freq=tuple(map(float, inv_freq)), long=rope.inv_freq, original=original
+    )
 
 
 def _frequencies(
@@ -129,7 +143,7 @@ def _frequencies(
     elif kind == "longrope":
         factors = np.array(parameters["long_factor"], np.float32)
         inv_freq = np.float32(1.0) / (factors * periods)
-        scaling = float(parameters["attention_factor"])
+        scaling = _longrope_scaling(parameters, max_positions)
     return inv_freq.astype(np.float32), scaling
 
 
@@ -149,19 +163,47 @@ def _check(name: str, value: Any) -> None:
         )
 
 
-def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
-    """Raise unless each frequency has its factor, the same for short and long sequences."""
+def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> float:
+    """The factor on cos and sin."""
+    given, original = parameters.get("attention_factor"), parameters.get(_ORIGINAL)
+    if given is not None:
+        return float(given)
+    factor = parameters.get("factor") or max_positions / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _check_factors(parameters: Mapping[str, Any], dim: int, switches: bool) -> None:
+    """Raise unless each frequency has its factors, and what else these need is there."""
     short, long = parameters["short_factor"], parameters["long_factor"]
-    if list(short) != list(long) or parameters.get("attention_factor") is None:
+    differ, original = list(short) != list(long), parameters.get(_ORIGINAL)
+    if differ and not switches:
         raise UnservedError(
-            "config.json has rope_type='longrope', which dualinfer honours with an "
-            "attention_factor and the same factors for short and long sequences alone; else "
-            f"{_REASONS['dynamic']}."
+            "config.json has rope_type='longrope' with other factors for long sequences than for "
+            "short ones, which dualinfer honours for phi3 alone: HF keeps what other families have "
+            "cached with the short ones, so that its text is not that of its logits."
         )
-    if len(long) != dim // 2:
+    needs = differ or parameters.get("attention_factor") is None
+    if needs and (not isinstance(original, int) or isinstance(original, bool) or original < 2):
         raise ModelError(
-            f"config.json has rope_parameters with {len(long)} factors; expected {dim // 2}."
+            f"config.json has rope_parameters with {_ORIGINAL}={shown(original)}; longrope needs "
+            "an int above 1."
         )
+    if {len(long), len(short)} != {dim // 2}:
+        raise ModelError(
+            f"config.json has rope_parameters with {len(short)} and {len(long)} factors; expected "
+            f"{dim // 2}."
+        )
+
+
+def ropes_by_kind(ropes: Any, kinds: Iterable[str]) -> Mapping[str, Any]:
+    """HF's rope_parameters, where each kind of layer has its own."""
+    missing = set(kinds)
+    if not isinstance(ropes, Mapping) or missing - ropes.keys():
+        raise ModelError(
+            f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
+            f"of {', '.join(sorted(missing))}."
+        )
+    return ropes
 
 
 def rotary_size(parameters: Any, head_dim: int) -> int:

@@ -7,7 +7,7 @@ several, `{p}` stands for the name of a part.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..spec import ModelSpec, Norm
+from ..spec import XIELU, Attention, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -37,12 +37,17 @@ def joined(ours: str, theirs: str, parts: Mapping[str, str], bias: bool) -> list
     return rows
 
 
-def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
-    """The projection to q, k and v that HF stores as one linear layer, head by head."""
-    rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", "q+k+v/heads embed"))]
+def packed(ours: str, theirs: str, layout: str, bias: bool) -> list[Row]:
+    """The projection to q, k and v that HF stores as one linear layer, with its `layout`."""
+    rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", f"{layout} embed"))]
     if bias:
-        rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", "q+k+v/heads")))
+        rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", layout)))
     return rows
+
+
+def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
+    """As `packed`, head by head."""
+    return packed(ours, theirs, "q+k+v/heads", bias)
 
 
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
@@ -51,18 +56,42 @@ def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
     return [row(f"{ours}.{part}", axis, (f"{theirs}.{part}", axis)) for part in parts]
 
 
-def head_norms(kind: Norm | None, theirs: str) -> list[Row]:
-    """The weights of a norm over each query and key head, where a model has one."""
-    if kind is None:
-        return []
-    return [
-        r for x in ("q", "k") for r in norm(kind, f"{x}_norm", f"{theirs}.{x}_norm", "head_dim")
-    ]
+def head_norms(
+    a: Attention, theirs: str, names: tuple[str, str] = ("q_norm", "k_norm")
+) -> list[Row]:
+    """The weights of the norm of queries and keys, where a model has one.
+
+    `names` are HF's; `{x}` in one stands for a head's number.
+    """
+    rows = []
+    for ours, name in zip(("q", "k"), names, strict=True):
+        if a.qk_norm is None:
+            break
+        hf, heads = f"{theirs}.{name}", "heads" if ours == "q" else "kv_heads"
+        if a.qk_norm_over == "own":
+            stored = "head_dim" if "{x}" in name else f"{heads} head_dim"
+            rows.append(row(f"{ours}_norm.weight", f"{heads} head_dim", (f"{hf}.weight", stored)))
+        else:
+            axis = "head_dim" if a.qk_norm_over == "head" else ours
+            rows += norm(a.qk_norm, f"{ours}_norm", hf, axis)
+    return rows
 
 
-def plain_layer_norm(ours: str) -> list[Row]:
-    """A LayerNorm for which HF has no weights."""
-    return [Row(f"{ours}.{p}", ("embed",), (), constant=c) for p, c in (("weight", 1), ("bias", 0))]
+def norm_without_bias(kind: Norm, ours: str, theirs: str) -> list[Row]:
+    """A LayerNorm for which HF has a weight alone."""
+    return [*norm(kind, ours, theirs)[:1], *plain_norm(kind, ours)[1:]]
+
+
+def plain_norm(kind: Norm, ours: str, axis: str = "embed") -> list[Row]:
+    """A norm for which HF has no weights."""
+    parts = {"weight": 1, "bias": 0} if kind.kind == "layer" else {"weight": 1}
+    return [Row(f"{ours}.{part}", (axis,), (), constant=value) for part, value in parts.items()]
+
+
+def xielu(theirs: str) -> list[Row]:
+    """The numbers of a layer's xIELU: two that are learned, and two buffers."""
+    rows = [row(f"xielu.{x}", "one", (f"{theirs}.{x}", "one")) for x in XIELU[:2]]
+    return rows + [row(f"xielu.{x}", "", (f"{theirs}.{x}", "")) for x in XIELU[2:]]
 
 
 def causal_table(

@@ -23,6 +23,7 @@ from ....kernels.triton import (
     eight_bit,
     embedding,
     filters,
+    head_norm,
     linear,
     quantized,
     rotary,
@@ -48,7 +49,7 @@ from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, scoring, turns
+from .plain import PlainOps, last_of, scoring, turns
 
 _HOPPER = 90
 
@@ -82,6 +83,7 @@ class KernelOps(PlainOps):
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
         "layer_norm": "Triton, fused into the product of a single row; XLA for prompts",
+        "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "attention": "cuDNN where it can, else Triton",
@@ -165,13 +167,15 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"residual": residual, "pdl": self.starts_early(rows)}
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
+            how["unit_offset"] = spec.unit_offset
             if spec.kind == "rms":
-                offset = spec.unit_offset
-                return call(norms.rms_norm, x, weight, spec.eps, unit_offset=offset, **how)[0]
+                return call(norms.rms_norm, x, weight, spec.eps, **how)[0]
             return call(norms.layer_norm, x, weight, bias, spec.eps, **how)[0]
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
+        if by.norm is not None and not linear.fuses_norm(by.norm):
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
         codes = packed(weight)
         count, (features, width) = math.prod(x.shape[:-1]), weight.shape
         eight = in_eight_bits(weight, count, x.dtype.itemsize)
@@ -272,9 +276,39 @@ class KernelOps(PlainOps):
         fused = by.activation is not None or by.residual is not None
         return linear.serves(count, features, width, x.dtype.itemsize, fused)
 
-    def angles(self, spec: ModelSpec, params: Any, positions: jax.Array) -> Any:
-        """The positions: kernels turn by them as they read queries and keys."""
-        return positions
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: jax.Array, last: jax.Array | None = None
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
+
+    def _prepared(
+        self, layer: LayerAttention, qkv: jax.Array, positions: jax.Array
+    ) -> tuple[LayerAttention, jax.Array]:
+        """What is left of a layer's norms for the launch that turns heads, and qkv with others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer, qkv
+        if layer.whole is not None:
+            assert a.growth is None
+            query, key, _ = a.qkv_sizes
+            *parts, v = jnp.split(qkv, (query, query + key), axis=-1)
+            q, k = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
+            normed = [x.reshape(*qkv.shape[:-1], -1) for x in self._norm_heads(layer, q, k)]
+            qkv = jnp.concatenate([*normed, v], axis=-1)
+        else:
+            with jax.named_scope("qk_norm"):
+                _, (qkv,) = call(
+                    head_norm.norm_heads,
+                    qkv,
+                    **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                    positions=None if a.growth is None else positions,
+                    pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+                    capability=self.capability,
+                    written=(qkv,),
+                )
+        return layer._replace(q_norm=None, k_norm=None), qkv
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
@@ -294,13 +328,15 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         a = layer.spec
+        angles, last = angles if isinstance(angles, tuple) else (angles, None)
+        layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
         known = self._known(cache)
         held = _held(known)
         pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"cache": pools, "slots": None if known is None else slots}
+        turn |= {"ends": last, "cache": pools, "slots": None if known is None else slots}
         turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
         turn |= {"pdl": self.starts_early(batch * tokens)} | _norms_of(layer)
         pairs = batch * a.heads
@@ -351,10 +387,14 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend_token`."""
         known = self._known(cache)
         if known is None:
-            rope = layer.spec.rope
-            turned = {rope: turns(rope, angles)} if rope else {}
+            rope, growth = layer.spec.rope, layer.spec.growth
+            angles, last = angles if isinstance(angles, tuple) else (angles, None)
+            turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
+            if growth:
+                turned[growth] = primitives.growth(angles, *growth)
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
+        layer, qkv = self._prepared(layer, qkv, lengths[:, None])
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
         held = _held(known)
@@ -463,8 +503,8 @@ def _turn_and_attend(
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: Rope) -> np.ndarray:
-    """float32 [R/2], the same array each time, so that a step holds it once."""
-    return np.array(rope.inv_freq, np.float32)
+    """float32 [R/2] or [2, R/2], the same array each time, so that a step holds it once."""
+    return np.array(rope.tables, np.float32)
 
 
 def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
@@ -495,4 +535,6 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "k_norm": k_norm.weight if k_norm else None,
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+        "norm_turned": layer.spec.norm_turned,
+        "original": rope.original if rope else 0,
     }

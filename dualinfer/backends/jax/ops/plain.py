@@ -3,7 +3,7 @@
 Everything is traced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -22,9 +22,16 @@ from ..sampler import SlotState
 from . import primitives
 
 
-def turns(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines by which heads turn, [..., R/2]."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.array(rope.inv_freq, jnp.float32)
+def turns(
+    rope: Rope, positions: jax.Array, last: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines by which heads turn, [B, T, R/2]; `last` [B]: see `contract.Ops.angles`."""
+    frequencies = jnp.array(rope.inv_freq, jnp.float32)
+    if rope.original:
+        assert last is not None
+        long = jnp.array(rope.long, jnp.float32)
+        frequencies = jnp.where((last >= rope.original)[:, None, None], long, frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
 
@@ -135,8 +142,9 @@ class PlainOps:
             x = residual + x
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
-        assert norm.bias is not None
-        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(
+            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
+        )
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
@@ -172,6 +180,14 @@ class PlainOps:
         """See `contract.BlockOps.add`."""
         return x + y
 
+    def clip(self, x: jax.Array, limit: float) -> jax.Array:
+        """See `contract.BlockOps.clip`."""
+        return jnp.clip(x, -limit, limit)
+
+    def xielu(self, x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+        """See `contract.BlockOps.xielu`."""
+        return primitives.xielu(x, *numbers)
+
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
@@ -186,15 +202,25 @@ class PlainOps:
         slopes = self.split.slopes(index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
-        return LayerAttention.named(a, params.layers[index], slopes=slopes)
+        whole = self.split.whole(index) if self.split else None
+        return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
-    def angles(self, spec: ModelSpec, params: Params, positions: jax.Array) -> Any:
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: jax.Array,
+        last: jax.Array | None = None,
+    ) -> Any:
         """See `contract.Ops.angles`."""
-        angles: dict[Rope, tuple[jax.Array, jax.Array]] = {}
+        angles: dict[Any, Any] = {}
+        last = last_of(spec, positions, last)
         for layer in spec.layers:
-            rope = layer.attention.rope
+            rope, growth = layer.attention.rope, layer.attention.growth
             if rope and rope not in angles:
-                angles[rope] = turns(rope, positions)
+                angles[rope] = turns(rope, positions, last)
+            if growth and growth not in angles:
+                angles[growth] = primitives.growth(positions, *growth)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: jax.Array, angles: Any) -> list[jax.Array]:
@@ -203,12 +229,41 @@ class PlainOps:
         query, key, _ = a.qkv_sizes
         parts = jnp.split(qkv, (query, query + key), axis=-1)
         q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
-        if layer.q_norm and layer.k_norm:
-            q, k = (PlainOps.norm(self, x, n) for x, n in ((q, layer.q_norm), (k, layer.k_norm)))
+        if not a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
+        if a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].astype(q.dtype)
         return [q, k, v]
+
+    def _norm_heads(
+        self, layer: LayerAttention, q: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys [B, T, heads, D], normed where the layer has a norm of them."""
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        if layer.spec.qk_norm_over != "all":
+            return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
+        parts = [x.reshape(*x.shape[:-2], -1) for x in (q, k)]
+        if layer.whole is None:
+            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            return a.reshape(q.shape), b.reshape(k.shape)
+        assert self.split is not None and q_norm.spec.kind == "rms"
+        queries, keys, part = layer.whole
+        squares = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1) for x in parts]
+        sums = self.split.sum(jnp.stack((squares[0], squares[1] * part), -1))
+        a, b = (
+            primitives.rms_norm(x, n.weight, n.spec.eps, n.spec.unit_offset, sums[..., i] / width)
+            for i, (x, n, width) in enumerate(
+                zip(parts, (q_norm, k_norm), (queries, keys), strict=True)
+            )
+        )
+        return a.reshape(q.shape), b.reshape(k.shape)
 
     def attend(
         self,
@@ -283,7 +338,15 @@ class PlainOps:
         return state._replace(seen=sampler.mark(state.seen, out))
 
 
+def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
+    """`last` of `angles` for each row; None where no rotary embedding asks for it."""
+    if spec.original is None:
+        return None
+    return jnp.broadcast_to(positions.max(), len(positions)) if last is None else last
+
+
 def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, "alibi": layer.slopes}
+    alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
+    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}

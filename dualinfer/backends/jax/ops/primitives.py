@@ -167,21 +167,47 @@ def embed(ids: jax.Array, weight: Weight) -> jax.Array:
 
 
 @jax.named_scope("rms_norm")
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, unit_offset: bool = False) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    unit_offset: bool = False,
+    squares: jax.Array | None = None,
+) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight).
+
+    `squares` float32 [...] is the mean of squares of a longer axis, of which x has a share.
+    """
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(y * y, axis=-1, keepdims=True) if squares is None else squares[..., None]
+    y = y * lax.rsqrt(mean + eps)
     factor = weight.astype(jnp.float32)
     return (y * (1 + factor if unit_offset else factor)).astype(x.dtype)
 
 
 @jax.named_scope("layer_norm")
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """(x - mean) / std * weight + bias over the last axis, in float32."""
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    eps: float,
+    unit_offset: bool = False,
+) -> jax.Array:
+    """(x - mean) / std * weight + bias over the last axis, in float32.
+
+    With `unit_offset` times 1 + weight.
+    """
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    factor = weight.astype(jnp.float32)
+    y = y * (1 + factor if unit_offset else factor)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def growth(positions: jax.Array, beta: float, period: float) -> jax.Array:
+    """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
+    return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / period))
 
 
 @jax.named_scope("rotary")
@@ -226,6 +252,18 @@ def activation(x: jax.Array, kind: Activation) -> jax.Array:
     return y.astype(x.dtype)
 
 
+@jax.named_scope("activation")
+def xielu(
+    x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """xIELU in float32; see `reference.xielu`."""
+    y, *numbers = (a.astype(jnp.float32) for a in (x, alpha_p, alpha_n, beta, eps))
+    alpha_p, alpha_n, beta, eps = numbers
+    above = y * (jax.nn.softplus(alpha_p) * y + beta)
+    below = (jnp.expm1(jnp.minimum(y, eps)) - y) * (beta + jax.nn.softplus(alpha_n)) + beta * y
+    return jnp.where(y > 0, above, below).astype(x.dtype)
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
@@ -245,6 +283,7 @@ def attention(
     mask: jax.Array | None = None,
     segments: jax.Array | None = None,
     alibi: jax.Array | None = None,
+    alibi_scale: float | None = None,
     positions: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -253,8 +292,8 @@ def attention(
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count. k and v may be float32 where q is
-    not, as a cache in codes keeps them.
+    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
+    k and v may be float32 where q is not, as a cache in codes keeps them.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape
@@ -268,8 +307,8 @@ def attention(
         scores = einsum("btkgd,bskd->bkgts", part, k, preferred_element_type=jnp.float32)
         scores = _capped(scores * scale, softcap)
         if alibi is not None:
-            ahead = (keys_at[:, None, :] - keys_at[:, at, None]).astype(jnp.float32)
-            scores += alibi.reshape(kv_heads, -1, 1, 1) * ahead[:, None, None]
+            bias = alibi_bias(alibi, keys_at, keys_at[:, at], alibi_scale)
+            scores += bias.reshape(bias.shape[0], kv_heads, -1, *bias.shape[2:])
         visible = visible_keys(tokens, causal, window, mask, segments, at)
         weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
         return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
@@ -281,6 +320,27 @@ def attention(
     starts = jnp.arange(0, tokens, _WHOLE)
     out = lax.map(lambda pair: rows(*pair), (parts, starts))
     return out.swapaxes(0, 1).reshape(q.shape).astype(dtype)
+
+
+def alibi_bias(
+    slopes: jax.Array, keys: jax.Array, queries: jax.Array, scale: float | None
+) -> jax.Array:
+    """What ALiBi adds to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Slopes [H] times how far a key lies ahead; with `scale` its product with the difference of
+    slopes times positions, both rounded to bfloat16.
+    """
+    if scale is None:
+        ahead = (keys[:, None, :] - queries[:, :, None]).astype(jnp.float32)
+        return slopes[:, None, None] * ahead[:, None]
+
+    def rounded(x: jax.Array) -> jax.Array:  # a cast there and back is none to XLA
+        return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+    def at(positions: jax.Array) -> jax.Array:
+        return rounded(slopes[:, None] * rounded(positions)[:, None])
+
+    return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -341,12 +401,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     alibi: jax.Array | None = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them. `alibi` and `sinks` are float32 [H].
+    The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
+    `alibi_bias`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -360,8 +422,8 @@ def decode_attention(
     scores = einsum("nkgd,nksd->nkgs", grouped, keys, preferred_element_type=jnp.float32)
     scores = _capped(scores * scale, softcap)
     if alibi is not None:
-        ahead = (at - (lengths[:, None] - 1)).astype(jnp.float32)
-        scores += alibi.reshape(kv_heads, -1, 1) * ahead[:, None, None]
+        bias = alibi_bias(alibi, at, lengths[:, None] - 1, alibi_scale)
+        scores += bias.reshape(slots, kv_heads, -1, cache.capacity)
     weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     y = einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values)
     return y.reshape(q.shape).astype(dtype)

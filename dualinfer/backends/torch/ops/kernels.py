@@ -4,7 +4,7 @@ Which kernel serves a call follows from its shapes alone: products with few rows
 once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    head_norm,
     linear,
     quantized,
     rotary,
@@ -45,7 +46,7 @@ from ..params import Params
 from ..profiling import named
 from ..sampler import SlotState
 from . import primitives
-from .plain import Chunk, PlainOps
+from .plain import Chunk, PlainOps, last_of
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -77,6 +78,7 @@ class KernelOps(PlainOps):
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row",
         "layer_norm": "Triton, fused into the product of a single row",
+        "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
@@ -144,9 +146,9 @@ class KernelOps(PlainOps):
             "residual": residual,
             "pdl": self.starts_early(x.numel() // x.shape[-1]),
         }
+        how["unit_offset"] = spec.unit_offset
         if spec.kind == "rms":
-            return norms.rms_norm(x, weight, spec.eps, unit_offset=spec.unit_offset, **how)
-        assert bias is not None
+            return norms.rms_norm(x, weight, spec.eps, **how)
         return norms.layer_norm(x, weight, bias, spec.eps, **how)
 
     @named("matmul")
@@ -161,6 +163,8 @@ class KernelOps(PlainOps):
         codes = packed(weight)
         if weight.scheme is not None and codes is None:
             return super().linear(x, weight, by)
+        if by.norm is not None and not linear.fuses_norm(by.norm):
+            x, by = self.norm(x, by.norm), by._replace(norm=None)
         count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
         eight = in_eight_bits(weight, count, x.element_size())
         if eight is not None:
@@ -213,6 +217,11 @@ class KernelOps(PlainOps):
             pdl=self.pdl,
         )
 
+    @named("activation")
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `contract.BlockOps.xielu`."""
+        return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
+
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
         count, (features, width) = x.numel() // x.shape[-1], weight.shape
@@ -245,9 +254,16 @@ class KernelOps(PlainOps):
                 y = residual.add_(y) if by.spend else residual + y
         return y.float() if by.wide else y
 
-    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
-        """The positions: kernels turn by them as they read queries and keys."""
-        return positions
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
 
     def _heads(
         self,
@@ -258,12 +274,14 @@ class KernelOps(PlainOps):
         slots: torch.Tensor | None = None,
         start: int = 0,
     ) -> list[torch.Tensor]:
-        """See `PlainOps._heads`; by one launch, in place, which fills `slots` from `start` on."""
-        a = layer.spec
+        """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `start` on."""
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        a, layer = layer.spec, self._prepared(layer, qkv, positions)
         slots = None if cache is None else slots
         rotary.rotary_append(
             qkv,
-            angles,
+            positions,
+            ends=last,
             heads=a.heads,
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
@@ -276,6 +294,28 @@ class KernelOps(PlainOps):
             **_norms_of(layer),
         )
         return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
+
+    def _prepared(
+        self, layer: LayerAttention, qkv: torch.Tensor, positions: torch.Tensor
+    ) -> LayerAttention:
+        """What is left of a layer's norms for the launch that turns heads; `qkv` has the others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer
+        if layer.whole is not None:
+            assert a.growth is None
+            parts = qkv.split(a.qkv_sizes, dim=-1)[:2]
+            q, k = (x.unflatten(-1, (-1, a.head_dim)) for x in parts)
+            for x, normed in zip((q, k), self._norm_heads(layer, q, k), strict=True):
+                x.copy_(normed)
+        else:
+            head_norm.norm_heads(
+                qkv,
+                **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                positions=positions,
+                pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+            )
+        return layer._replace(q_norm=None, k_norm=None)
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
         """The cache, if kernels know its kind."""
@@ -335,6 +375,7 @@ class KernelOps(PlainOps):
                 ).transpose(1, 2)
         else:
             counted = positions if layer.slopes is not None else None
+            how["alibi_scale"] = layer.alibi_scale
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
@@ -356,7 +397,7 @@ class KernelOps(PlainOps):
         known = self._known(cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
-        a = layer.spec
+        a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
             slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
             shape = a.heads // kv_heads, dim, known.k.element_size()
@@ -374,6 +415,7 @@ class KernelOps(PlainOps):
             counters=self._zeros(qkv.shape[0] * a.kv_heads),
             window=a.window,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
             config=config,
             sms=self.sms,
@@ -482,4 +524,6 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "k_norm": k_norm.weight if k_norm else None,
         "norm_eps": q_norm.spec.eps if q_norm else 0.0,
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+        "norm_turned": layer.spec.norm_turned,
+        "original": rope.original if rope else 0,
     }

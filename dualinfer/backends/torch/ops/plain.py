@@ -1,12 +1,12 @@
 """The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView
@@ -119,8 +119,9 @@ class PlainOps:
             x = residual + x
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
-        assert norm.bias is not None
-        return primitives.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return primitives.layer_norm(
+            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
+        )
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
@@ -151,6 +152,14 @@ class PlainOps:
         """See `contract.BlockOps.add`."""
         return x + y
 
+    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        """See `contract.BlockOps.clip`."""
+        return x.clamp_(-limit, limit)
+
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `contract.BlockOps.xielu`."""
+        return primitives.xielu(x, *numbers)
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
         return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
@@ -164,26 +173,69 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        return LayerAttention.named(a, params.layers[index], frequencies, slopes)
+        whole = self.split.whole(index) if self.split else None
+        return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
-    def angles(self, spec: ModelSpec, params: Params, positions: torch.Tensor) -> Any:
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> Any:
         """See `contract.Ops.angles`."""
-        angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        angles: dict[Any, Any] = {}
+        last = last_of(spec, positions, last)
         for rope, frequencies in params.frequencies.items():
+            if last is not None and rope.original:
+                short, long = frequencies
+                is_long = (last >= rope.original)[:, None, None]
+                frequencies = torch.where(is_long, long, short)
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
+        for growth in {layer.attention.growth for layer in spec.layers} - {None}:
+            angles[growth] = primitives.growth(positions, *growth)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
         """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
         a = layer.spec
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
-        if layer.q_norm and layer.k_norm:
-            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        if not a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
+        if a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].to(q.dtype)
         return [q, k, v]
+
+    def _norm_heads(
+        self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, T, heads, D], normed where the layer has a norm of them."""
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        if layer.spec.qk_norm_over != "all":
+            return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
+        parts = q.flatten(-2), k.flatten(-2)
+        if layer.whole is None:
+            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            return a.view_as(q), b.view_as(k)
+        assert self.split is not None and q_norm.spec.kind == "rms"
+        queries, keys, part = layer.whole
+        squares = [x.float().square().sum(-1) for x in parts]
+        sums = self.split.sum(torch.stack((squares[0], squares[1] * part), -1))
+        a, b = (
+            primitives.rms_norm(x, n.weight, n.spec.eps, n.spec.unit_offset, total / width)
+            for x, n, total, width in zip(
+                parts, (q_norm, k_norm), sums.unbind(-1), (queries, keys), strict=True
+            )
+        )
+        return a.view_as(q), b.view_as(k)
 
     def attend(
         self,
@@ -219,6 +271,7 @@ class PlainOps:
             mask=mask,
             segments=segments,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
         )
@@ -243,6 +296,7 @@ class PlainOps:
             scale=a.scale,
             window=a.window,
             alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
         )
         return y.flatten(-2)[:, None], cache
@@ -272,3 +326,12 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def last_of(
+    spec: ModelSpec, positions: torch.Tensor, last: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`last` of `angles` for each row; None where no rotary embedding asks for it."""
+    if spec.original is None:
+        return None
+    return positions.max().expand(len(positions)) if last is None else last

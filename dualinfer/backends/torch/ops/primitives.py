@@ -147,21 +147,42 @@ def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 @named("rms_norm")
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight)."""
+    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight).
+
+    `squares` float32 [...] is the mean of squares of a longer axis, of which x has a share.
+    """
     y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    mean = y.pow(2).mean(-1, keepdim=True) if squares is None else squares[..., None]
+    y = y * torch.rsqrt(mean + eps)
     factor = weight.float()
     return (y * (1 + factor if unit_offset else factor)).to(x.dtype)
 
 
 @named("layer_norm")
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
-    """(x - mean) / std * weight + bias over the last axis."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """(x - mean) / std * weight + bias over the last axis; `unit_offset`: * (1 + weight)."""
+    if weight.dim() == 1 and not unit_offset:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    y = y * (1 + weight.float() if unit_offset else weight.float())
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def growth(positions: torch.Tensor, beta: float, period: float) -> torch.Tensor:
+    """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
+    return 1 + beta * torch.log(1 + torch.floor(positions.float() / period))
 
 
 @named("rotary")
@@ -201,6 +222,22 @@ def activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return torch.tanh(x)
 
 
+@named("activation")
+def xielu(
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: torch.Tensor,
+    eps: torch.Tensor,
+) -> torch.Tensor:
+    """xIELU in float32; see `reference.xielu`."""
+    y, beta = x.float(), beta.float()
+    above = y * (F.softplus(alpha_p.float()) * y + beta)
+    below = torch.expm1(torch.minimum(y, eps.float())) - y
+    below = below * (beta + F.softplus(alpha_n.float())) + beta * y
+    return torch.where(y > 0, above, below).to(x.dtype)
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
@@ -220,6 +257,7 @@ def attention(
     mask: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
     alibi: torch.Tensor | None = None,
+    alibi_scale: float | None = None,
     positions: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -228,16 +266,16 @@ def attention(
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count. k and v may be float32 where q is
-    not, as a cache in codes keeps them.
+    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
+    k and v may be float32 where q is not, as a cache in codes keeps them.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
         at = torch.arange(q.shape[1], device=q.device)[None] if positions is None else positions
-        ahead = None if alibi is None else at[:, None, :] - at[:, :, None]
+        bias = None if alibi is None else alibi_bias(alibi, at, at, alibi_scale)
         visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
         query, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-        out = _dense_attention(query, keys, values, visible, scale, alibi, ahead, softcap, sinks)
+        out = _dense_attention(query, keys, values, visible, scale, bias, softcap, sinks)
         return out.transpose(1, 2).to(dtype)
     visible = None
     windowed = window is not None and window < q.shape[1]
@@ -255,21 +293,37 @@ def attention(
     return out.transpose(1, 2).to(dtype)
 
 
+def alibi_bias(
+    slopes: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """What ALiBi adds to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Slopes [H] times how far a key lies ahead; with `scale` its product with the difference of
+    slopes times positions, both rounded to bfloat16.
+    """
+    if scale is None:
+        return slopes[:, None, None] * (keys[:, None, :] - queries[:, :, None])[:, None]
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        return (slopes[:, None] * positions.bfloat16().float()[:, None]).bfloat16().float()
+
+    return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
+
+
 def _dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
-    alibi: torch.Tensor | None,
-    ahead: torch.Tensor | None,
+    bias: torch.Tensor | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What SDPA has no arguments for: q [B, H, T, D], k and v [B, K, S, D] to [B, H, T, D].
 
-    `visible` bool [B or 1, 1, T, S]; `ahead` int [B or 1, T, S] is how far a key lies ahead of the
-    query. Scores are float32, as HF has them where it matters (GPT-Neo, Gemma 2).
+    `visible` bool [B or 1, 1, T, S]; `bias` [B or 1, H, T, S] is added to capped scores.
+    Scores are float32, as HF has them where it matters (GPT-Neo, Gemma 2).
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
@@ -278,8 +332,8 @@ def _dense_attention(
     scores = (rows @ k.float().transpose(-1, -2)).view(batch, heads, tokens, -1) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if alibi is not None and ahead is not None:
-        scores = scores + alibi[:, None, None] * ahead[:, None]
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
@@ -334,12 +388,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     alibi: torch.Tensor | None = None,
+    alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them. `alibi` and `sinks` are float32 [H].
+    The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
+    `alibi_bias`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -350,10 +406,11 @@ def decode_attention(
     if window is not None:
         visible = visible & (at[None] >= lengths[:, None] - window)
     if alibi is not None or softcap is not None or sinks is not None:
-        ahead = (at[None] - (lengths[:, None] - 1))[:, None]
-        mask = visible[:, None, None]
+        bias, mask = None, visible[:, None, None]
+        if alibi is not None:
+            bias = alibi_bias(alibi, at[None], lengths[:, None] - 1, alibi_scale)
         query = q[:, :, None]
-        out = _dense_attention(query, keys, values, mask, scale, alibi, ahead, softcap, sinks)
+        out = _dense_attention(query, keys, values, mask, scale, bias, softcap, sinks)
         return out[:, :, 0].to(dtype)
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(

@@ -133,6 +133,12 @@ class _Recorder:
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x
 
+    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        return x
+
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        return x
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         return logits
 
@@ -260,7 +266,7 @@ def _prompts(
         a = layer.spec
         how: dict[str, Any] = {
             **{"causal": a.causal, "window": a.window},
-            **{"alibi": layer.slopes, "softcap": a.softcap},
+            **{"alibi": layer.slopes, "alibi_scale": layer.alibi_scale, "softcap": a.softcap},
         }
         shape = like.new_empty((1, tokens, 1, a.head_dim))
         if attention_choice.sdpa_backends(shape, **how):
