@@ -64,8 +64,8 @@ def _describe(
     softcap = None if third else softcap  # HF's Gemma 3 does not read it
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    parameters = fields.take("rope_parameters")
-    parameters = ropes_by_kind(parameters, kinds) if third else dict.fromkeys(kinds, parameters)
+    given = fields.take("rope_parameters")
+    parameters = ropes_by_kind(given, kinds) if third else dict.fromkeys(kinds, given)
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters
