@@ -7,6 +7,7 @@ norms behind sub-layers.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -65,7 +66,9 @@ def _describe(
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
     given = fields.take("rope_parameters")
-    parameters = ropes_by_kind(given, kinds) if third else dict.fromkeys(kinds, given)
+    parameters: Mapping[str, Any] = dict.fromkeys(kinds, given)  # Gemma 2 has one for both
+    if third:
+        parameters = ropes_by_kind(given, kinds)
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters
