@@ -286,6 +286,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.xdist_group("ranks")  # whose processes live through a run
 @pytest.mark.parametrize(("case", "backend"), SHARED)
 def test_several_devices_give_what_one_gives(case, backend, crew):
     """Splits of fused projections, of biases, of norms by head, and of a norm over all heads."""
