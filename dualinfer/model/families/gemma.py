@@ -65,10 +65,9 @@ def _describe(
     softcap = None if third else softcap  # HF's Gemma 3 does not read it
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    given = fields.take("rope_parameters")
-    parameters: Mapping[str, Any] = dict.fromkeys(kinds, given)  # Gemma 2 has one for both
-    if third:
-        parameters = ropes_by_kind(given, kinds)
+    given: Any = fields.take("rope_parameters")
+    one: dict[str, Any] = dict.fromkeys(kinds, given)  # Gemma 2 has one for both
+    parameters = ropes_by_kind(given, kinds) if third else one
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters
