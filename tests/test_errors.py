@@ -583,13 +583,16 @@ def test_a_quantized_text_model_within_another_is_not_taken_for_a_plain_one(meth
     ("rope", "message"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic'.*stale"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "'longrope'"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "original_max_position_embeddings=None; longrope needs",
+        ),
         (
             {
                 **{"rope_type": "longrope", "attention_factor": 1.0},
                 **{"short_factor": [1.0], "long_factor": [2.0]},
             },
-            "same factors for short and long.*stale",
+            "'longrope' with other factors for long sequences.*phi3 alone",
         ),
         ({"rope_type": "proportional"}, "'proportional'"),
         ({"rope_type": "nonsense"}, "'nonsense'.*Honoured: default, linear"),

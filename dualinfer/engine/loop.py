@@ -97,14 +97,14 @@ class Loop:
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
         with self._turns:
-            lives, pending = self._open(requests, self._runner.prefill)
+            lives, pending = self._open(requests, self._runner.prefill, chosen=False)
             self._chunks.append((pending, dict(enumerate(lives))))
             return lives
 
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
         with self._turns:
-            lives, scores = self._open(requests, self._runner.prefill_scores)
+            lives, scores = self._open(requests, self._runner.prefill_scores, chosen=True)
             for live in lives:
                 live.queued = live.request.max_new_tokens  # none that the device would choose
             return lives, scores
@@ -124,17 +124,16 @@ class Loop:
                 raise
 
     def _open(
-        self, requests: Sequence[Request], prefill: Callable[..., Any]
+        self, requests: Sequence[Request], prefill: Callable[..., Any], chosen: bool
     ) -> tuple[list[Live], Any]:
         """Sequences in the lowest free slots, and what `prefill` gives for them."""
         with self._turns:
             if self._closed is not None:
                 raise self._closed
+            pauses = [self._pause_of(request, chosen) for request in requests]
             slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
             self._turns.begin(requests, self._live)
-            lives = [
-                Live(r, slot, self._pause_of(r)) for r, slot in zip(requests, slots, strict=False)
-            ]
+            lives = [Live(r, slot, p) for r, slot, p in zip(requests, slots, pauses, strict=False)]
             slots = slots[: len(lives)]
             try:
                 parts = [live.part() for live in lives]
@@ -145,16 +144,28 @@ class Loop:
             self._live.update(zip(slots, lives, strict=True))
             return lives, result
 
-    def _pause_of(self, request: Request) -> int:
+    def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
 
         The pass over `original` tokens is the last one by the short angles, and gives one more.
+        Raises UnsupportedError where it had to begin anew and cannot: `chosen` tokens are the
+        caller's.
         """
         original, prompt = self._runner.spec.original, len(request.tokens)
         if original is None or prompt > original:
             return 0
         pause = original + 1 - prompt
-        return pause if pause < request.max_new_tokens else 0
+        if pause >= request.max_new_tokens:
+            return 0
+        if request.tokens.ndim > 1 or chosen:
+            what = "inputs_embeds" if request.tokens.ndim > 1 else "Tokens that the host chooses"
+            raise UnsupportedError(
+                f"{what} beyond position {original}, where this model's rotary angles change and a "
+                f"sequence is read again, are not served. Ask for at most {pause} new tokens, or "
+                "leave out what the host does: inputs_embeds, output_scores, output_logits and "
+                "processors of logits."
+            )
+        return pause
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""

@@ -455,5 +455,5 @@ def _check(
         raise ValueError(f"{counters.numel()} counters; {slots * kv_heads} are needed.")
     if inv_freq is not None and 2 * inv_freq.shape[-1] > dim:
         raise ValueError(f"{inv_freq.shape[-1]} frequencies turn more than {dim} elements.")
-    if original and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):
+    if inv_freq is not None and original and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):
         raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")

@@ -7,6 +7,7 @@ norms behind sub-layers.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -64,8 +65,9 @@ def _describe(
     softcap = None if third else softcap  # HF's Gemma 3 does not read it
     bias = fields.flag("attention_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    parameters = fields.take("rope_parameters")
-    parameters = ropes_by_kind(parameters, kinds) if third else dict.fromkeys(kinds, parameters)
+    given: Any = fields.take("rope_parameters")
+    one: dict[str, Any] = dict.fromkeys(kinds, given)  # Gemma 2 has one for both
+    parameters = ropes_by_kind(given, kinds) if third else one
     ropes = {
         kind: make_rope(parameters[kind], head_dim, positions)
         for kind in parameters

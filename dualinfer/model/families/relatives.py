@@ -252,8 +252,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     ropes: dict[str | None, Rope | None] = {None: None}
     for turns, own in parameters.items():
         size = rotary_size(own, head_dim)
-        for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
-            fields.require(name, own.get(name))
         turning = {**own, "partial_rotary_factor": None}
         rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
         if rope.original:  # HF's generate begins anew by one field, its model by the other
@@ -316,7 +314,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float] | None:
     if fields.family != "ministral3" or not isinstance(parameters, Mapping):
         return None
     names = "llama_4_scaling_beta", _ORIGINAL
-    beta, period = (parameters.get(name) for name in names)
+    beta, period = (parameters.get(name, 0) for name in names)
     if not is_positive(beta) or not is_positive(period):
         raise ModelError(
             f"config.json has rope_parameters={shown(dict(parameters))}; ministral3 needs a "
@@ -341,14 +339,17 @@ def _rope_parameters(
         parameters = {"": given}
     if not isinstance(given, Mapping):
         return parameters
+    for own in parameters.values():
+        for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
+            fields.require(name, own.get(name))
     if fields.family == "ministral3":  # HF reads neither for the angles
         parameters[""] = dict(given, llama_4_scaling_beta=None, max_position_embeddings=None)
     if fields.family == "hunyuan_v1_dense" and given.get("rope_type") == "dynamic":
-        alpha, theta = given.get("alpha"), given.get("rope_theta")
-        if is_positive(alpha) and is_positive(theta):  # which makes it static
-            dim = fields.size("head_dim")
-            theta *= alpha ** (dim / (dim - 2))
-            parameters[""] = {"rope_type": "default", "rope_theta": theta}
+        alpha, theta = given.get("alpha", 0), given.get("rope_theta", 0)
+        dim = fields.size("head_dim")
+        if is_positive(alpha) and is_positive(theta) and dim > 2:  # which makes it static
+            base = theta * alpha ** (dim / (dim - 2))
+            parameters[""] = {"rope_type": "default", "rope_theta": base}
     return parameters
 
 

@@ -166,8 +166,8 @@ def _check(name: str, value: Any) -> None:
 def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> float:
     """The factor on cos and sin."""
     given, original = parameters.get("attention_factor"), parameters.get(_ORIGINAL)
-    if given is not None:
-        return float(given)
+    if given is not None or original is None:
+        return float(given or 1.0)
     factor = parameters.get("factor") or max_positions / original
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 

@@ -251,7 +251,7 @@ class PlainOps:
             return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
         parts = [x.reshape(*x.shape[:-2], -1) for x in (q, k)]
         if layer.whole is None:
-            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            a, b = PlainOps.norm(self, parts[0], q_norm), PlainOps.norm(self, parts[1], k_norm)
             return a.reshape(q.shape), b.reshape(k.shape)
         assert self.split is not None and q_norm.spec.kind == "rms"
         queries, keys, part = layer.whole

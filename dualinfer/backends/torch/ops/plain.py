@@ -193,8 +193,9 @@ class PlainOps:
                 frequencies = torch.where(is_long, long, short)
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
-        for growth in {layer.attention.growth for layer in spec.layers} - {None}:
-            angles[growth] = primitives.growth(positions, *growth)
+        for growth in {layer.attention.growth for layer in spec.layers}:
+            if growth:
+                angles[growth] = primitives.growth(positions, *growth)
         return angles
 
     def _heads(self, layer: LayerAttention, qkv: torch.Tensor, angles: Any) -> list[torch.Tensor]:
@@ -223,7 +224,7 @@ class PlainOps:
             return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
         parts = q.flatten(-2), k.flatten(-2)
         if layer.whole is None:
-            a, b = (PlainOps.norm(self, x, n) for x, n in zip(parts, layer[1:3], strict=True))
+            a, b = PlainOps.norm(self, parts[0], q_norm), PlainOps.norm(self, parts[1], k_norm)
             return a.view_as(q), b.view_as(k)
         assert self.split is not None and q_norm.spec.kind == "rms"
         queries, keys, part = layer.whole
