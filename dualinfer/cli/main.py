@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, parity, bench, plan, quantize, launch, env."""
+"""The command line: generate, chat, demo, parity, check, bench, plan, quantize, launch, env."""
 
 import importlib.metadata
 import os
@@ -29,6 +29,7 @@ from ..errors import BackendNotAvailableError, DualinferError
 from ..system.command_options import QuantOption
 from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
+from .check import check
 from .devices import launch, plan
 from .environment import describe_backend, describe_system
 from .options import AdapterOption, RevisionOption
@@ -215,6 +216,7 @@ def parity(
         raise typer.Exit(1)
 
 
+app.command(cls=Command)(check)
 app.add_typer(bench, name="bench")
 app.command(cls=Command)(plan)
 app.command(cls=Command)(quantize)

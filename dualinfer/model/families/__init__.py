@@ -51,6 +51,12 @@ def check_model_type(model_type: Any) -> str:
     return model_type
 
 
+def default_class(model_type: str) -> str | None:
+    """The HF class that a family's config means where it names none; None if it is not served."""
+    family = _FAMILIES.get(model_type)
+    return None if family is None else family.CLASSES[model_type][0]
+
+
 def describe_model(
     config: Mapping[str, Any], class_names: Sequence[str] | None = None
 ) -> tuple[ModelSpec, WeightTable]:

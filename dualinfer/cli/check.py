@@ -1,0 +1,203 @@
+"""`dualinfer check`: a small random model of a family, by transformers and by both backends."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+
+from .. import backends
+from ..api import init_inference
+from ..arrays import to_numpy
+from ..checkpoint.hf_config import read_other_config
+from ..errors import (
+    ArgumentError,
+    BackendNotAvailableError,
+    DualinferError,
+    ModelError,
+    shown,
+)
+from ..model.families import default_class
+from ..system.tables import Table
+from .parity import difference, first_difference
+from .tiny import VOCAB, tiny_config
+
+_ROWS, _TOKENS, _SHORT, _NEW = 2, 17, 9, 12
+
+
+def check(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FAMILY|FOLDER...",
+            help="A family by transformers' model_type (llama), or a folder with a config.json.",
+        ),
+    ],
+    tolerance: Annotated[
+        float,
+        typer.Option(metavar="NUMBER", min=0, help="The most relative RMS error, in float32."),
+    ] = 1e-5,
+) -> None:
+    """Compare a small random model with transformers', layer by layer.
+
+    Its sizes are odd and its weights random, so a folder needs no weights. Both backends run it in
+    float32: whole sequences, a batch padded on the left, and greedy text.
+    """
+    for name in backends.BACKENDS:
+        try:
+            backends.check_backend(name)
+        except BackendNotAvailableError as error:
+            raise BackendNotAvailableError(f"check compares both backends. {error}") from error
+    console = Console()
+    wrong = [target for target in targets if not _check(console, target, tolerance)]
+    if wrong:
+        console.print(f"[red]Not as transformers has it: {', '.join(wrong)}.[/]")
+        raise typer.Exit(1)
+
+
+def _check(console: Console, target: str, tolerance: float) -> bool:
+    """Print how far one family lies from transformers; True if it does not."""
+    ids = np.random.default_rng(0).integers(3, VOCAB, (_ROWS, _TOKENS))
+    mask = np.ones_like(ids)
+    mask[-1, :-_SHORT] = 0
+    try:
+        model = _make_model(target)
+        wanted = _of_transformers(model, ids, mask)
+    except DualinferError:
+        raise
+    except Exception as error:  # of code that is not ours
+        raise ModelError(
+            f"transformers' own model of {target} does not run with a small config: {error}"
+        ) from error
+    columns: dict[str, dict[str, float | str]] = {}
+    for backend in backends.BACKENDS:
+        try:
+            found = _of_backend(model, backend, ids, mask, "text" in wanted)
+        except DualinferError as error:
+            console.print(f"{target} on {backend}: {error}", markup=False, highlight=False)
+            columns[backend] = {}
+            continue
+        columns[backend] = _differences(model, ids, found, wanted)
+    table = Table("", *backends.BACKENDS, box=SIMPLE, pad_edge=False)
+    table.title = f"{target} ({type(model).__name__}): relative RMS beside transformers"
+    names = [*wanted["states"], *(name for name in ("logits", "padded", "text") if name in wanted)]
+    passed = True
+    for name in names:
+        cells = [columns[backend].get(name, "-") for backend in backends.BACKENDS]
+        passed &= all(_is_right(cell, tolerance) for cell in cells)
+        table.add_row(name, *(cell if isinstance(cell, str) else f"{cell:.1e}" for cell in cells))
+    console.print(table)
+    return passed
+
+
+def _is_right(cell: float | str, tolerance: float) -> bool:
+    return cell == "equal" if isinstance(cell, str) else cell <= tolerance
+
+
+def _make_model(target: str) -> Any:
+    """A small random HF model of a family or of a folder's config."""
+    import torch
+    import transformers
+
+    if (Path(target) / "config.json").is_file():
+        config = read_other_config(Path(target))
+    elif target in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[target]()
+    else:
+        raise ArgumentError(
+            f"{shown(target)} is no folder with a config.json, and transformers has no such "
+            "model_type. Pass a family such as llama, or a checkpoint's folder."
+        )
+    config = config.get_text_config(decoder=True)
+    named = config.architectures or []
+    name = next((n for n in named if hasattr(transformers, n)), default_class(config.model_type))
+    tiny = tiny_config(config)
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name)
+    make = kind.from_config if name is None else kind._from_config
+    model = make(tiny, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, p in model.named_parameters():
+            if p.ndim > 1:
+                is_table = "emb" in parameter_name or parameter_name.endswith(("wte.weight",))
+                p.normal_(0, 0.7 if is_table else 1.5 / max(p.shape) ** 0.5)
+            else:  # from where they begin, so that norms that add 1 stay norms
+                p.add_(torch.empty_like(p).uniform_(-0.4, 0.4))
+    model.tie_weights()
+    if model.can_generate():
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    return model
+
+
+def _of_transformers(model: Any, ids: np.ndarray, mask: np.ndarray) -> dict[str, Any]:
+    """What HF's model gives: hidden states by name, logits of `ids`, of the padded batch, text."""
+    import torch
+
+    given, padding = torch.from_numpy(ids), torch.from_numpy(mask)
+    with torch.no_grad():
+        whole = model(given, output_hidden_states=True, return_dict=True)
+        padded = model(given, attention_mask=padding, return_dict=True)
+        wanted = _named(whole.hidden_states, whole, padded)
+        if model.can_generate():
+            how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
+            wanted["text"] = to_numpy(model.generate(given, attention_mask=padding, **how))
+    return wanted
+
+
+def _of_backend(
+    model: Any, backend: str, ids: np.ndarray, mask: np.ndarray, speaks: bool
+) -> dict[str, Any]:
+    how: dict[str, Any] = {"dtype": "float32", "replace_with_kernel_inject": True}
+    with closing(init_inference(model, backend=backend, **how)) as engine:
+        options: dict[str, Any] = {"return_dict": True, "return_tuple": True}
+        whole = engine.forward(ids, output_hidden_states=True, **options)
+        padded = engine.forward(ids, attention_mask=mask, **options)
+        found = _named(whole.hidden_states, whole, padded)
+        if speaks:
+            new: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
+            found["text"] = to_numpy(engine.generate(ids, attention_mask=mask, **new))
+    return found
+
+
+def _named(states: Any, whole: Any, padded: Any) -> dict[str, Any]:
+    names = ["embedding", *(f"layer {i}" for i in range(len(states) - 1))]
+    found: dict[str, Any] = {"states": dict(zip(names, map(to_numpy, states), strict=True))}
+    if getattr(whole, "logits", None) is not None:
+        found |= {"logits": to_numpy(whole.logits), "padded": to_numpy(padded.logits)}
+    return found
+
+
+def _differences(
+    model: Any, ids: np.ndarray, found: dict[str, Any], wanted: dict[str, Any]
+) -> dict[str, float | str]:
+    """Relative RMS errors by name, and of the text whether it is the same, ties aside."""
+    pairs = {name: (found["states"][name], own) for name, own in wanted["states"].items()}
+    errors: dict[str, float | str]
+    errors = {name: difference(name, *pair).relative_rms for name, pair in pairs.items()}
+    if "logits" in wanted:
+        errors["logits"] = difference("", found["logits"], wanted["logits"]).relative_rms
+        real = [part["padded"][-1, -_SHORT:] for part in (found, wanted)]
+        errors["padded"] = difference("", real[0], real[1]).relative_rms
+    if "text" in wanted:
+        errors["text"] = _text_of(model, found["text"], wanted["text"])
+    return errors
+
+
+def _text_of(model: Any, found: np.ndarray, wanted: np.ndarray) -> str:
+    import torch
+
+    for row, (ours, theirs) in enumerate(zip(found.tolist(), wanted.tolist(), strict=True)):
+        at = first_difference(ours, theirs)
+        if at is None:
+            continue
+        start = 0 if row < _ROWS - 1 else _TOKENS - _SHORT
+        with torch.no_grad():
+            scores = model(torch.tensor([theirs[start:at]])).logits[0, -1].double()
+        gap = (scores[theirs[at]] - scores[ours[at]]).abs() / scores.square().mean().sqrt()
+        if gap > 1e-4:
+            return f"differs at {at - _TOKENS}"
+    return "equal"

@@ -1,0 +1,91 @@
+"""A HF config made small: odd sizes, few layers, and whatever makes its family what it is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+VOCAB = 131
+POSITIONS = 256
+_HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
+_HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
+_WINDOW, _ORIGINAL = 5, 64
+_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_OTHERS = {
+    **dict.fromkeys(_FFN, 200),
+    **dict.fromkeys(("sliding_window", "window_size"), _WINDOW),
+    **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": None},
+}
+_KV = ("num_key_value_heads", "num_kv_heads")
+
+
+def tiny_config(config: Any) -> Any:
+    """A HF config of the same class and facts, whose model has some hundred thousand weights.
+
+    Lists with an entry for each layer are cut to the first layer of each kind. Sizes that are
+    there stay there, so that what a config leaves out its class still works out.
+    """
+    values = config.to_dict()
+    names = type(config).attribute_map
+    heads = getattr(config, "num_attention_heads", None)
+    new_heads = _HEADS_OF.get(config.model_type, _HEADS)
+    hidden = new_heads * _HEAD_DIM
+    sizes = {"hidden_size": hidden, "num_attention_heads": new_heads, "vocab_size": VOCAB}
+    for name, size in (sizes | {"max_position_embeddings": POSITIONS}).items():
+        own = names.get(name, name)
+        if values.get(own) is not None:
+            values[own] = size
+    if "n_ctx" in values:  # GPT-2's second word for positions
+        values["n_ctx"] = POSITIONS
+    for name, value in _OTHERS.items():
+        if values.get(name) is not None:
+            values[name] = value
+    for name in _KV:
+        if values.get(name) is not None:
+            few = 1 if values[name] == 1 else _KV_HEADS
+            values[name] = new_heads if values[name] == heads else few
+    if "head_dim" in values:
+        values["head_dim"] = _HEAD_DIM
+    width = values.get("word_embed_proj_dim")
+    if width is not None:
+        values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
+    if isinstance(values.get("rope_parameters"), Mapping):
+        values["rope_parameters"] = _tiny_rope(values["rope_parameters"])
+    _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    for name in ("architectures", "torch_dtype", "dtype", "quantization_config", "model_type"):
+        values.pop(name, None)
+    return type(config)(**values)
+
+
+def _tiny_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope's parameters, or those of each type of layer, for short heads and few positions."""
+    if all(isinstance(own, Mapping) for own in parameters.values()) and parameters:
+        return {kind: _tiny_rope(own) for kind, own in parameters.items()}
+    tiny = dict(parameters)
+    if tiny.get("original_max_position_embeddings") is not None:
+        tiny["original_max_position_embeddings"] = _ORIGINAL
+    pairs = int(_HEAD_DIM * (tiny.get("partial_rotary_factor") or 1)) // 2
+    for name in ("short_factor", "long_factor"):
+        if tiny.get(name):
+            tiny[name] = (list(tiny[name]) * pairs)[:pairs]
+    return tiny
+
+
+def _cut_layers(values: dict[str, Any], name: str) -> None:
+    """Two layers, or one of each kind that lists by layer tell apart, in their order."""
+    count = values.get(name)
+    if not isinstance(count, int):
+        return
+    if "attention_types" in values:  # GPT-Neo's short form of its list
+        kinds = [kind for names, _ in values["attention_types"] for kind in names]
+        kinds = list(dict.fromkeys(kinds))
+        values["attention_types"] = [[kinds, 1]]
+        values.pop("attention_layers", None)
+        values[name] = len(kinds)
+        return
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count > 0}
+    kinds = [tuple(repr(own[i]) for own in lists.values()) for i in range(count)]
+    chosen = sorted(kinds.index(kind) for kind in set(kinds)) if lists else []
+    chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
+    for key, own in lists.items():
+        values[key] = [own[i] for i in sorted(chosen)]
+    values[name] = len(chosen)
