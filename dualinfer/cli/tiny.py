@@ -13,7 +13,7 @@ _OTHERS = {
     **dict.fromkeys(_FFN, 200),
     **dict.fromkeys(("sliding_window", "window_size"), _WINDOW),
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": None},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
 }
 _KV = ("num_key_value_heads", "num_kv_heads")
 
@@ -40,9 +40,9 @@ def tiny_config(config: Any) -> Any:
         if values.get(name) is not None:
             values[name] = value
     for name in _KV:
-        if values.get(name) is not None:
+        if name in values:
             few = 1 if values[name] == 1 else _KV_HEADS
-            values[name] = new_heads if values[name] == heads else few
+            values[name] = new_heads if values[name] in (None, heads) else few
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
     width = values.get("word_embed_proj_dim")

@@ -41,14 +41,19 @@ def check_model_type(model_type: Any) -> str:
     if model_type is None:
         raise UnservedError(
             "config.json has no model_type, so the family is unknown. Add one of "
-            f"{', '.join(sorted(_FAMILIES))}."
+            f"{', '.join(served_types())}."
         )
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise UnservedError(
             f"model_type={shown(model_type)} is not supported in fused mode. "
-            f"Supported: {', '.join(sorted(_FAMILIES))}."
+            f"Supported: {', '.join(served_types())}."
         )
     return model_type
+
+
+def served_types() -> list[str]:
+    """The model_types that fused mode knows, sorted."""
+    return sorted(_FAMILIES)
 
 
 def default_class(model_type: str) -> str | None:
