@@ -52,9 +52,9 @@ def passes(monkeypatch):
     made: list[tuple[int, int, int]] = []
     one = prompts.Prompts._pass
 
-    def noted(self, params, cache, ids, slots, last, chunk=None):
+    def noted(self, params, cache, ids, slots, last, chunk=None, whole=None):
         made.append((*ids.shape, chunk.start if chunk else 0))
-        return one(self, params, cache, ids, slots, last, chunk)
+        return one(self, params, cache, ids, slots, last, chunk, whole)
 
     monkeypatch.setattr(prompts.Prompts, "_pass", noted)
     return made

@@ -206,8 +206,9 @@ class ModelSpec:
     @property
     def original(self) -> int | None:
         """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
-        ropes = (layer.attention.rope for layer in self.layers)
-        return min((rope.original for rope in ropes if rope and rope.original), default=None)
+        ropes = [layer.attention.rope for layer in self.layers]
+        lengths = [rope.original for rope in ropes if rope and rope.original]
+        return min(lengths) if lengths else None
 
     @property
     def can_generate(self) -> bool:

@@ -265,15 +265,15 @@ def _prompts(
     for layer in layers:
         a = layer.spec
         how: dict[str, Any] = {
-            **{"causal": a.causal, "window": a.window},
-            **{"alibi": layer.slopes, "alibi_scale": layer.alibi_scale, "softcap": a.softcap},
+            **{"causal": a.causal, "window": a.window, "alibi": layer.slopes},
+            **{"softcap": a.softcap},
         }
         shape = like.new_empty((1, tokens, 1, a.head_dim))
         if attention_choice.sdpa_backends(shape, **how):
             continue
         numbers = like.element_size(), a.head_dim, tokens, a.heads, a.causal
         key = attention_choice.tuning_key(*numbers)
-        how["scale"] = a.scale
+        how |= {"scale": a.scale, "alibi_scale": layer.alibi_scale}
         maker = _prompt_maker(layer, ops, like, tokens, how)
         yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
