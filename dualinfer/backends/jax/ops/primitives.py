@@ -26,6 +26,7 @@ IMPLEMENTATIONS = {
     "embed": "XLA gather",
     "rms_norm": "XLA",
     "layer_norm": "XLA",
+    "qk_norm": "XLA",
     "rotary": "XLA",
     "activation": "XLA",
     "attention": "XLA, dense softmax",

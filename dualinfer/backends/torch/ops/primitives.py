@@ -23,6 +23,7 @@ IMPLEMENTATIONS = {
     "embed": "torch.nn.functional.embedding",
     "rms_norm": "plain torch",
     "layer_norm": "torch.nn.functional.layer_norm",
+    "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
     "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
