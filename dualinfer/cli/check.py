@@ -116,8 +116,9 @@ def _make_model(target: str) -> Any:
     name = next((n for n in named if hasattr(transformers, n)), default_class(config.model_type))
     tiny = tiny_config(config)
     torch.manual_seed(0)
-    kind = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name)
-    make = kind.from_config if name is None else kind._from_config
+    known: Any = None if name is None else getattr(transformers, name)
+    auto: Any = transformers.AutoModelForCausalLM
+    make = auto.from_config if known is None else known._from_config
     model = make(tiny, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
