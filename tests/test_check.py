@@ -59,6 +59,8 @@ def invoke(*arguments):
 
 def test_a_folder_that_agrees_passes_and_one_that_does_not_fails(tmp_path, monkeypatch):
     fields = hf.Qwen3Config(num_hidden_layers=3).to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    # Of a quantized checkpoint the family is checked.
+    fields["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     seen = {}
 

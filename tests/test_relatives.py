@@ -377,6 +377,13 @@ def test_longrope_turns_all_of_a_sequence_by_its_length(backend):
             assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
         texts = engine.generate([ids[0].tolist() for ids in prompts], **options)
         alone = np.asarray(list(engine.stream(prompts[0], **options))).ravel()
+        embeds = model.get_input_embeddings()(torch.from_numpy(prompts[0])).detach().numpy()
+        for given in ({"inputs_embeds": embeds}, {"inputs": prompts[0], "output_scores": True}):
+            given["return_dict_in_generate"] = True
+            with pytest.raises(dualinfer.UnsupportedError, match=r"past 14 tokens.*at most 10 new"):
+                engine.generate(**given, **options)
+            few = engine.generate(**given, **options | {"max_new_tokens": 10, "min_new_tokens": 9})
+            np.testing.assert_array_equal(np.asarray(few.sequences)[0, -10:], alone[:10])
     for n, ids, text in zip(lengths, prompts, np.asarray(texts), strict=True):
         whole = model.generate(torch.from_numpy(ids), **options)[0, n:].numpy()
         np.testing.assert_array_equal(text[20 : 20 + len(whole)], whole)

@@ -12,7 +12,7 @@ from rich.console import Console
 from .. import backends
 from ..api import init_inference
 from ..arrays import to_numpy
-from ..checkpoint.hf_config import read_other_config
+from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..errors import (
     ArgumentError,
     BackendNotAvailableError,
@@ -20,7 +20,7 @@ from ..errors import (
     ModelError,
     shown,
 )
-from ..model.families import default_class
+from ..model.families import default_class, served_types
 from ..system.tables import Table
 from .parity import difference, first_difference
 from .tiny import VOCAB, tiny_config
@@ -103,7 +103,9 @@ def _make_model(target: str) -> Any:
     import transformers
 
     if (Path(target) / "config.json").is_file():
-        config = read_other_config(Path(target))
+        folder = Path(target)
+        is_served = read_written(folder).get("model_type") in served_types()
+        config = (read_config if is_served else read_other_config)(folder)
     elif target in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[target]()
     else:

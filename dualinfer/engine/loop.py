@@ -127,43 +127,45 @@ class Loop:
         self, requests: Sequence[Request], prefill: Callable[..., Any], chosen: bool
     ) -> tuple[list[Live], Any]:
         """Sequences in the lowest free slots, and what `prefill` gives for them."""
-        with self._turns:
-            if self._closed is not None:
-                raise self._closed
-            pauses = [self._pause_of(request, chosen) for request in requests]
-            slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
-            self._turns.begin(requests, self._live)
-            lives = [Live(r, slot, p) for r, slot, p in zip(requests, slots, pauses, strict=False)]
-            slots = slots[: len(lives)]
-            try:
-                parts = [live.part() for live in lives]
-                result = self._profiler.run(prefill, parts, slots)
-            except BaseException:
-                self._runner.release(slots)
-                raise
-            self._live.update(zip(slots, lives, strict=True))
-            return lives, result
+        if self._closed is not None:
+            raise self._closed
+        pauses = [self._pause_of(request, chosen) for request in requests]
+        slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
+        self._turns.begin(requests, self._live)
+        lives = [Live(r, slot, p) for r, slot, p in zip(requests, slots, pauses, strict=False)]
+        slots = slots[: len(lives)]
+        try:
+            parts = [live.part() for live in lives]
+            result = self._profiler.run(prefill, parts, slots)
+        except BaseException:
+            self._runner.release(slots)
+            raise
+        self._live.update(zip(slots, lives, strict=True))
+        return lives, result
 
     def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
 
         The pass over `original` tokens is the last one by the short angles, and gives one more.
-        Raises UnsupportedError where it had to begin anew and cannot: `chosen` tokens are the
-        caller's.
+        Raises UnsupportedError for what cannot begin anew: embeddings, and tokens `chosen` by the
+        caller.
         """
-        original, prompt = self._runner.spec.original, len(request.tokens)
+        original, prompt = self._runner.spec.original, len(request.prompt)
         if original is None or prompt > original:
             return 0
         pause = original + 1 - prompt
         if pause >= request.max_new_tokens:
             return 0
-        if request.tokens.ndim > 1 or chosen:
-            what = "inputs_embeds" if request.tokens.ndim > 1 else "Tokens that the host chooses"
+        if request.embeds is not None or chosen:
+            what = (
+                "Prompts of inputs_embeds are"
+                if request.embeds is not None
+                else "Tokens chosen on the host (output_scores, output_logits, processors) are"
+            )
             raise UnsupportedError(
-                f"{what} beyond position {original}, where this model's rotary angles change and a "
-                f"sequence is read again, are not served. Ask for at most {pause} new tokens, or "
-                "leave out what the host does: inputs_embeds, output_scores, output_logits and "
-                "processors of logits."
+                f"{what} not served past {original} tokens, prompt included: there this model "
+                "turns to other rotary angles, and reads a sequence again from its ids. Ask for at "
+                f"most {pause} new tokens, or generate from ids alone without these options."
             )
         return pause
 

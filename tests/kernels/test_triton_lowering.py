@@ -127,7 +127,8 @@ def reading(
             continue
         arguments[name] = value
     name = launch.kernel.__name__
-    return "fragment_kernel" if name == "fragment_kernel" else "quantized_kernels", name, arguments
+    modules = {"fragment_kernel": "fragment_kernel", "tile_kernel": "quantized_tiles"}
+    return modules.get(name, "quantized_kernels"), name, arguments
 
 
 def decoding(

@@ -15,13 +15,8 @@ from .fragment_kernel import fragment_kernel
 from .launch import launch, next_power_of_2
 from .linear import MOST_TILES, NormArguments
 from .operands import as_words, empty
-from .quantized_kernels import (
-    matvec_kernel,
-    order_kernel,
-    stream_kernel,
-    tile_kernel,
-    values_kernel,
-)
+from .quantized_kernels import matvec_kernel, stream_kernel, values_kernel
+from .quantized_tiles import order_kernel, tile_kernel
 from .tunable import Key, Kind, Tunable, powers
 
 MOST_ROWS = 128  # of x; more are multiplied with a matrix that `values` makes
