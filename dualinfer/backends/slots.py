@@ -49,6 +49,11 @@ class LiveSlots:
         return max(self._reach.values())
 
     @property
+    def encoded(self) -> int:
+        """The most tokens that an encoder read for one of them."""
+        return max(0 if r.source is None else len(r.source) for r in self._requests.values())
+
+    @property
     def reserved(self) -> int:
         """Cached tokens to have room for when a sequence starts."""
         return max(

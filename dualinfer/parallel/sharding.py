@@ -97,7 +97,7 @@ class Shard:
         """What this device holds of the axes that people know; nothing where it holds all."""
         if self.size == 1:
             return []
-        head_dim = self.spec.layers[layer].attention.head_dim
+        head_dim = self.spec.all_layers[layer].attention.head_dim
         units = (
             ("query heads", "q", head_dim),
             ("KV heads", "k", head_dim),
@@ -116,7 +116,7 @@ class Shard:
 
     def describe(self) -> str:
         """What this device holds, for people, padding included; layers that are alike once."""
-        firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.layers)))}
+        firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.all_layers)))}
         kinds = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
         return "; ".join(
             ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in held) for held in kinds
@@ -424,7 +424,7 @@ def make_plan(
     vocab = width("vocab", spec.vocab)
     by_kind: dict[tuple[int, ...], list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
-    for key, layer in {id(layer): layer for layer in spec.layers}.items():
+    for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
         kind = a.heads, a.kv_heads, a.head_dim, layer.mlp.ffn
         if kind not in by_kind:
@@ -436,8 +436,8 @@ def make_plan(
     for rank in range(size):
         local = {key: cut[rank].layer(layer) for key, (layer, cut) in cuts.items()}
         shares = {key: cut[rank].shares(layer) for key, (layer, cut) in cuts.items()}
-        own = replace(spec, layers=tuple(local[id(layer)] for layer in spec.layers))
-        by_layer = tuple(shares[id(layer)] for layer in spec.layers)
+        own = spec.with_layers([local[id(layer)] for layer in spec.all_layers])
+        by_layer = tuple(shares[id(layer)] for layer in spec.all_layers)
         shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
     return ShardingPlan(table, tuple(shards))
 
@@ -466,7 +466,9 @@ class _Cut(NamedTuple):
             slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
         heads = {"heads": query.extent, "kv_heads": self.key.extent, "alibi": slopes}
         attention = replace(layer.attention, **heads)
-        return replace(layer, attention=attention, mlp=replace(layer.mlp, ffn=self.ffn.extent))
+        cross = replace(layer.cross, **heads) if layer.cross else None
+        mlp = replace(layer.mlp, ffn=self.ffn.extent)
+        return replace(layer, attention=attention, mlp=mlp, cross=cross)
 
 
 def split_heads(

@@ -22,6 +22,7 @@ from . import (
     mpt,
     opt,
     relatives,
+    t5,
 )
 from .fields import ConfigFields
 
@@ -30,7 +31,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq),
+        *(falcon, mpt, fairseq, t5),
     )
     for model_type in family.CLASSES
 }

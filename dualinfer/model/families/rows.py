@@ -45,6 +45,20 @@ def packed(ours: str, theirs: str, layout: str, bias: bool) -> list[Row]:
     return rows
 
 
+def cross(theirs: str, parts: Mapping[str, str], out: str, bias: bool) -> list[Row]:
+    """Attention across to an encoder's output; HF's names of the parts, and of what is behind.
+
+    A key that has a bias adds the same to all scores of a query, which changes nothing, but for
+    rounding: it is kept as it is.
+    """
+    keys = {axis: parts[axis] for axis in ("k", "v")}
+    return [
+        *joined("cross_q", theirs, {"q": parts["q"]}, bias),
+        *joined("cross_kv", theirs, keys, bias),
+        *linear("cross_out", theirs.replace("{p}", out), "embed q", bias),
+    ]
+
+
 def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
     """As `packed`, head by head."""
     return packed(ours, theirs, "q+k+v/heads", bias)

@@ -10,9 +10,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import Attention, ModelSpec, Rope
 from ....model.weights import Weight
-from ...caches import CacheSpec, CacheView
+from ...caches import CacheSpec, CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
 from .. import sampler
 from ..exchange import Exchange
@@ -309,6 +309,33 @@ class PlainOps:
         y = primitives.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
         return y.reshape(len(lengths), 1, -1), cache
 
+    def attend_across(
+        self,
+        a: Attention,
+        q: jax.Array,
+        kv: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        return y.reshape(q.shape), cache
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        return y.reshape(q.shape)
+
     def sample(
         self,
         logits: jax.Array,
@@ -338,6 +365,11 @@ class PlainOps:
         return state._replace(seen=sampler.mark(state.seen, out))
 
 
+def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    return [x.reshape(*x.shape[:2], -1, a.head_dim) for x in jnp.split(kv, 2, axis=-1)]
+
+
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
     if spec.original is None:
@@ -349,4 +381,5 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}
+    others = {"window": a.window, "softcap": a.softcap, "relative": layer.bias}
+    return {"scale": a.scale, **others, **alibi}
