@@ -428,7 +428,8 @@ class Counting:
 
     device = DEVICE
 
-    def make_buffers(self, slots, tokens, eos_width):
+    def make_buffers(self, room, eos_width):
+        slots, tokens, _ = room
         buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
         state = SlotState.make(slots, eos_width, 11)
         return Cache([FullCache(buffer, buffer)], slots, tokens), state

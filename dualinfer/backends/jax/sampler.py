@@ -100,6 +100,20 @@ def prompt_rows(
     return ids, where, rows
 
 
+def source_rows(
+    requests: Sequence[Request], count: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
+    """What an encoder reads for `count` rows, in buckets: ids [B, S], and how many; () for none."""
+    sources = [r.source for r in requests if r.source is not None]
+    if not sources:
+        return ()
+    ids = np.zeros((count, bucket(max(map(len, sources)), SMALLEST_PROMPT)), np.int32)
+    lengths = np.ones(count, np.int32)
+    for i, source in enumerate(sources):
+        ids[i, : len(source)], lengths[i] = source, len(source)
+    return ids, lengths
+
+
 def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:
     """The prompts' embeddings in the bucket `shape` [B, T]: [B, T, W]; None where they are ids."""
     if requests[0].embeds is None:
