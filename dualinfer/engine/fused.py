@@ -418,7 +418,7 @@ class FusedEngine(InferenceEngine):
                     f"inputs_embeds: {spec.architecture} generates from input_ids alone here. "
                     "Pass these, or call engine.forward() with embeddings."
                 )
-            source = make_source(spec, ids, mask, pad, options.eos_token_ids)
+            source = make_source(spec, ids, mask, pad)
             begins = given["decoder_input_ids"], given["decoder_attention_mask"]
             start = options.decoder_start
             prompts = make_decoder_prompts(spec, source, *begins, start, pad)

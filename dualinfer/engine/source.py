@@ -93,16 +93,18 @@ def shifted(spec: ModelSpec, labels: Any, pad: int | None) -> np.ndarray:
 
 
 def make_source(
-    spec: ModelSpec, ids: Any, mask: Any, pad: int | None, eos_ids: tuple[int, ...]
+    spec: ModelSpec, ids: Any, mask: Any, pad: int | None
 ) -> Prompts:
-    """What the encoder reads for each sequence, without padding.
+    """What the encoder reads for each sequence, without padding, which the mask alone tells.
 
-    Raises ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
+    As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
     """
     assert spec.encoder is not None
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
-    source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, eos_ids)
+    if kind_of(ids) not in (None, "list") and mask is None:
+        mask = np.ones(check_ids(ids, "input_ids", spec.vocab).shape, bool)
+    source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, ())
     most = spec.encoder.learned_positions
     longest = max(source.lengths)
     if most and longest > most:

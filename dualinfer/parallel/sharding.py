@@ -225,7 +225,11 @@ class Shard:
         by_index: dict[int | None, list[Any]] = {}
         while found:
             read, array = found.pop(0)
-            blocks = self.blocks(row, read, place(array, read.order))
+            kept, order = sorted(read.order), read.order
+            if len(kept) < array.ndim:  # axes of one element that the row has not
+                array = array.reshape([array.shape[i] for i in kept])
+                order = tuple(map(kept.index, order))
+            blocks = self.blocks(row, read, place(array, order))
             shapes = self.block_shapes(row, read)
             own = by_index.setdefault(read.source.index, [])
             own += [pad(block, shape) for block, shape in zip(blocks, shapes, strict=True)]

@@ -9,6 +9,7 @@ from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import (
+    bart,
     bert,
     bloom,
     fairseq,
@@ -31,7 +32,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, t5),
+        *(falcon, mpt, fairseq, bart, t5),
     )
     for model_type in family.CLASSES
 }

@@ -327,6 +327,10 @@ class KernelOps(PlainOps):
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
+        if layer.bias is not None:
+            how = {"mask": mask, "positions": positions, "cache": cache, "slots": slots}
+            turned = self._turned(layer, angles)
+            return super().attend(layer, qkv, turned, segments=segments, **how)
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
@@ -376,6 +380,15 @@ class KernelOps(PlainOps):
                 y, _ = call(attention.attention, q, k, v, **how)
         return y.reshape(batch, tokens, -1), cache
 
+    def _turned(self, layer: LayerAttention, angles: Any) -> dict[Any, Any]:
+        """What plain ops turn a layer's heads by, of the positions that kernels take."""
+        rope, growth = layer.spec.rope, layer.spec.growth
+        angles, last = angles if isinstance(angles, tuple) else (angles, None)
+        turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
+        if growth:
+            turned[growth] = primitives.growth(angles, *growth)
+        return turned
+
     def attend_token(
         self,
         layer: LayerAttention,
@@ -386,12 +399,8 @@ class KernelOps(PlainOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         known = self._known(cache)
-        if known is None:
-            rope, growth = layer.spec.rope, layer.spec.growth
-            angles, last = angles if isinstance(angles, tuple) else (angles, None)
-            turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
-            if growth:
-                turned[growth] = primitives.growth(angles, *growth)
+        if known is None or layer.bias is not None:
+            turned = self._turned(layer, angles)
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         layer, qkv = self._prepared(layer, qkv, lengths[:, None])

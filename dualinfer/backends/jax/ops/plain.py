@@ -291,6 +291,7 @@ class PlainOps:
             mask=mask,
             segments=segments,
             positions=positions,
+            relative=layer.bias,
             **scoring(layer),
         )
         return y.reshape(*y.shape[:2], -1), cache
@@ -306,7 +307,7 @@ class PlainOps:
         """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
-        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
+        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer))
         return y.reshape(len(lengths), 1, -1), cache
 
     def attend_across(
@@ -381,5 +382,4 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    others = {"window": a.window, "softcap": a.softcap, "relative": layer.bias}
-    return {"scale": a.scale, **others, **alibi}
+    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}

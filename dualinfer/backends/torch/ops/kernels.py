@@ -336,6 +336,9 @@ class KernelOps(PlainOps):
         chunk: Chunk | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
+        if layer.bias is not None:
+            how = {"mask": mask, "positions": positions, "cache": cache, "slots": slots}
+            return super().attend(layer, qkv, angles, segments=segments, chunk=chunk, **how)
         a = layer.spec
         start = chunk.start if chunk else 0
         known = self._known(cache)
@@ -395,7 +398,7 @@ class KernelOps(PlainOps):
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
         known = self._known(cache)
-        if known is None:
+        if known is None or layer.bias is not None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
