@@ -26,7 +26,8 @@ class ForwardInputs:
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
     int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
     the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids, or
-    embeddings, positions and mask of its encoder's sequences.
+    embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B, 2 S, mel]
+    are its embeddings.
     """
 
     ids: np.ndarray | None
@@ -91,7 +92,8 @@ class Request:
     """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
 
     With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
-    has been seen, all or none. `source` int32 [S] is what an encoder reads, if there is one. The loop
+    has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] or
+    a spectrogram float32 [2 S, mel], and `encoded` is S. The loop
     gives the token `first` before all others, and `last` as the last of `max_new_tokens`.
     """
 
@@ -102,6 +104,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     embeds: np.ndarray | None = None
     source: np.ndarray | None = None
+    encoded: int = 0
     first: int | None = None
     last: int | None = None
 

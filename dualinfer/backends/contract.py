@@ -183,6 +183,15 @@ class BlockOps(Protocol):
         """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
         ...
 
+    def convolve(
+        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+    ) -> Array:
+        """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
+
+        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        """
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..model.spec import ModelSpec
 from .base import NO_TOKEN, Request
 
 SMALLEST_CACHE = 64
@@ -50,8 +51,8 @@ class LiveSlots:
 
     @property
     def encoded(self) -> int:
-        """The most tokens that an encoder read for one of them."""
-        return max(0 if r.source is None else len(r.source) for r in self._requests.values())
+        """The most places that one of them needs for what an encoder gives."""
+        return max(request.encoded for request in self._requests.values())
 
     @property
     def reserved(self) -> int:
@@ -84,6 +85,16 @@ class LiveSlots:
         for slot in slots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
+
+
+def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
+    """Places of a cross cache for encoders' outputs of so many `tokens`; 0 without an encoder.
+
+    Spectrograms have one length.
+    """
+    if spec.encoder is None:
+        return 0
+    return spec.encoder.learned_positions if spec.encoder.mel else bucket(tokens, SMALLEST_CACHE)
 
 
 def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:

@@ -20,10 +20,14 @@ def encoded(
     """The encoder's states [B, S, E] of ids and positions [B, S], the last one after its norm.
 
     bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
-    `embeds` as in `hidden_states`.
+    `embeds` as in `hidden_states`, or spectrograms [B, 2 S, mel].
     """
     encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
     assert encoder is not None
+    if encoder.mel:
+        for name, stride in (("conv1", 1), ("conv2", 2)):
+            kernel, bias = (own.outer[f"{name}.{part}"] for part in ("kernel", "bias"))
+            embeds = ops.convolve(embeds, kernel, bias, stride, "gelu")
     angles = ops.angles(encoder, own, positions)
 
     def attend(i: int, qkv: Array) -> Array:

@@ -39,6 +39,7 @@ from .report import Report
 from .source import (
     NAMES,
     make_decoder_prompts,
+    make_frames,
     make_pair_inputs,
     make_source,
     refuse_names,
@@ -122,6 +123,7 @@ class FusedEngine(InferenceEngine):
         inputs_embeds: Any = None,
         decoder_input_ids: Any = None,
         decoder_attention_mask: Any = None,
+        input_features: Any = None,
         labels: Any = None,
         num_items_in_batch: Any = None,
         logits_to_keep: Any = 0,
@@ -143,7 +145,8 @@ class FusedEngine(InferenceEngine):
         `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
         others are computed, and labels are theirs. Of an encoder-decoder these ids, mask and
         embeddings are the encoder's, and `decoder_input_ids` [B, T] the decoder's, without which
-        they are made of labels, which are not shifted then. Returns HF's ModelOutput; with
+        they are made of labels, which are not shifted then. Whisper's encoder reads
+        `input_features` [B, mel, frames]. Returns HF's ModelOutput; with
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
@@ -155,7 +158,8 @@ class FusedEngine(InferenceEngine):
             "inputs_embeds": inputs_embeds,
             "labels": labels,
         }
-        beside = dict(zip(NAMES, (decoder_input_ids, decoder_attention_mask), strict=True))
+        given = decoder_input_ids, decoder_attention_mask, input_features
+        beside = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
         if self._spec.encoder:
             arguments |= beside
@@ -185,8 +189,9 @@ class FusedEngine(InferenceEngine):
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        given = call.inputs["input_ids"]
-        kind = kind_of(call.inputs["inputs_embeds"] if given is None else given) or "list"
+        names = "input_ids", "inputs_embeds", "input_features"
+        given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
+        kind = kind_of(next(given, None)) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)
@@ -418,7 +423,10 @@ class FusedEngine(InferenceEngine):
                     f"inputs_embeds: {spec.architecture} generates from input_ids alone here. "
                     "Pass these, or call engine.forward() with embeddings."
                 )
-            source = make_source(spec, ids, mask, pad)
+            if spec.encoder.mel:
+                source = make_frames(spec, given["input_features"], ids)
+            else:
+                source = make_source(spec, ids, mask, pad)
             begins = given["decoder_input_ids"], given["decoder_attention_mask"]
             start = options.decoder_start
             prompts = make_decoder_prompts(spec, source, *begins, start, pad)
@@ -479,6 +487,7 @@ class FusedEngine(InferenceEngine):
                 ),
                 embeds=vectors,
                 source=read,
+                encoded=0 if read is None else len(read) // (2 if read.ndim > 1 else 1),
                 first=first,
                 last=last,
             )

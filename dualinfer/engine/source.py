@@ -4,24 +4,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
-from .inputs import Prompts, check_ids, make_forward_inputs, make_prompts
+from .inputs import Prompts, check_ids, make_forward_inputs, make_prompts, read_array
 
-NAMES = ("decoder_input_ids", "decoder_attention_mask")  # of an encoder-decoder alone
+NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features")  # of these alone
 
 
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
-    """Raise ArgumentError where a model without an encoder is given what a decoder begins with."""
+    """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
     asked = [name for name in NAMES if given.get(name) is not None]
     if asked and spec.encoder is None:
         raise ArgumentError(
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
             "Leave it out."
+        )
+    if given.get(NAMES[2]) is not None and spec.encoder and not spec.encoder.mel:
+        raise ArgumentError(
+            f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
         )
 
 
@@ -47,7 +52,13 @@ def make_pair_inputs(
         )
     what = (given["input_ids"], given["attention_mask"], None, given["token_type_ids"])
     how: dict[str, Any] = {"output_hidden_states": output_hidden_states, "may_pack": False}
-    source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
+    if spec.encoder.mel:
+        frames = check_features(spec, given["input_features"], given["input_ids"])
+        places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
+        at = np.broadcast_to(places, (len(frames), len(places))).copy()
+        source = ForwardInputs(None, at, embeds=frames)
+    else:
+        source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
     if source.mask is not None and not source.mask.any(1).all():
         raise ArgumentError(
             f"attention_mask hides every token of row {int(np.argmin(source.mask.any(1)))}."
@@ -72,6 +83,36 @@ def make_pair_inputs(
     return replace(inputs, source=source)
 
 
+def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:
+    """Log-mel spectrograms as float32 [B, frames, mel], of HF's [B, mel, frames].
+
+    HF's first argument may be them too. Raises ArgumentError for what does not fit.
+    """
+    assert spec.encoder is not None
+    if features is None:
+        features = first
+    elif first is not None:
+        raise ArgumentError(
+            f"input_ids: the encoder of {spec.architecture} reads input_features alone; the "
+            "decoder's ids are decoder_input_ids."
+        )
+    expected = spec.encoder.mel, spec.encoder.frames
+    if features is None or kind_of(features) is None:
+        raise ArgumentError(
+            f"input_features is {'missing' if features is None else type(features).__name__}; "
+            f"expected an array [batch, {expected[0]}, {expected[1]}], as HF's processor gives it."
+        )
+    array = read_array(features, "input_features", "rows differ in shape.")
+    array = array[None] if array.ndim == 2 else array
+    fits = array.ndim == 3 and array.shape[1:] == expected and array.size
+    if not fits or (array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f"):
+        raise ArgumentError(
+            f"input_features has shape {array.shape} and dtype {array.dtype}; expected floats "
+            f"[batch, {expected[0]}, {expected[1]}]: HF's processor pads or cuts to that length."
+        )
+    return np.ascontiguousarray(array.astype(np.float32).swapaxes(1, 2))
+
+
 def shifted(spec: ModelSpec, labels: Any, pad: int | None) -> np.ndarray:
     """Decoder ids of labels [B, T], as HF makes them: one further, behind the id of a start.
 
@@ -90,6 +131,15 @@ def shifted(spec: ModelSpec, labels: Any, pad: int | None) -> np.ndarray:
     else:
         first = np.full(len(array), spec.start)
     return np.column_stack((first, array[:, :-1])).astype(np.int64)
+
+
+def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
+    """As `make_source`, of spectrograms: rows are float32 [frames, mel]."""
+    given = first if features is None else features
+    frames = check_features(spec, features, first)
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
 
 
 def make_source(
@@ -119,7 +169,7 @@ def make_decoder_prompts(
 ) -> Prompts:
     """How the decoder begins, beside each sequence of `source`: `ids`, else the id `start`.
 
-    As in HF, `start` is put before ids of which none begins with it. The result goes back to where
+    As in HF, `start` is put before ids of which none begins with it, but for Whisper's. The result goes back to where
     `source` is from.
     """
     count = len(source.rows)
@@ -139,7 +189,7 @@ def make_decoder_prompts(
             f"decoder_input_ids has {len(prompts.rows)} rows and input_ids {count}; they are pairs."
         )
     begins = np.array([row[0] for row in prompts.rows])
-    if first.min() >= 0 and (begins != first).all():
+    if first.min() >= 0 and (begins != first).all() and not (spec.encoder and spec.encoder.mel):
         rows = tuple(np.append(f, r).astype(np.int32) for f, r in zip(first, prompts.rows, strict=True))
         widened = np.full((count, prompts.block.shape[1] + 1), 0 if pad is None else pad, np.int64)
         for i, row in enumerate(rows):

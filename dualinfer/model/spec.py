@@ -176,7 +176,8 @@ class ModelSpec:
     anew separate sequences. `embed_width` is that of the embedding and of the head where a
     projection lies between them and the layers (OPT-350m). With an `encoder` this is a decoder that
     attends across to what that gives of another sequence, and that begins with the id `start`, if
-    the model names one.
+    the model names one. With `mel` it reads log-mel spectrograms of so many bins in the place of
+    ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -199,6 +200,7 @@ class ModelSpec:
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
+    mel: int = 0
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -237,6 +239,7 @@ class ModelSpec:
         }
         if self.encoder:
             outer["source_positions"] = self.encoder.extent("positions")
+            outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
@@ -249,6 +252,11 @@ class ModelSpec:
             "buckets": attention.bias.buckets if attention.bias else 0,
         }
         return inner[axis]
+
+    @property
+    def frames(self) -> int:
+        """Frames of every spectrogram that the model reads; 0 where it reads ids."""
+        return 2 * self.learned_positions if self.mel else 0
 
     @property
     def causal(self) -> bool:

@@ -147,7 +147,8 @@ class Row:
     """One of our weights: its axes, and the stored tensors that make it.
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
-    that lie side by side are joined along its fused axis, in order. A row without sources is
+    that lie side by side are joined along its fused axis, in order, with zeros in the place of a
+    part that none has. A row without sources is
     `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the
     number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
     sources are tensors of several parts; a part has those of the row's axes that its sources have.

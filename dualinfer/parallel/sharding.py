@@ -223,6 +223,8 @@ class Shard:
         """
         source = found[0].read.source
         by_index: dict[int | None, list[Any]] = {}
+        by_axis: dict[str, Any] = {}  # of blocks that are a part of a joined axis each
+        joint = join_axis(row.axes)
         while found:
             read, array = found.pop(0)
             kept, order = sorted(read.order), read.order
@@ -233,7 +235,15 @@ class Shard:
             shapes = self.block_shapes(row, read)
             own = by_index.setdefault(read.source.index, [])
             own += [pad(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+            if source.part == "data" and source.index is None and len(read.axes) > joint:
+                by_axis[read.axes[joint]] = own[-1]
         axis = join_axis(row.axes_of(source))
+        names = _parts(row.axes[axis]) if row.axes else []
+        if len(names) > 1 and len(by_axis) < len(names) and all(n in names for n in by_axis):
+            shapes = {n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names}
+            some = next(iter(by_axis.values()))
+            empty = some[(slice(None),) * axis + (slice(0, 0),)]
+            by_index[None] = [by_axis[n] if n in by_axis else pad(empty, shapes[n]) for n in names]
         arrays = [own[0] if len(own) == 1 else join(own, axis) for own in by_index.values()]
         if source.index is None:
             return arrays[0]

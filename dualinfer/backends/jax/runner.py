@@ -22,7 +22,7 @@ from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -193,8 +193,12 @@ class JaxRunner:
         if source is None:
             return None, [None] * 4
         batch, tokens = source.shape
-        width = bucket(tokens, SMALLEST_PROMPT)
-        mask = source.mask
+        width, mask = bucket(tokens, SMALLEST_PROMPT), source.mask
+        if self.spec.encoder and self.spec.encoder.mel:
+            assert source.embeds is not None
+            frames = np.zeros((rows, *source.embeds.shape[1:]), np.float32)
+            frames[:batch] = source.embeds
+            return tokens, [None, None, None, frames]
         if mask is None and (batch, tokens) != (rows, width):
             mask = np.ones((batch, tokens), bool)
 
@@ -506,7 +510,7 @@ class JaxRunner:
 
     def _room(self, tokens: int) -> Room:
         """What the live slots need of a cache, for `tokens` of each, in buckets."""
-        encoded = bucket(self._live.encoded, SMALLEST_CACHE) if self.spec.encoder else 0
+        encoded = encoded_bucket(self.spec, self._live.encoded)
         return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
 
     def _reserve(self, idle: bool) -> None:
@@ -578,7 +582,7 @@ class JaxRunner:
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
         tokens = bucket(tokens, SMALLEST_CACHE)
-        room = Room(bucket(slots), tokens, tokens if self.spec.encoder else 0)
+        room = Room(bucket(slots), tokens, encoded_bucket(self.spec, tokens))
         return cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
 
     def stopwatch(self, use_cuda_events: bool) -> Clock:

@@ -103,15 +103,20 @@ def prompt_rows(
 def source_rows(
     requests: Sequence[Request], count: int
 ) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
-    """What an encoder reads for `count` rows, in buckets: ids [B, S], and how many; () for none."""
+    """What an encoder reads for `count` rows, in buckets, and how many places are real, [B].
+
+    Ids [B, S] or spectrograms [B, 2 S, mel], of one length; () for none.
+    """
     sources = [r.source for r in requests if r.source is not None]
     if not sources:
         return ()
-    ids = np.zeros((count, bucket(max(map(len, sources)), SMALLEST_PROMPT)), np.int32)
+    longest, rest = max(map(len, sources)), sources[0].shape[1:]
+    width = longest if rest else bucket(longest, SMALLEST_PROMPT)
+    given = np.zeros((count, width, *rest), np.float32 if rest else np.int32)
     lengths = np.ones(count, np.int32)
     for i, source in enumerate(sources):
-        ids[i, : len(source)], lengths[i] = source, len(source)
-    return ids, lengths
+        given[i, : len(source)], lengths[i] = source, requests[i].encoded
+    return given, lengths
 
 
 def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:

@@ -37,6 +37,7 @@ class Steps:
         bounds = [count * i // _PARTS for i in range(_PARTS + 1)]
         is_cut = on_gpu and count >= 2 * _PARTS and spec.encoder is None
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
+        self._reads_frames = spec.encoder is not None and spec.encoder.mel > 0
         self._kv_heads = max(layer.attention.kv_heads for layer in spec.all_layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
@@ -95,7 +96,8 @@ class Steps:
         read = source if source_embeds is None else source_embeds
         if read is not None:
             if source_positions is None:
-                source_positions = jnp.broadcast_to(jnp.arange(read.shape[1]), read.shape[:2])
+                places = read.shape[1] // 2 if self._reads_frames else read.shape[1]
+                source_positions = jnp.broadcast_to(jnp.arange(places), (batch, places))
             if source_embeds is not None:
                 source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
             what = source, source_positions, source_mask, source_embeds
@@ -203,14 +205,19 @@ class Steps:
         ops: PlainOps,
         filled: list[Any],
         slots: jax.Array,
-        ids: jax.Array,
+        source: jax.Array,
         lengths: jax.Array,
     ) -> decoder.Attend:
-        """Attention to what the encoder gives of `ids`, which is put into the caches `filled`."""
+        """Attention to what the encoder gives of `source`, which goes into the caches `filled`."""
         model, own = (self.spec, params, ops), len(self.spec.layers)
-        at = jnp.arange(ids.shape[1])[None]
-        mask = at < lengths[:, None]
-        states = decoder.encoded(*model, ids, jnp.broadcast_to(at, ids.shape), mask)[-1]
+        places = source.shape[1] // 2 if self._reads_frames else source.shape[1]
+        at = jnp.broadcast_to(jnp.arange(places), (len(source), places))
+        if self._reads_frames:
+            vectors = source.astype(params.outer["embed.weight"].dtype)
+            mask, states = None, decoder.encoded(*model, None, at, None, vectors)[-1]
+        else:
+            mask = at < lengths[:, None]
+            states = decoder.encoded(*model, source, at, mask)[-1]
 
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross

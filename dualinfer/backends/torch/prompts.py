@@ -59,11 +59,14 @@ class Prompts:
         """
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
-        read = 0 if sources is None else -(-max(map(len, sources)) // GRAIN) * GRAIN
+        read, most = 0, 0 if sources is None else max(map(len, sources))
+        if sources is not None:
+            frames = sources[0].ndim > 1  # of one length
+            read = most if frames else -(-most // GRAIN) * GRAIN
         if slots.is_cuda and len(tokens) * (width + read) <= _MOST_REPLAYED:
             return self._replayed(params, cache, tokens, slots, width, sources, read)
         if sources is not None:
-            at_once = max(1, _MOST_AT_ONCE // (longest + max(map(len, sources))))
+            at_once = max(1, _MOST_AT_ONCE // (longest + most))
             parts = []
             for first in range(0, len(tokens), at_once):
                 group = slice(first, first + at_once)
@@ -120,7 +123,7 @@ class Prompts:
                 integers(count),
                 integers(count),
                 floats(count, self._spec.embed),
-                integers(count, read) if sources else None,
+                self._source_buffer(sources, read, integers, floats),
                 integers(count) if sources else None,
             )
             self._buffers[key] = b
@@ -144,6 +147,15 @@ class Prompts:
         if graphs is not None and not is_new:  # a size that comes a second time is worth a capture
             graphs.capture(key, work)
         return b.out
+
+    def _source_buffer(
+        self, sources: list[Any] | None, read: int, integers: Any, floats: Any
+    ) -> torch.Tensor | None:
+        """Room for ids [B, S], or for spectrograms; None without an encoder."""
+        if sources is None:
+            return None
+        shape = len(sources), read, *sources[0].shape[1:]
+        return floats(*shape) if len(shape) > 2 else integers(*shape)
 
     def _in_pieces(
         self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
@@ -203,10 +215,16 @@ class Prompts:
         last: torch.Tensor,
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which the cache keeps in `slots`."""
-        at = torch.arange(source.shape[1], device=source.device)
-        mask = at[None] <= last[:, None]
         model = self._spec, params, self._ops
-        states = decoder.encoded(*model, source, at.expand(source.shape[:2]), mask)[-1]
+        if source.ndim > 2:
+            dtype, mask = params.outer["embed.weight"].dtype, None
+            at = torch.arange(source.shape[1] // 2, device=source.device).expand(len(source), -1)
+            states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
+            last = last // 2
+        else:
+            at = torch.arange(source.shape[1], device=source.device)
+            mask = at[None] <= last[:, None]
+            states = decoder.encoded(*model, source, at.expand(source.shape), mask)[-1]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self._spec.layers[i].cross

@@ -20,7 +20,7 @@ from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, Sampli
 from ..caches import Room, cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from . import sampler
 from .cache import Cache
 from .compiling import compile_options
@@ -229,7 +229,7 @@ class TorchRunner:
         state.write(rows, {"length": lengths, "new": zeros, **columns})
         if features.penalty:
             self._mark_seen(requests, slots)
-        read = sum(0 if r.source is None else len(r.source) for r in requests)
+        read = sum(r.encoded for r in requests)
         with self._own_settings(int(lengths.sum()) + read):
             prompts = [r.prompt for r in requests]
             sources = None if self.spec.encoder is None else [r.source for r in requests]
@@ -326,7 +326,7 @@ class TorchRunner:
 
     def _room(self, tokens: int) -> Room:
         """What the live slots need of a cache, for `tokens` of each, in buckets."""
-        encoded = bucket(self._live.encoded, SMALLEST_CACHE) if self.spec.encoder else 0
+        encoded = encoded_bucket(self.spec, self._live.encoded)
         return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
@@ -472,7 +472,7 @@ class TorchRunner:
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
-        encoded = bucket(tokens, SMALLEST_CACHE) if self.spec.encoder else 0
+        encoded = encoded_bucket(self.spec, tokens)
         room = Room(bucket(slots), bucket(tokens, SMALLEST_CACHE), encoded)
         return self._cache.bytes_for(room)
 

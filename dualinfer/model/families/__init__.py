@@ -24,6 +24,7 @@ from . import (
     opt,
     relatives,
     t5,
+    whisper,
 )
 from .fields import ConfigFields
 
@@ -32,7 +33,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, bart, t5),
+        *(falcon, mpt, fairseq, bart, t5, whisper),
     )
     for model_type in family.CLASSES
 }

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Attention, ModelSpec, Rope
+from ....model.spec import Activation, Attention, ModelSpec, Rope
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
@@ -187,6 +187,18 @@ class PlainOps:
     def xielu(self, x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array,
+        stride: int,
+        activation: Activation,
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
 
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""

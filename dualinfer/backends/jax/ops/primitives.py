@@ -265,6 +265,14 @@ def xielu(
     return jnp.where(y > 0, above, below).astype(x.dtype)
 
 
+@jax.named_scope("convolution")
+def convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array, stride: int) -> jax.Array:
+    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
+    return lax.conv_general_dilated(x, kernel, (stride,), [(1, 1)], **how) + bias
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import Attention, ModelSpec
+from ....model.spec import Activation, Attention, ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView, CrossView
@@ -159,6 +159,18 @@ class PlainOps:
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""

@@ -239,6 +239,14 @@ def xielu(
     return torch.where(y > 0, above, below).to(x.dtype)
 
 
+@named("convolution")
+def convolution(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
+) -> torch.Tensor:
+    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
+    return F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=1).transpose(1, 2).contiguous()
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
