@@ -22,7 +22,7 @@ class _Kind:
 
     Norms before the sub-layers have one behind the last layer as well. Tables of positions are
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
-    `offset` other rows. Where labels are shifted, `starts` tells whether the id of a start comes
+    `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts` tells whether the id of a start comes
     first, or their own last one.
     """
 
@@ -40,7 +40,7 @@ _KINDS = {
     "blenderbot": _Kind("pre", False, "learned"),
     "marian": _Kind("post", False, "marian"),
     "pegasus": _Kind("pre", False, "marian"),
-    "m2m_100": _Kind("pre", False, "fairseq", 2),
+    "m2m_100": _Kind("pre", False, "fairseq"),
 }
 CLASSES = {
     "bart": ("BartForConditionalGeneration", "BartModel"),
@@ -70,8 +70,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     scale = embed**0.5 if fields.flag("scale_embedding", fields.family == "m2m_100") else 1.0
     pad, start = fields.take("pad_token_id"), fields.take("decoder_start_token_id")
     offset = kind.offset
-    if kind.positions == "fairseq":
-        fields.require("pad_token_id", 1)  # the row before the first position's
+    if kind.positions == "fairseq":  # that of the padding is the row before position 0
+        offset = fields.size("pad_token_id", 1) + 1 if pad else 1
     if fields.family == "marian":
         fields.require("share_encoder_decoder_embeddings", True)
         fields.require("decoder_vocab_size", vocab)
