@@ -189,9 +189,7 @@ def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemor
     )
 
 
-def check_room(
-    peers: Peers, room: Room, needed: int, free: int | None, where: str
-) -> None:
+def check_room(peers: Peers, room: Room, needed: int, free: int | None, where: str) -> None:
     """Raise OutOfMemoryError if a cache of `needed` bytes has no room in the `free` ones.
 
     All of `peers` must call it: where one has no room, it is raised in all.

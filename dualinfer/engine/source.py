@@ -142,9 +142,7 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
     return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
 
 
-def make_source(
-    spec: ModelSpec, ids: Any, mask: Any, pad: int | None
-) -> Prompts:
+def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
     """What the encoder reads for each sequence, without padding, which the mask alone tells.
 
     As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
@@ -190,7 +188,9 @@ def make_decoder_prompts(
         )
     begins = np.array([row[0] for row in prompts.rows])
     if first.min() >= 0 and (begins != first).all() and not (spec.encoder and spec.encoder.mel):
-        rows = tuple(np.append(f, r).astype(np.int32) for f, r in zip(first, prompts.rows, strict=True))
+        rows = tuple(
+            np.append(f, r).astype(np.int32) for f, r in zip(first, prompts.rows, strict=True)
+        )
         widened = np.full((count, prompts.block.shape[1] + 1), 0 if pad is None else pad, np.int64)
         for i, row in enumerate(rows):
             widened[i, widened.shape[1] - len(row) :] = row

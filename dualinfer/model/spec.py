@@ -207,6 +207,10 @@ class ModelSpec:
         """The layers, then those of the encoder: numbers of layers in the weights are by these."""
         return self.layers + (self.encoder.layers if self.encoder else ())
 
+    def number(self, part: "ModelSpec", index: int) -> int:
+        """The number in `all_layers` of a layer of `part`, this model or its encoder."""
+        return index + (len(self.layers) if self.encoder and not part.encoder else 0)
+
     def with_layers(self, layers: Sequence[Layer]) -> "ModelSpec":
         """The same model of other layers, given as `all_layers` has them."""
         own, rest = tuple(layers[: len(self.layers)]), tuple(layers[len(self.layers) :])

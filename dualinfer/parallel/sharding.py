@@ -240,7 +240,9 @@ class Shard:
         axis = join_axis(row.axes_of(source))
         names = _parts(row.axes[axis]) if row.axes else []
         if len(names) > 1 and len(by_axis) < len(names) and all(n in names for n in by_axis):
-            shapes = {n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names}
+            shapes = {
+                n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names
+            }
             some = next(iter(by_axis.values()))
             empty = some[(slice(None),) * axis + (slice(0, 0),)]
             by_index[None] = [by_axis[n] if n in by_axis else pad(empty, shapes[n]) for n in names]

@@ -205,7 +205,6 @@ class Prompts:
         x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
 
-
     def _across(
         self,
         params: Params,

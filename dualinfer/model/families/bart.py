@@ -55,7 +55,12 @@ CLASSES = {
 _WRITTEN = (
     *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings"),
     *("force_bos_token_to_be_generated", "normalize_before", "normalize_embedding", "save_step"),
-    *("static_position_embeddings", "do_blenderbot_90_layernorm", "extra_layer_norm", "max_sequence"),
+    *(
+        "static_position_embeddings",
+        "do_blenderbot_90_layernorm",
+        "extra_layer_norm",
+        "max_sequence",
+    ),
 )
 _EMBEDDING = "vocab embed"
 
@@ -108,7 +113,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     start = start if kind.starts else None
     spec = replace(decoder, head=head, encoder=encoder, start=start)
     tables: dict[str, Row] = {}
-    for side, ours, axis in (("encoder", "encoder.", "source_positions"), ("decoder", "", "positions")):
+    for side, ours, axis in (
+        ("encoder", "encoder.", "source_positions"),
+        ("decoder", "", "positions"),
+    ):
         axes = f"{axis} embed"
         stored = (f"model.{side}.embed_positions.weight", axes)
         table = row(f"{ours}positions.weight", axes, stored)

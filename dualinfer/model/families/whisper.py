@@ -50,9 +50,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
     encoder, decoder = stack("encoder", frames), stack("decoder", positions)
     start, axes = fields.take("decoder_start_token_id"), "vocab embed"
-    spec = replace(
-        decoder, head=Head("causal") if has_head else None, encoder=encoder, start=start
-    )
+    spec = replace(decoder, head=Head("causal") if has_head else None, encoder=encoder, start=start)
     embedding = "model.decoder.embed_tokens.weight"
     outer = [row("embed.weight", axes, (embedding, axes))]
     for side, ours, axis in (

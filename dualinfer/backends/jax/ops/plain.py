@@ -211,10 +211,10 @@ class PlainOps:
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
         a = spec.layers[index].attention
-        slopes = self.split.slopes(index) if self.split else None
+        slopes = self.split.slopes(spec, index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
     def angles(
@@ -319,7 +319,9 @@ class PlainOps:
         """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
-        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer))
+        y = primitives.decode_attention(
+            q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer)
+        )
         return y.reshape(len(lengths), 1, -1), cache
 
     def attend_across(

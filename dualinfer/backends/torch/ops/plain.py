@@ -185,7 +185,7 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
     def angles(

@@ -327,9 +327,7 @@ def alibi_bias(
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
-def relative_bias(
-    table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
-) -> torch.Tensor:
+def relative_bias(table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """What distances add to scores, [B, H, T, S], of int positions [B, S] and [B, T].
 
     Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
