@@ -149,7 +149,7 @@ def test_outputs_are_those_of_transformers(name, backend):
     assert math.isclose(float(found.loss), float(wanted.loss), rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("name, backend", NAMES)
+@pytest.mark.parametrize(("name", "backend"), NAMES)
 def test_text_is_that_of_transformers(name, backend):
     model, engine, source = model_of(name), engine_of(name, backend), source_of(name)
     whole = text_of(model, **source, **GREEDY)
@@ -252,7 +252,7 @@ def test_encoders_alone_are_base_models():
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("buckets, most", [(32, 128), (10, 12), (64, 100), (6, 7)])
+@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (10, 12), (64, 100), (6, 7)])
 def test_buckets_of_distances_are_those_of_transformers(buckets, most, both_ways):
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -313,6 +313,49 @@ def test_a_model_that_asks_for_beams_says_how_to_go_on():
     finally:
         model.generation_config.num_beams = old
     assert found == text_of(model, **source_of("marian"), **GREEDY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_give_what_plain_ops_give(backend, monkeypatch):
+    """Interpreted: a bias in prompts and in steps, and a token's attention across."""
+    pytest.importorskip("triton")
+    torch.manual_seed(2)
+    small = T5 | {"d_model": 24, "d_ff": 33, "num_heads": 2, "num_layers": 1}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**small | {"num_decoder_layers": 1})).eval()
+    with torch.no_grad():
+        for own, p in model.named_parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.1 if p.ndim == 1 else 0.7)
+    if backend == "torch":
+        from dualinfer.backends import torch as package
+        from dualinfer.backends.torch.ops.kernels import KernelOps
+
+        def make_ops(config, spec, device, _):
+            return KernelOps(device)
+    else:
+        from dualinfer.backends import jax as package
+
+        from .kernels.jax_ops import interpreted_ops
+
+        def make_ops(*_):
+            return interpreted_ops()
+
+    options = OPTIONS | {"backend": backend}
+    source = {n: x[:, :13] for n, x in source_of("t5").items()}
+    how = GREEDY | {"max_new_tokens": 4, "eos_token_id": None}
+    with dualinfer.init_inference(model, **options) as plain:
+        wanted = plain.generate(**source, **how).tolist()
+        logits = plain(**source, decoder_input_ids=source["input_ids"][:, :5]).logits
+        assert "Triton" not in plain.report().ops["cross_attention"]
+    monkeypatch.setattr(package, "_make_ops", make_ops)
+    with dualinfer.init_inference(model, **options) as fast:
+        ops = fast.report().ops
+        names = "attention", "decode_attention", "cross_attention"
+        assert all("Triton" in ops[name] and "plain" not in ops[name] for name in names)
+        found = fast(**source, decoder_input_ids=source["input_ids"][:, :5]).logits
+        assert relative_rms(found, logits) < 1e-5
+        assert fast.generate(**source, **how).tolist() == wanted
 
 
 def split_text(name: str) -> Any:

@@ -297,6 +297,8 @@ def served(
 
     Kernels serve those that they know, plain ops all others; `knows` None: there are no kernels.
     """
+    if not any(spec.kind == "cross" for spec in specs):
+        by_kernels = {op: how for op, how in by_kernels.items() if op != "cross_attention"}
     if knows is None or all(map(knows, specs)):
         return dict(by_kernels)
     others = ", ".join(sorted({spec.label for spec in specs if not knows(spec)}))

@@ -31,6 +31,7 @@ IMPLEMENTATIONS = {
     "activation": "XLA",
     "attention": "XLA, dense softmax",
     "decode_attention": "XLA, dense softmax",
+    "cross_attention": "XLA, dense softmax",
     "sampling": "XLA, threefry2x32",
 }
 

@@ -17,7 +17,7 @@ from ...caches import CacheView
 from ...schemes import BlockArithmetic
 from ..profiling import named
 
-_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
 IMPLEMENTATIONS = {
     "matmul": "torch.nn.functional.linear",
     "embed": "torch.nn.functional.embedding",
@@ -26,8 +26,9 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
-    "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
-    "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "cross_attention": SDPA,
     "sampling": "plain torch, threefry2x32",
 }
 
