@@ -325,7 +325,7 @@ def test_kernels_give_what_plain_ops_give(backend, monkeypatch):
     small = T5 | {"d_model": 24, "d_ff": 33, "num_heads": 2, "num_layers": 1}
     model = hf.T5ForConditionalGeneration(hf.T5Config(**small | {"num_decoder_layers": 1})).eval()
     with torch.no_grad():
-        for own, p in model.named_parameters():
+        for p in model.parameters():
             p.normal_(1.0 if p.ndim == 1 else 0.0, 0.1 if p.ndim == 1 else 0.7)
     if backend == "torch":
         from dualinfer.backends import torch as package

@@ -25,9 +25,9 @@ class ForwardInputs:
     int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
     int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
-    the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids, or
-    embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B, 2 S, mel]
-    are its embeddings.
+    the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids,
+    or embeddings, positions and mask of its encoder's sequences; spectrograms
+    float32 [B, 2 S, mel] are its embeddings.
     """
 
     ids: np.ndarray | None

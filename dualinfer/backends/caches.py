@@ -183,9 +183,9 @@ def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemor
     there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
     beside = f", over {room.encoded} of an encoder," if room.encoded else ""
     return OutOfMemoryError(
-        f"A cache for {room.slots} sequences of {room.tokens} tokens{beside} needs {needed:,} bytes "
-        f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
-        "a time or fewer new tokens, or set a smaller max_out_tokens."
+        f"A cache for {room.slots} sequences of {room.tokens} tokens{beside} needs {needed:,} "
+        f"bytes ({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer "
+        "sequences at a time or fewer new tokens, or set a smaller max_out_tokens."
     )
 
 

@@ -24,8 +24,8 @@ def hidden_states(
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
-    its packed queries, keys and values, `across` its queries alone. With `layers` the output of the last one of these, `x`
-    being what the ones before them gave, None at the first.
+    its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
+    last one of these, `x` being what the ones before them gave, None at the first.
     """
     if x is None:
         where = positions, token_types

@@ -159,7 +159,7 @@ class FusedEngine(InferenceEngine):
             "labels": labels,
         }
         given = decoder_input_ids, decoder_attention_mask, input_features
-        beside = dict(zip(NAMES, given, strict=True))
+        beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
         if self._spec.encoder:
             arguments |= beside

@@ -258,7 +258,9 @@ def make_forward_inputs(
     may_pack: bool,
     name: str = "input_ids",
 ) -> ForwardInputs:
-    """One forward pass's inputs, called `name` in errors. `may_pack`: positions that start anew separate sequences.
+    """One forward pass's inputs, called `name` in errors.
+
+    `may_pack`: positions that start anew separate sequences.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.

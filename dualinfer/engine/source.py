@@ -145,7 +145,8 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
 def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
     """What the encoder reads for each sequence, without padding, which the mask alone tells.
 
-    As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
+    As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and
+    LengthError for more tokens than it has positions.
     """
     assert spec.encoder is not None
     if ids is None:
@@ -167,8 +168,8 @@ def make_decoder_prompts(
 ) -> Prompts:
     """How the decoder begins, beside each sequence of `source`: `ids`, else the id `start`.
 
-    As in HF, `start` is put before ids of which none begins with it, but for Whisper's. The result goes back to where
-    `source` is from.
+    As in HF, `start` is put before ids of which none begins with it, but for Whisper's. The result
+    goes back to where `source` is from.
     """
     count = len(source.rows)
     first = _starts(spec, start, count)

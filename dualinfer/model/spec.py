@@ -86,8 +86,9 @@ class RelativeBias:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one layer, to its own sequence or across to another one; `window` counts the visible tokens, the query's own included.
+    """Attention of one layer, to its own sequence or across to another one.
 
+    `window` counts the visible tokens, the query's own included.
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference

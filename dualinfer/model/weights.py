@@ -148,13 +148,12 @@ class Row:
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
     that lie side by side are joined along its fused axis, in order, with zeros in the place of a
-    part that none has. A row without sources is
-    `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the
-    number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
-    sources are tensors of several parts; a part has those of the row's axes that its sources have.
-    `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
-    has the axes of the `whole`. With `picks` the array has these elements of the last axis alone, in
-    this order, as often as they are named.
+    part that none has. A row without sources is `constant` everywhere, or the table that this makes
+    of a shape: HF computes it. `layer` is the number of the layer that it belongs to, None for
+    none. Of a quantized row, by its `scheme`, sources are tensors of several parts; a part has
+    those of the row's axes that its sources have. `blocks` are the rows and columns that have one
+    scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
+    array has these elements of the last axis alone, in this order, as often as they are named.
     """
 
     name: str
@@ -416,12 +415,13 @@ class WeightTable:
 
     `spec` says how long the axes are. `outer` are the rows outside of the layers, and `layers` each
     layer's as a template, whose names leave out the layer and whose HF names have `{i}` in its
-    place: one and the same where layers are alike. Those of an encoder follow the others. `base` is HF's prefix of the headless model;
-    files saved without a head lack it. `renames` are (ours, theirs) pieces of names that older
-    files use. `unused` are patterns of tensors that belong to the family and change no result here.
-    `tied` are rows that HF ties to another tensor, with that tensor's name: a file may hold both,
-    and where they differ HF unties them. `optional` is a part, by the start of our names, that a
-    checkpoint may lack as a whole. `matrices` are the quantized weights of a checkpoint.
+    place: one and the same where layers are alike. Those of an encoder follow the others. `base` is
+    HF's prefix of the headless model; files saved without a head lack it. `renames` are (ours,
+    theirs) pieces of names that older files use. `unused` are patterns of tensors that belong to
+    the family and change no result here. `tied` are rows that HF ties to another tensor, with that
+    tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
+    by the start of our names, that a checkpoint may lack as a whole. `matrices` are the quantized
+    weights of a checkpoint.
     """
 
     spec: ModelSpec

@@ -74,7 +74,7 @@ class Prompts:
                 ids, last = map(put, _padded(tokens[group], max(map(len, tokens[group]))))
                 given = _padded(sources[group], max(map(len, sources[group])))
                 source, source_last = map(put, given)
-                how = {"source": source, "source_last": source_last}
+                how: Any = {"source": source, "source_last": source_last}
                 parts.append(self._pass(params, cache, ids, slots[group], last, **how))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         takes_chunks = all(map(self._ops.knows, cache.specs))

@@ -81,8 +81,8 @@ def _encoded(x, CODES: tl.constexpr):
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
     frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
-    k_scale_ptr, v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride, token_stride,
-    capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
+    k_scale_ptr, v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride,
+    token_stride, capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     TWO_TABLES: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,

@@ -22,8 +22,8 @@ class _Kind:
 
     Norms before the sub-layers have one behind the last layer as well. Tables of positions are
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
-    `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts` tells whether the id of a start comes
-    first, or their own last one.
+    `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts`
+    tells whether the id of a start comes first, or their own last one.
     """
 
     placement: Literal["pre", "post"]

@@ -304,8 +304,8 @@ def attention(
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
     `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] as in
-    `relative_bias`.
+    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is
+    as in `relative_bias`.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape

@@ -424,7 +424,7 @@ class KernelOps(PlainOps):
         return y[:, None], cache
 
     def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
-        """The configuration of a token's attention to keys [N, K, S, D], of which it may `reach`."""
+        """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
         kv_heads, dim = keys.shape[1], keys.shape[3]
         shape = heads // kv_heads, dim, keys.element_size()
         key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
