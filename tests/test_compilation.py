@@ -691,7 +691,7 @@ def test_a_prompt_of_a_new_size_begins_what_decodes_it(monkeypatch, lowered):
             join()
     main = threading.main_thread()
     found = {
-        (key[0], key[-3]): threads[0][0] is main
+        (key[0], key[-4]): threads[0][0] is main
         for key, threads in lowered.items()
         if len(threads) == 1
     }

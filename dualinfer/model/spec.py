@@ -135,6 +135,9 @@ class Mlp:
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
+    With `cross` a second attention stands between the two, `pre` or `post`: its keys and values are
+    of what an encoder gives.
+
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with

@@ -33,7 +33,8 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, bart, t5, whisper),
+        *(falcon, mpt, fairseq),
+        *(bart, t5, whisper),
     )
     for model_type in family.CLASSES
 }
