@@ -427,6 +427,12 @@ class FusedEngine(InferenceEngine):
                 source = make_frames(spec, given["input_features"], ids)
             else:
                 source = make_source(spec, ids, mask, pad)
+            limit, read = self.inference_config.max_out_tokens, max(source.lengths)
+            if limit is not None and not spec.encoder.mel and read > limit:
+                raise LengthError(
+                    f"The encoder's input has {read} tokens, over max_out_tokens ({limit}). "
+                    "Shorten it, or set a larger max_out_tokens."
+                )
             begins = given["decoder_input_ids"], given["decoder_attention_mask"]
             start = options.decoder_start
             prompts = make_decoder_prompts(spec, source, *begins, start, pad)
