@@ -467,7 +467,8 @@ class FusedEngine(InferenceEngine):
         names, first, last = options.stepwise, None, None
         if prompts.block.shape[1] > 1:  # HF forces the second token alone
             names = [name for name in names if name != "forced_bos_token_id"]
-        if set(names) <= set(_FORCED) and new_tokens > 1:  # no logits are needed for these
+        # No logits are needed for these.
+        if set(names) <= set(_FORCED) and (new_tokens > 1 or _FORCED[0] not in names):
             first, last = (options.forced(name) if name in names else None for name in _FORCED)
             known = first not in options.eos_token_ids and NO_TOKEN not in (first, last)
             if known:
