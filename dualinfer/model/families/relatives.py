@@ -272,7 +272,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     behind = kind.placement
     if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
         behind = "pre"
-    placement = {"parallel": parallel, "shared_norm": parallel}
+    placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
     blocks = {
         (window, turns): Layer(
             Attention(*shape, window=window, rope=ropes[turns], **shared),
