@@ -26,6 +26,8 @@ CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}  # floats as the bytes that 
 class CacheSpec:
     """One layer's cache: its kind, and the sizes of the keys and values that it keeps.
 
+    Those of a latent one are of the one head that all query heads read: its value is the first
+    `value_dim` elements of its key, and not kept twice.
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None.
     """
 
@@ -79,8 +81,17 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
     return values, (Buffer(shape, dtype="float32"),) * 2 if dtype else ()
 
 
+def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """What all heads share of every token, [N, S, rank + turning], on each device all of it."""
+    return (Buffer((slots, tokens, spec.key_dim), heads=None),)
+
+
 # The arrays of each kind, for so many slots with room for so many tokens each.
-LAYOUTS: dict[str, Layout] = {"full": full_layout, "blocks": blocks_layout}
+LAYOUTS: dict[str, Layout] = {
+    "full": full_layout,
+    "blocks": blocks_layout,
+    "latent": latent_layout,
+}
 WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
 
@@ -95,7 +106,7 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
 
 def kind_of(layer: Layer) -> str:
     """The kind of a causal layer's cache. Layers with a window mask a full one."""
-    return "full"
+    return "full" if layer.attention.latent is None else "latent"
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
@@ -105,6 +116,8 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
 
 def _cache_spec(layer: Layer, codes: str | None) -> CacheSpec:
     a = layer.attention
+    if a.latent is not None:
+        return CacheSpec(kind_of(layer), 1, a.latent.width, a.latent.rank, codes)
     return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim, codes)
 
 
@@ -175,7 +188,8 @@ class CacheView(Protocol):
 
     Where arrays are memory, `write` and `append` change them and give the same view back; where
     they are values, the result has taken its place. Kernels reach into the arrays of the kinds
-    that they know by name; everything else asks the view.
+    that they know by name; everything else asks the view. For a latent cache K is 1, keys are what
+    all heads share, and values are these, too.
     """
 
     @property

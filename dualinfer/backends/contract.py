@@ -71,13 +71,26 @@ class Neighbours(NamedTuple):
 ALONE = Neighbours()
 
 
+class LatentQkv(NamedTuple):
+    """What latent attention takes in the place of packed queries, keys and values.
+
+    Queries [B, T, H D], the turning elements at the end of each head, and what all heads share,
+    [B, T, rank + turning], before its norm and its rotary embedding (`spec.Latent`).
+    """
+
+    queries: Array
+    shared: Array
+
+
 class LayerAttention(NamedTuple):
     """What one layer's attention needs beside its projections.
 
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
-    queries and keys, and the part that this one's keys have in a sum over devices.
+    queries and keys, and the part that this one's keys have in a sum over devices. `latent_norm` and
+    `kv` [H nope + H value, rank] are of latent attention: a head's key and value of a latent
+    vector. This weight is never quantized, since ops read it in two ways.
     """
 
     spec: Attention
@@ -86,6 +99,8 @@ class LayerAttention(NamedTuple):
     frequencies: Array | None = None
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
+    latent_norm: NormOf | None = None
+    kv: Weight | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -106,7 +121,10 @@ class LayerAttention(NamedTuple):
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
+        latent_norm = kv = None
+        if spec.latent is not None:
+            latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, latent_norm, kv)
 
 
 class BlockOps(Protocol):
@@ -215,7 +233,7 @@ class Ops(BlockOps, Protocol):
     def attend(
         self,
         layer: LayerAttention,
-        qkv: Array,
+        qkv: Array | LatentQkv,
         angles: Any,
         *,
         mask: Array | None = None,
@@ -226,6 +244,8 @@ class Ops(BlockOps, Protocol):
     ) -> tuple[Array, CacheView | None]:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
+        For latent attention `qkv` is a pair, and the result [B, T, H value_dim].
+
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
         [B, T] number packed sequences, which do not see each other; int `positions` [B, T] are what
         ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
@@ -234,9 +254,16 @@ class Ops(BlockOps, Protocol):
         ...
 
     def attend_token(
-        self, layer: LayerAttention, qkv: Array, angles: Any, cache: CacheView, lengths: Array
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: Array,
     ) -> tuple[Array, CacheView]:
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
+
+        For latent attention `qkv` is a pair, and the result [N, 1, H value_dim].
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
         """

@@ -152,7 +152,8 @@ class Row:
     number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
     sources are tensors of several parts; a part has those of the row's axes that its sources have.
     `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
-    has the axes of the `whole`.
+    has the axes of the `whole`. A `dense` row is never quantized: what a checkpoint quantizes of it
+    is read as the numbers that its codes mean.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Row:
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
+    dense: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -442,7 +444,7 @@ class WeightTable:
         """The rows of the tensors that a checkpoint of this model holds."""
         if any("{x}" in source.name for source in row.sources):
             row = row.stacked(self.spec.extent(row.axes[0], row.layer))
-        if self.matrices is None or not row.is_weight:
+        if self.matrices is None or not row.is_weight or row.dense:
             return (row,)
         return row.quantized(self._find)
 

@@ -11,6 +11,7 @@ from ..weights import WeightTable
 from . import (
     bert,
     bloom,
+    deepseek,
     fairseq,
     falcon,
     gemma,
@@ -30,7 +31,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq),
+        *(falcon, mpt, fairseq, deepseek),
     )
     for model_type in family.CLASSES
 }
