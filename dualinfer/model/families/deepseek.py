@@ -25,6 +25,11 @@ CLASSES = {
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
 _TIED = ("minicpm3", "youtu")
+_EXPERTS = (
+    *("aux_loss_alpha", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts"),
+    *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"),
+    *("scoring_func", "seq_aux", "topk_group", "topk_method", "output_router_logits"),
+)
 _MLP_BIAS = ("deepseek_v2", "minicpm3")
 
 
@@ -108,9 +113,20 @@ def _magnitude(parameters: Mapping[str, Any]) -> float:
 
 
 def _check_dense(fields: ConfigFields, count: int) -> None:
+    """Raise UnservedError where a layer is a mixture of experts."""
     if fields.family in ("minicpm3", "youtu"):
         return
-    raise UnservedError("mixtures")
+    if fields.family == "glm4_moe_lite":
+        kinds = fields.kinds("mlp_layer_types", count, ("dense", "sparse"))
+        dense = all(kind == "dense" for kind in kinds)
+    else:
+        dense = fields.take("first_k_dense_replace", 0) >= count
+    if not dense:
+        raise UnservedError(
+            f"config.json has layers with experts, which the {fields.family} family does not "
+            "serve in fused mode yet; dense layers are served."
+        )
+    fields.ignore(*_EXPERTS)
 
 
 def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
