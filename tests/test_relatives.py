@@ -12,7 +12,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from . import early
+from . import early, latent
 from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
@@ -153,7 +153,7 @@ CASES = {
     "starcoder2": ("Starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
 }
 
-CASES |= early.CASES
+CASES |= early.CASES | latent.CASES
 
 
 def make_config(case):
@@ -419,7 +419,7 @@ def test_text_of_a_gemma_3_that_sees_images(backend, tmp_path):
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
-QUICK += ("codegen", "falcon with alibi", "falcon, grouped", "xglm")
+QUICK += ("codegen", "falcon with alibi", "falcon, grouped", "xglm", "deepseek_v2, dense")
 
 
 @pytest.mark.parametrize(("case", "backend"), on_backends(CASES, set(CASES) - {*QUICK}))
