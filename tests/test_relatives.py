@@ -316,7 +316,7 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(
-    "case", [*NORMED, "arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
+    "case", [*NORMED, *latent.CASES, "arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""
@@ -329,7 +329,7 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     odd = {"head_dim": 12} if "head_dim" in fields else {}
     if case == "phi3, long":
         odd = {"hidden_size": 56}  # two heads of as many elements that turn
-    small = SMALL if case not in early.CASES else {"vocab_size": SMALL["vocab_size"]}
+    small = SMALL if case not in early.CASES | latent.CASES else {"vocab_size": SMALL["vocab_size"]}
     config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **small, **odd})
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()

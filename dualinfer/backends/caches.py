@@ -246,6 +246,7 @@ def served(
 
     Kernels serve those that they know, plain ops all others; `knows` None: there are no kernels.
     """
+    by_kernels, by_plain = _with_latents(by_kernels, specs), _with_latents(by_plain, specs)
     if knows is None or all(map(knows, specs)):
         return dict(by_kernels)
     others = ", ".join(sorted({spec.label for spec in specs if not knows(spec)}))
@@ -254,3 +255,14 @@ def served(
     if any(map(knows, specs)):
         attention = f"{by_kernels['decode_attention']}; {attention}"
     return {**by_kernels, "rotary": rotary, "decode_attention": attention}
+
+
+def _with_latents(ops: Mapping[str, str], specs: Sequence[CacheSpec]) -> dict[str, str]:
+    """What serves each op, attention to latent caches as decode_attention."""
+    ops = dict(ops)
+    latent, kinds = ops.pop("latent_attention"), {spec.kind for spec in specs}
+    if kinds == {"latent"}:
+        ops["decode_attention"] = latent
+    elif "latent" in kinds:
+        ops["decode_attention"] += f"; {latent}"
+    return ops

@@ -25,13 +25,13 @@ IMPLEMENTATIONS = {
     "matmul": "XLA dot",
     "embed": "XLA gather",
     "rms_norm": "XLA",
-    "head_product": "XLA",
     "layer_norm": "XLA",
     "qk_norm": "XLA",
     "rotary": "XLA",
     "activation": "XLA",
     "attention": "XLA, dense softmax",
     "decode_attention": "XLA, dense softmax",
+    "latent_attention": "XLA over latent vectors, a head's matrices before and behind it",
     "sampling": "XLA, threefry2x32",
 }
 

@@ -22,13 +22,13 @@ IMPLEMENTATIONS = {
     "matmul": "torch.nn.functional.linear",
     "embed": "torch.nn.functional.embedding",
     "rms_norm": "plain torch",
-    "head_product": "plain torch",
     "layer_norm": "torch.nn.functional.layer_norm",
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
     "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "latent_attention": f"{_SDPA} over latent vectors, a head's matrices before and behind it",
     "sampling": "plain torch, threefry2x32",
 }
 
