@@ -16,6 +16,8 @@ _OTHERS = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
 }
 _KV = ("num_key_value_heads", "num_kv_heads")
+_LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
+_LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 
 def tiny_config(config: Any) -> Any:
@@ -45,6 +47,8 @@ def tiny_config(config: Any) -> Any:
             values[name] = new_heads if values[name] in (None, heads) else few
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
+    if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
+        values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2

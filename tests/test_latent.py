@@ -1,0 +1,145 @@
+"""Latent attention: what its cache holds, position by position, split and quantized."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import dualinfer
+from dualinfer.backends.caches import CacheSpec, cache_bytes, cache_specs
+from dualinfer.cli.plan_table import make_plan_table
+from dualinfer.errors import UnsupportedError
+from dualinfer.model.families import describe_model
+
+from .formats import check_logits
+from .models import BACKENDS, noted_logits, random_ids, relative_rms
+from .test_fp8_formats import FP8, blocks_of
+from .test_quantize_on_load import dequantized
+from .test_relatives import make, make_config
+
+HOW = {"replace_with_kernel_inject": True, "dtype": "fp32"}
+CASE = "deepseek_v2, dense"
+
+
+def lite():
+    """Spec and table of DeepSeek-V2-Lite's sizes, without experts."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 27}
+    config = hf.DeepseekV2Config(**sizes, q_lora_rank=None, first_k_dense_replace=27)
+    return describe_model(config.to_dict())
+
+
+def test_latents_take_a_tenth_of_what_heads_would():
+    spec, table = lite()
+    specs = cache_specs(spec)
+    held = cache_bytes(specs, 32, 4096, 2)
+    assert held == 32 * 4096 * 27 * (512 + 64) * 2
+    full = [CacheSpec("full", 16, 192, 192)] * 27
+    assert held <= cache_bytes(full, 32, 4096, 2) / 10
+    # Every device has all of them, and its heads' part of what reads them.
+    plan = make_plan_table(table, 4, "bfloat16", 64)
+    assert [part.cache for part in plan.devices] == [27 * 576 * 2] * 4
+    shares = {own.name: (own.extent, own.whole) for own in plan.devices[0].shares}
+    assert shares["query heads"] == (4, 16) and shares["latent width"] == (576, 576)
+    assert any("latent" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_position_is_that_of_hf_through_the_cache(backend):
+    """By the prompt's own pass and by steps; then a stream beside longer ones, as a cache grows."""
+    model, ids = make(CASE), random_ids(2, 7)
+    how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    with dualinfer.init_inference(model, backend=backend, **HOW) as engine:
+        with noted_logits(backend) as noted:
+            text = np.asarray(engine.generate(ids, **how))
+        assert engine.report().cache == "latent"
+        held = engine.report().cache_bytes
+        assert held == engine.runner.cache_bytes_for(2, 37) == 2 * 2 * 64 * 32 * 4
+        stream = engine.stream(ids[:1], **how)
+        begun = [next(stream) for _ in range(3)]
+        again = engine.generate(np.repeat(ids, 2, axis=0), **how)
+        np.testing.assert_array_equal(np.asarray(again)[::2], text)
+        np.testing.assert_array_equal(np.ravel([*begun, *stream]), text[0, 7:])
+    with torch.no_grad():
+        expected = model(torch.from_numpy(text)).logits.numpy()
+    assert len(noted) == 30
+    for at, logits in noted.items():
+        assert relative_rms(logits, expected[:, at - 1]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_are_quantized_leave_a_heads_matrices_dense(backend):
+    """They are read in two ways, as they are and turned: kv_b_proj is not quantized."""
+    model, ids = make(CASE), random_ids(2, 9)
+    how = {"max_new_tokens": 5, "do_sample": False}
+    with (
+        torch.no_grad(),
+        dualinfer.init_inference(model, backend=backend, quant="int8", **HOW) as engine,
+    ):
+        dense = dequantized(model, "int8", plain=("kv_b_proj",))
+        assert relative_rms(engine(ids).logits, dense(torch.from_numpy(ids)).logits) < 1e-5
+        text = dense.generate(torch.from_numpy(ids), pad_token_id=0, **how)
+        np.testing.assert_array_equal(np.asarray(engine.generate(ids, **how)), text.numpy())
+        layer = engine.runner.params.layers[1]
+        assert layer["kv.weight"].scheme is None and layer["query.weight"].scheme is not None
+    with pytest.raises(UnsupportedError, match="kind latent"):
+        dualinfer.init_inference(model, backend=backend, kv_cache_dtype="int8", **HOW)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
+    """As DeepSeek-V3 is published, in blocks that heads do not end at."""
+    make("deepseek_v3, dense").save_pretrained(tmp_path)
+    tensors, change = load_file(tmp_path / "model.safetensors"), blocks_of((23, 11))
+    others = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
+    for i in range(2):
+        change(f"model.layers.{i}.self_attn.kv_b_proj", tensors)
+        others.remove(f"model.layers.{i}.self_attn.kv_b_proj")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    left = {"modules_to_not_convert": [*others, "lm_head"], "weight_block_size": [23, 11]}
+    fields["quantization_config"] = FP8 | left
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    check_logits(tmp_path, backend)
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "message"),
+    [
+        (CASE, {"num_key_value_heads": 1}, "num_key_value_heads=1"),
+        (CASE, {"unheard_of": 3}, "unheard_of=3"),
+        (CASE, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "mscale_all_dim": 1}},
+         "positive factor"),
+        ("youtu", {"head_dim": 12}, "head_dim=12"),
+        (
+            "glm4_moe_lite, dense",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
+            "4 of the 10",
+        ),
+    ],
+)
+def test_what_latent_attention_does_not_honour_is_refused(case, fields, message):
+    with pytest.raises(dualinfer.ModelError, match=message):
+        describe_model({**make_config(case).to_dict(), **fields})
+
+
+def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
+    """Keys and values of the pieces before are made anew of the cached latents."""
+    pytest.importorskip("triton")
+    from dualinfer.backends.torch import prompts
+    from dualinfer.backends.torch.ops.kernels import KernelOps
+    from dualinfer.kernels.triton import linear
+
+    model, rows = make("youtu"), [random_ids(1, n, seed=n)[0].tolist() for n in (21, 4)]
+    how = {"max_new_tokens": 3, "do_sample": False}
+    with dualinfer.init_inference(model, use_triton=False, **HOW) as plain:
+        expected = np.asarray(plain.generate(rows, **how))
+    make_ops = lambda config, spec, device, _: KernelOps(device)  # noqa: E731
+    monkeypatch.setattr(dualinfer.backends.torch, "_make_ops", make_ops)
+    monkeypatch.setattr(linear, "serves", lambda *shape: False)
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    with dualinfer.init_inference(model, **HOW) as engine:
+        np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), expected)
+        assert "latent vectors" in engine.report().ops["decode_attention"]
