@@ -110,8 +110,11 @@ def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
     [
         (CASE, {"num_key_value_heads": 1}, "num_key_value_heads=1"),
         (CASE, {"unheard_of": 3}, "unheard_of=3"),
-        (CASE, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "mscale_all_dim": 1}},
-         "positive factor"),
+        (
+            CASE,
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "mscale_all_dim": 1}},
+            "positive factor",
+        ),
         ("youtu", {"head_dim": 12}, "head_dim=12"),
         (
             "glm4_moe_lite, dense",

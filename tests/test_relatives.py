@@ -316,7 +316,17 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(
-    "case", [*NORMED, *latent.CASES, "arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
+    "case",
+    [
+        *NORMED,
+        *latent.CASES,
+        "arcee",
+        "cohere2",
+        "exaone4",
+        "falcon with alibi",
+        "granite",
+        "smollm3",
+    ],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""

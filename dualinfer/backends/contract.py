@@ -88,9 +88,10 @@ class LayerAttention(NamedTuple):
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
-    queries and keys, and the part that this one's keys have in a sum over devices. `latent_norm` and
-    `kv` [H nope + H value, rank] are of latent attention: a head's key and value of a latent
-    vector. This weight is never quantized, since ops read it in two ways.
+    queries and keys, and the part that this one's keys have in a sum over devices. `latent_norm`
+    and `kv` are of latent attention: this weight [H (D - turning) + H value_dim, rank] makes each
+    head's key, and then its value, of a latent vector, and is never quantized, since ops read it in
+    two ways.
     """
 
     spec: Attention

@@ -7,7 +7,7 @@ from ..model.spec import XIELU, Layer
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes.
-Attend = Callable[[int, Array | LatentQkv], Array]
+Attend = Callable[[int, Array], Array]
 
 
 def block(
@@ -35,7 +35,9 @@ def block(
         assert layer.attention.latent is not None
         shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
         if layer.attention.latent.query_rank:
-            x = ops.linear(x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm))
+            x = ops.linear(
+                x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
+            )
             norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
         return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 

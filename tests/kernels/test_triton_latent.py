@@ -36,10 +36,8 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
     shared, weight = normal(2, 2, tokens, WIDTH, dtype=dtype), gain(dtype, RANK)
     inv_freq = np.geomspace(1, 0.01, TURNING // 2).astype(np.float32)
     interleaved = where != "prompts"
-    if where == "tokens":  # slot 1 is full
-        positions = np.array([[2], [7]])
-    else:
-        positions = np.arange(3)[None].repeat(2, 0) + 2
+    full = np.array([[2], [7]])  # slot 1 is
+    positions = full if where == "tokens" else np.arange(3)[None].repeat(2, 0) + 2
     cache = np.full((3, 4, WIDTH), GARBAGE, dtype)
     q, s, c = put(queries), put(shared), put(cache)
     how = {"cache": None if where == "nowhere" else c}

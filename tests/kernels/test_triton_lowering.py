@@ -153,9 +153,7 @@ def decoding(
     )
 
 
-def latent(
-    slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: int = 512
-) -> Variant:
+def latent(slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: int = 512) -> Variant:
     """A launch of latent attention of a decode step, as it is where nobody measured."""
     config = latents.default_config(slots, heads, 2048, 4 if dtypes == WHOLE else 2, 132)
     rows = 1 if slots == 1 else 16

@@ -21,7 +21,7 @@ _TURNED = 2048  # elements of queries that a program turns
 
 
 class LatentConfig(NamedTuple):
-    """Heads and tokens at a time, warps, programs over which a sequence is split, reads in flight."""
+    """Heads and tokens at a time, warps, programs that share a sequence, reads in flight."""
 
     heads: int
     block: int
@@ -91,7 +91,7 @@ def _absorb_kernel(
     RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R elements of one head's query as latent vectors meet it, of some slots."""
+    """One program: BLOCK_R elements of one head's query as it meets latent vectors, of slots."""
     let_next_start(PDL)
     head = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,7 +110,9 @@ def _absorb_kernel(
         q = tl.load(queries_ptr + row[:, None] * D + d[None, :], mask=inside, other=0.0)
         own = dot(q, weight, tl.zeros((BLOCK_N, BLOCK_R), tl.float32))
     mask = (n < slots)[:, None] & (r < RANK)[None, :]
-    tl.store(own_ptr + row[:, None] * RANK + r[None, :], own.to(own_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        own_ptr + row[:, None] * RANK + r[None, :], own.to(own_ptr.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
@@ -219,7 +221,7 @@ def turn_latents(
     slots: Any = None,
     pdl: bool = False,
 ) -> None:
-    """Norm and turn in place: queries [B, T, H D], and what heads share [B, T, rank + R], also cached.
+    """Norm and turn in place queries [B, T, H D] and what heads share [B, T, rank + R]; cache it.
 
     The first `rank` elements of `shared` are normed by `norm` [rank] with `eps`, its last R and
     those of each head's query turn by int positions [B, T] times `inv_freq` float32 [R/2]. With a
@@ -227,7 +229,7 @@ def turn_latents(
     to the place that its position says; without `slots` to slot b, of which a full one overwrites
     its last place.
     """
-    batch, tokens, width = shared.shape
+    batch, tokens, _ = shared.shape
     turning = 2 * inv_freq.shape[-1]
     dim = queries.shape[-1] // heads
     _check(queries, shared, heads, rank, turning, cache)
@@ -263,7 +265,7 @@ def decode_latents(
     sms: int = 132,
     pdl: bool = False,
 ) -> Any:
-    """Attention of one token a slot to what heads share of all: each head's value, [N, H value_dim].
+    """Attention of one token a slot to what heads share of all: heads' values [N, H value_dim].
 
     `queries` [N, 1, H D] have their last `turning` elements turned; the cache is
     [N, S, rank + turning] with the new token at lengths[n], or, of a full slot, at the last place.
@@ -332,9 +334,7 @@ def default_config(slots: int, heads: int, capacity: int, itemsize: int, sms: in
     return LatentConfig(at_once, block, warps, splits)
 
 
-def _check(
-    queries: Any, shared: Any, heads: int, rank: int, turning: int, cache: Any
-) -> None:
+def _check(queries: Any, shared: Any, heads: int, rank: int, turning: int, cache: Any) -> None:
     """Raise ValueError for arguments that the kernels would misread."""
     width = rank + turning
     if queries.shape[-1] % heads or not queries.is_contiguous():

@@ -100,16 +100,15 @@ def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attenti
 
 def _magnitude(parameters: Mapping[str, Any]) -> float:
     """What scores are scaled by, twice, where the rotary embedding is scaled (yarn's mscale)."""
-    mscale = parameters.get("mscale_all_dim")
+    mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if parameters.get("rope_type", "default") == "default" or not is_positive(mscale):
         return 1.0
-    factor = parameters.get("factor")
-    if not is_positive(factor):
+    if factor is None or not is_positive(factor):
         raise ModelError(
             f"config.json has rope_parameters with mscale_all_dim={shown(mscale)} and "
             f"factor={shown(factor)}; expected a positive factor."
         )
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * float(mscale or 0) * math.log(factor) + 1.0
 
 
 def _check_dense(fields: ConfigFields, count: int) -> None:

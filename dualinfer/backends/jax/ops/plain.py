@@ -295,9 +295,7 @@ class PlainOps:
             cache = primitives.write(cache, slots, shared[:, :, None], shared[:, :, None])
         return q, shared, cache
 
-    def _of_latents(
-        self, layer: LayerAttention, shared: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _of_latents(self, layer: LayerAttention, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
         a, latent = layer.spec, layer.spec.latent
         assert latent is not None and layer.kv is not None
@@ -414,7 +412,8 @@ def matrices_of(layer: LayerAttention) -> tuple[jax.Array, jax.Array]:
     assert layer.kv is not None
     keys, values = jnp.split(layer.kv.data, (layer.spec.qkv_sizes[1],))
     heads = layer.spec.heads
-    return tuple(x.reshape(heads, -1, x.shape[-1]) for x in (keys, values))
+    k, v = (x.reshape(heads, -1, x.shape[-1]) for x in (keys, values))
+    return k, v
 
 
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:

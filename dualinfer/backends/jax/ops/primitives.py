@@ -298,10 +298,11 @@ def attention(
 ) -> jax.Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    Values may have another width than keys, and the result has it then. `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape

@@ -364,20 +364,18 @@ class KernelOps(PlainOps):
         chunk: Chunk | None,
         how: dict[str, Any],
     ) -> torch.Tensor:
-        """`attend` with latent attention: keys and values of each head are made, of a chunk's past
-        as well. Values are as wide as keys for the kernels, with zeros behind."""
+        """`attend` with latent attention: each head's keys and values are made, of one width.
+
+        Those of the pieces before a chunk are made anew, of what is cached.
+        """
         q, shared = self._latents(layer, qkv, angles, cache, slots)
         if chunk is not None and chunk.start:
             held = cast(LatentCache, cache).shared
             shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
         k, v = self._of_latents(layer, shared)
-        width = v.shape[-1]
-        a = layer.spec
-        if width <= a.head_dim:
-            v = F.pad(v, (0, a.head_dim - width))
-            return self._attention(layer, q, k, v, how)[..., :width]
-        q, k = (F.pad(x, (0, width - a.head_dim)) for x in (q, k))
-        return self._attention(layer, q, k, v, how)
+        width, dim = v.shape[-1], layer.spec.head_dim
+        q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
+        return self._attention(layer, q, k, v, how)[..., :width]
 
     @named("attention")
     def attend(
@@ -394,7 +392,6 @@ class KernelOps(PlainOps):
         chunk: Chunk | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
-        a = layer.spec
         start = chunk.start if chunk else 0
         how: dict[str, Any] = {"start": start, "mask": mask, "segments": segments}
         if isinstance(qkv, LatentQkv):

@@ -351,7 +351,7 @@ class PlainOps:
         a = layer.spec
         if isinstance(qkv, LatentQkv):
             assert a.latent is not None
-            q, shared = self._latents(layer, qkv, angles, cache, None, lengths)
+            q, _ = self._latents(layer, qkv, angles, cache, None, lengths)
             q = self._absorbed(layer, q[:, 0])
             y = primitives.decode_attention(q, cache, lengths + 1, scale=a.scale)
             return self._values_of(layer, y[..., : a.latent.rank]), cache

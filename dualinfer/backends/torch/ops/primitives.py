@@ -272,10 +272,11 @@ def attention(
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    Values may have another width than keys, and the result has it then. `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
