@@ -146,3 +146,25 @@ def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
     with dualinfer.init_inference(model, **HOW) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), expected)
         assert "latent vectors" in engine.report().ops["decode_attention"]
+
+
+def test_a_step_looks_up_what_was_measured(monkeypatch):
+    pytest.importorskip("triton")
+    from dualinfer.backends.torch.ops.kernels import KernelOps
+    from dualinfer.backends.torch.tuning.cases import tuning_cases
+    from dualinfer.kernels.triton.tuning import Configurations, candidates
+
+    with dualinfer.init_inference(make("minicpm3"), **HOW) as engine:
+        ops, runner = KernelOps(torch.device("cpu")), engine.runner
+        how = {"rows": (1,), "reaches": (64,), "prompts": (8,)}
+        found = tuning_cases(runner.spec, runner.params, ops, **how)
+        (case,) = (case for case in found if case.key[0] == "latent_attention")
+        assert {"attention", "latent_attention"} <= {case.key[0] for case in found}
+        assert len(candidates(case.key, 132)) > 4
+        asked = []
+        monkeypatch.setattr(
+            Configurations, "look_up", lambda self, key: (asked.append(key), (None,) * 2)[1]
+        )
+        run, _ = case.prepare()
+        run(None)
+    assert set(asked) == {case.key}

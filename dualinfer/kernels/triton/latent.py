@@ -15,6 +15,7 @@ import triton.language as tl
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .rotary import _load_pairs, _store_pairs
+from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 LARGEST_RANK = 512  # elements of a latent vector that a program holds for a block of heads
 _TURNED = 2048  # elements of queries that a program turns
@@ -332,6 +333,49 @@ def default_config(slots: int, heads: int, capacity: int, itemsize: int, sms: in
     programs = slots * -(-heads // at_once)
     splits = max(1, min(round(2 * sms / programs), -(-capacity // max(block, 64)), 32))
     return LatentConfig(at_once, block, warps, splits)
+
+
+def tuning_key(slots: int, reach: int, heads: int, rank: int, itemsize: int) -> Key:
+    """Of one token's attention over latent vectors: `reach` tokens that may be seen."""
+    return "latent_attention", next_power_of_2(slots), next_power_of_2(reach), heads, rank, itemsize
+
+
+def _fits(key: Key, config: LatentConfig) -> bool:
+    rank, itemsize = key[4:]
+    held = config.heads + config.stages * config.block
+    return held * next_power_of_2(rank) * itemsize <= SHARED_BYTES
+
+
+def _candidates(key: Key, sms: int) -> list[LatentConfig]:
+    _, slots, reach, heads, _, itemsize = key
+    default = default_config(slots, heads, reach, itemsize, sms)
+    base = next_power_of_2(default.splits)
+    configs = [default]
+    for splits in (base, base // 2, base * 2, base // 4):
+        if not 1 <= splits <= 64:
+            continue
+        for at_once, block, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 64, 8)):
+            if at_once == 16 or heads > 16:
+                configs.append(LatentConfig(at_once, block, warps, splits))
+    return configs
+
+
+TUNABLE = Tunable(
+    op="latent_attention",
+    fields=("slots", "capacity", "heads", "rank", "itemsize"),
+    kinds={
+        "latent": Kind(
+            LatentConfig,
+            {
+                **{"heads": powers(16, 128), "block": powers(16, 256), "warps": powers(1, 16)},
+                **{"splits": range(1, 65), "stages": range(1, 9)},
+            },
+            bound_by_memory=True,
+        )
+    },
+    fits=_fits,
+    candidates=_candidates,
+)
 
 
 def _check(queries: Any, shared: Any, heads: int, rank: int, turning: int, cache: Any) -> None:

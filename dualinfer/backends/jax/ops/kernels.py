@@ -504,6 +504,8 @@ class KernelOps(PlainOps):
         a = layer.spec
         assert a.latent is not None and layer.kv is not None
         q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
+        shape = a.heads, a.latent.rank, q.dtype.itemsize
+        key = latent.tuning_key(len(lengths), cache.capacity, *shape)
         with jax.named_scope("decode_attention"):
             y, _ = call(
                 latent.decode_latents,
@@ -514,6 +516,7 @@ class KernelOps(PlainOps):
                 heads=a.heads,
                 turning=a.latent.turning,
                 scale=a.scale,
+                config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,

@@ -454,11 +454,12 @@ class KernelOps(PlainOps):
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
-        config: decode_attention.DecodeConfig | None = None,
+        config: Any = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
         if isinstance(qkv, LatentQkv):
-            return self._attend_token_to_latents(layer, qkv, cast(Any, cache), lengths), cache
+            args = layer, qkv, cast(Any, cache), lengths
+            return self._attend_token_to_latents(*args, config), cache
         known = self._known(cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
@@ -490,11 +491,20 @@ class KernelOps(PlainOps):
         return y[:, None], cache
 
     def _attend_token_to_latents(
-        self, layer: LayerAttention, qkv: LatentQkv, cache: LatentCache, lengths: torch.Tensor
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        cache: LatentCache,
+        lengths: torch.Tensor,
+        config: latent.LatentConfig | None,
     ) -> torch.Tensor:
         """Each head's value of one new token a slot, [N, 1, H value_dim]."""
         a = layer.spec
         assert a.latent is not None and layer.kv is not None
+        if config is None:
+            shape = a.heads, a.latent.rank, cache.shared.element_size()
+            key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+            config = self.configurations.find(key)
         self._latents(layer, qkv, None, cache, None, lengths)
         y = latent.decode_latents(
             qkv.queries,
@@ -504,6 +514,7 @@ class KernelOps(PlainOps):
             heads=a.heads,
             turning=a.latent.turning,
             scale=a.scale,
+            config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
         )
