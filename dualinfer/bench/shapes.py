@@ -110,6 +110,25 @@ def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
     return Shape("Gemma2ForCausalLM", "gemma2", "bfloat16", fields)
 
 
+def _gemma3(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
+    fields = {
+        "vocab_size": 262208,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "sliding_attention": _rope(10000.0),
+            "full_attention": _rope(1000000.0, rope_type="linear", factor=8.0),
+        },
+    }
+    return Shape("Gemma3ForCausalLM", "gemma3_text", "bfloat16", fields)
+
+
 def _bert(hidden: int, layers: int, heads: int) -> Shape:
     fields = {
         "hidden_size": hidden,
@@ -157,6 +176,86 @@ SHAPES: dict[str, Shape] = {
     "bloom-7b1": _bloom(4096, 30, 32),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
+    "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8),
+    "phi-4-mini": Shape(
+        *("Phi3ForCausalLM", "phi3", "bfloat16"),
+        {
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(
+                10000.0,
+                rope_type="longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0] * 48,
+                long_factor=[32.0] * 48,
+                original_max_position_embeddings=4096,
+            ),
+        },
+    ),
+    "falcon-7b": Shape(
+        *("FalconForCausalLM", "falcon", "bfloat16"),
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+        },
+    ),
+    "mpt-7b": Shape(
+        *("MptForCausalLM", "mpt", "bfloat16"),
+        {
+            "vocab_size": 50432,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "max_seq_len": 2048,
+        },
+    ),
+    "command-r": Shape(
+        *("CohereForCausalLM", "cohere", "bfloat16"),
+        {
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "logit_scale": 0.0625,
+        },
+    ),
+    "olmo-2-7b": Shape(
+        *("Olmo2ForCausalLM", "olmo2", "bfloat16"),
+        {
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "starcoder2-7b": Shape(
+        *("Starcoder2ForCausalLM", "starcoder2", "bfloat16"),
+        {
+            "vocab_size": 49152,
+            "hidden_size": 4608,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 36,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 16384,
+            "sliding_window": 4096,
+        },
+    ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
 }
