@@ -10,14 +10,17 @@ from safetensors.torch import load_file, save_file
 
 import dualinfer
 from dualinfer.backends.caches import CacheSpec, cache_bytes, cache_specs
+from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.errors import UnsupportedError
 from dualinfer.model.families import describe_model
 
 from .formats import check_logits
+from .latent import WRITTEN
 from .models import BACKENDS, noted_logits, random_ids, relative_rms
 from .test_fp8_formats import FP8, blocks_of
 from .test_quantize_on_load import dequantized
+from .test_relatives import _OF_ALL as OF_ALL
 from .test_relatives import make, make_config
 
 HOW = {"replace_with_kernel_inject": True, "dtype": "fp32"}
@@ -168,3 +171,11 @@ def test_a_step_looks_up_what_was_measured(monkeypatch):
         run, _ = case.prepare()
         run(None)
     assert set(asked) == {case.key}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
+def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
+    written = {**OF_ALL, **WRITTEN[family], "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    spec, _ = describe_model(read_config(tmp_path).to_dict())
+    assert len(spec.layers) == 2 and spec.layers[0].attention.latent is not None

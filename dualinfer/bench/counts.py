@@ -95,8 +95,9 @@ class Counts:
             if attention.causal:
                 most = tokens if attention.window is None else min(attention.window, tokens)
                 visible = most * (most + 1) // 2 + (tokens - most) * most
-            attended += attention.heads * attention.head_dim * visible
-        return batch * (2 * dense + 4 * attended)
+            query, _, value = attention.head_widths
+            attended += attention.heads * (query + value) * visible
+        return batch * 2 * (dense + attended)
 
 
 def describe_held(plan: LoadPlan, dtype: str) -> dict[str, Any]:

@@ -256,6 +256,8 @@ SHAPES: dict[str, Shape] = {
             "sliding_window": 4096,
         },
     ),
+    "minicpm3-4b": Shape("MiniCPM3ForCausalLM", "minicpm3", "bfloat16", {}),  # the defaults are it
+    "youtu-llm-2b": Shape("YoutuForCausalLM", "youtu", "bfloat16", {}),  # likewise
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
 }
