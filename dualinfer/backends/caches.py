@@ -106,7 +106,9 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
 
 def kind_of(layer: Layer) -> str:
     """The kind of a causal layer's cache. Layers with a window mask a full one."""
-    return "full" if layer.attention.latent is None else "latent"
+    if layer.attention.latent is not None:
+        return "latent"
+    return "full"
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
