@@ -179,3 +179,32 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     spec, _ = describe_model(read_config(tmp_path).to_dict())
     assert len(spec.layers) == 2 and spec.layers[0].attention.latent is not None
+
+
+def test_a_step_of_jax_is_one_call_that_changes_the_cache_in_place(monkeypatch):
+    """As it is lowered for CUDA, by mode of sampling; nothing runs."""
+    pytest.importorskip("triton")
+    import jax
+
+    from dualinfer.backends.jax import ahead
+    from dualinfer.backends.jax.ops.kernels import KernelOps
+
+    from .kernels.jax_ops import calls_for_cuda, gpu
+
+    ops = KernelOps(gpu(core_count=132))
+    monkeypatch.setattr(dualinfer.backends.jax, "_make_ops", lambda *args: ops)
+    with dualinfer.init_inference(make(CASE), backend="jax", **HOW | {"dtype": "bf16"}) as engine:
+        found = list(ahead.jobs(engine.runner, ahead.Wanted((1,), (5,), 4), 4))
+    modes, seen = len(KernelOps.modes), set()
+    for job in found:
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
+        calls, _ = calls_for_cuda(job.function, args, monkeypatch)
+        kernels = [kernel for call in calls for kernel in call.kernels]
+        seen.add(job.key[0])
+        if job.key[0] == "prefill":
+            assert kernels.count("attention_kernel") == kernels.count("turn_latents_kernel") == 2
+            continue
+        for name in ("turn_latents", "absorb", "decode_latents", "join_latents"):
+            assert kernels.count(f"{name}_kernel") == modes * 2
+        assert len(calls) == modes and all(call.changed >= 3 for call in calls)
+    assert {"prefill", "decode"} <= seen
