@@ -282,9 +282,9 @@ def shared(case, backend, devices):
 
 
 # Of 3 KV heads 4 devices hold one twice, which counts once in a norm over all of them.
-DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4}
+DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4, "youtu": 3}
 SHARED = [
-    pytest.param(case, backend, marks=[] if case == "olmo2" else [pytest.mark.slow])
+    pytest.param(case, backend, marks=[] if case in ("olmo2", "youtu") else [pytest.mark.slow])
     for case in CASES
     for backend in ("torch", "jax")
 ]
