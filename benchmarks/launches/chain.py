@@ -243,7 +243,7 @@ class Ptx(Engine):
         pointers["residual_ptr" if residual else "norm_weight_ptr"] = "*bf16"
         constants = {
             **{"features": features, "x_stride": width, "residual_stride": features, "eps": EPS},
-            **{"K": width, "COUNT": 1, "ROWS": rows, "BLOCK_K": 1 << (width - 1).bit_length()},
+            **{"K": width, "COUNT": 1, "ROWS": rows, "BLOCKS": triton_linear.parts_of_width(width)},
             **{"PROGRAMS": programs, "NORM": None if residual else "rms", "GATED": gated},
             **{"ACTIVATION": "silu" if gated else None, "PDL": self.early},
         }

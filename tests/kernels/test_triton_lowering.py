@@ -37,6 +37,7 @@ pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all
 
 DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
+NORM |= {"AFTER": False}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
 PREFILL |= {"NORM_TURNED": False, "ends_ptr": None}
@@ -71,7 +72,7 @@ def product(
     if isinstance(config, linear.VectorConfig):
         if arguments.setdefault("NORM", None) != "layer":
             arguments["norm_bias_ptr"] = None
-        blocks = {"ROWS": config.rows, "BLOCK_K": next_power_of_2(width)}
+        blocks = {"ROWS": config.rows, "BLOCKS": linear.parts_of_width(width)}
         return (
             "linear_kernels",
             "matvec_kernel",
@@ -271,7 +272,7 @@ VARIANTS: list[Variant] = [
     product(1, 4096, 14336, **ADDED),
     product(1, 4096, 11008, WHOLE, **ADDED),
     product(1, 128256, 4096, **NORMED, y_ptr="*fp32"),
-    product(1, 16384, 4096, **BIASED, ACTIVATION="relu"),
+    product(1, 18432, 4608, **BIASED, ACTIVATION="relu"),
     product(1, 2304, 768, **BIASED),
     product(1, 4096, 4096, **ADDED, ROWS=2, PROGRAMS=264),
     product(2, 14336, 4096, **SWIGLU),
