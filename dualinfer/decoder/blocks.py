@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Layer
+from ..model.spec import XIELU, Experts, Layer
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes.
@@ -43,6 +43,8 @@ def block(
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
+        if isinstance(layer.mlp, Experts):
+            return mixture(layer.mlp, w, ops, x, norm, residual)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -78,3 +80,36 @@ def block(
         return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
     x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
     return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)
+
+
+def mixture(
+    experts: Experts,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    norm: NormOf | None,
+    residual: Array | None,
+) -> Array:
+    """What the experts of each token make of `x`, normed first where there is a norm.
+
+    The residual, which may be overwritten, is added if given. The shared expert's part goes into
+    the one sum over devices with the others'.
+    """
+    routing = ops.route(
+        x,
+        w["router.weight"],
+        experts.router,
+        bias=w.get("router.bias"),
+        choice_bias=w.get("router.choice_bias"),
+        norm=norm,
+    )
+    partial = None
+    if experts.shared:
+        by = Neighbours(None, norm, experts.activation, experts.gated)
+        partial = ops.partial_product(
+            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
+        )
+        if experts.shared_gated:
+            partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+    by = Neighbours(norm=norm, residual=residual, spend=True)
+    return ops.experts(x, experts, w, routing, by, partial)
