@@ -65,7 +65,12 @@ def block(
 
 
 def mixture(
-    experts: Experts, w: Weights, ops: BlockOps, x: Array, norm: NormOf | None, residual: Array | None
+    experts: Experts,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    norm: NormOf | None,
+    residual: Array | None,
 ) -> Array:
     """What the experts of each token make of `x`, normed first where there is a norm.
 
@@ -83,7 +88,9 @@ def mixture(
     partial = None
     if experts.shared:
         by = Neighbours(None, norm, experts.activation, experts.gated)
-        partial = ops.partial_product(ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"])
+        partial = ops.partial_product(
+            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
+        )
         if experts.shared_gated:
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
     by = Neighbours(norm=norm, residual=residual, spend=True)

@@ -26,6 +26,8 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
+    "router": "plain torch",
+    "experts": "plain torch, one expert after another",
     "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "sampling": "plain torch, threefry2x32",
