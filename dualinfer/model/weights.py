@@ -152,8 +152,9 @@ class Row:
     number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
     sources are tensors of several parts; a part has those of the row's axes that its sources have.
     `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
-    has the axes of the `whole`. A `dense` row is never quantized: what a checkpoint quantizes of it
-    is read as the numbers that its codes mean.
+    has the axes of the `whole`. `others` are the tensors that a source may have in the place of
+    all of `sources`. A `wide` row is float32 whatever the model computes in, and a `dense` one is
+    never quantized: what a checkpoint quantizes of it is read as what its codes mean.
     """
 
     name: str
@@ -165,6 +166,8 @@ class Row:
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
     dense: bool = False
+    others: tuple[Source, ...] = ()
+    wide: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -204,10 +207,12 @@ class Row:
 
     def of_layer(self, layer: int) -> "Row":
         """The row of a layer, of this one as a template: `{i}` in HF's names is its number."""
-        sources = (replace(s, name=s.name.replace("{i}", str(layer))) for s in self.sources)
-        return replace(
-            self, name=f"layers.{layer}.{self.name}", sources=tuple(sources), layer=layer
+        sources, others = (
+            tuple(replace(s, name=s.name.replace("{i}", str(layer))) for s in own)
+            for own in (self.sources, self.others)
         )
+        name = f"layers.{layer}.{self.name}"
+        return replace(self, name=name, sources=sources, others=others, layer=layer)
 
     def stacked(self, count: int) -> "Row":
         """The row of `count` stored tensors of each kind: `{x}` in HF's names is the number."""
@@ -247,7 +252,8 @@ class Row:
             )
             seen.add(source.index)
         blocks = scheme.rows, scheme.columns
-        return (replace(self, sources=tuple(sources), scheme=scheme, blocks=blocks),)
+        parts = {"sources": tuple(sources), "others": (), "scheme": scheme, "blocks": blocks}
+        return (replace(self, **parts),)
 
     def _piece(self, source: Source) -> "Row":
         """The row of one of the tensors that are joined."""

@@ -26,6 +26,8 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
+    "router": "plain torch",
+    "experts": "plain torch, one expert after another",
     "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "latent_attention": f"{_SDPA} over latent vectors, a head's matrices before and behind it",
