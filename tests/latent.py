@@ -16,6 +16,8 @@ _SIZES = {
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
 _YARN |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.1}
 _YARN |= {"beta_fast": 32, "beta_slow": 1}
+_EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 20}
+_EXPERTS |= {"num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
 # HF's class, and what makes it odd.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, dense": (
@@ -25,10 +27,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"first_k_dense_replace": 2, "num_experts_per_tok": 2, "rope_parameters": _YARN},
         },
     ),
-    "deepseek_v3, dense": ("DeepseekV3", {**_SIZES, "first_k_dense_replace": 2}),
-    "glm4_moe_lite, dense": (
+    "deepseek_v2, experts": (
+        "DeepseekV2",
+        {
+            **{**_SIZES, **_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+            **{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3", {**_SIZES, **_EXPERTS, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": (
         "Glm4MoeLite",
-        {**_SIZES, "mlp_layer_types": ["dense", "dense"], "rope_interleave": False},
+        {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "minicpm3": ("MiniCPM3", {**_SIZES, "scale_emb": 3, "dim_model_base": 40, "mlp_bias": True}),
     "youtu": (

@@ -94,7 +94,7 @@ def test_weights_that_are_quantized_leave_a_heads_matrices_dense(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
     """As DeepSeek-V3 is published, in blocks that heads do not end at."""
-    make("deepseek_v3, dense").save_pretrained(tmp_path)
+    make("deepseek_v3").save_pretrained(tmp_path)
     tensors, change = load_file(tmp_path / "model.safetensors"), blocks_of((23, 11))
     others = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
     for i in range(2):
@@ -120,7 +120,7 @@ def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
         ),
         ("youtu", {"head_dim": 12}, "head_dim=12"),
         (
-            "glm4_moe_lite, dense",
+            "glm4_moe_lite",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
             "4 of the 10",
         ),

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
-from ..spec import Attention, Head, Latent, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from . import mixtures
 from . import rows as make
 from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach, rotary_size
@@ -25,11 +26,6 @@ CLASSES = {
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
 _TIED = ("minicpm3", "youtu")
-_EXPERTS = (
-    *("aux_loss_alpha", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts"),
-    *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"),
-    *("scoring_func", "seq_aux", "topk_group", "topk_method", "output_router_logits"),
-)
 _MLP_BIAS = ("deepseek_v2", "minicpm3")
 
 
@@ -44,15 +40,17 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     is_minicpm = family == "minicpm3"
     scale = fields.number("scale_depth") / math.sqrt(count) if is_minicpm else 1.0
-    dense = Layer(attention, mlp, norm, "pre", residual_scale=scale)
-    _check_dense(fields, count)
+    mlps: list[Mlp | Experts] = [mlp] * count
+    if family in mixtures.MIXTURES:
+        mlps = mixtures.read_layers(fields, mlp, count)
+    layers = {own: Layer(attention, own, norm, "pre", residual_scale=scale) for own in mlps}
     head = Head("causal", scale=fields.number("dim_model_base") / embed if is_minicpm else 1.0)
     spec = ModelSpec(
         family=family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(dense,) * count,
+        layers=tuple(layers[own] for own in mlps),
         max_positions=reach(parameters, positions),
         embed_scale=fields.number("scale_emb") if is_minicpm else 1.0,
         final_norm=norm,
@@ -111,46 +109,42 @@ def _magnitude(parameters: Mapping[str, Any]) -> float:
     return 1.0 if factor <= 1 else 0.1 * float(mscale or 0) * math.log(factor) + 1.0
 
 
-def _check_dense(fields: ConfigFields, count: int) -> None:
-    """Raise UnservedError where a layer is a mixture of experts."""
-    if fields.family in ("minicpm3", "youtu"):
-        return
-    if fields.family == "glm4_moe_lite":
-        kinds = fields.kinds("mlp_layer_types", count, ("dense", "sparse"))
-        dense = all(kind == "dense" for kind in kinds)
-    else:
-        dense = fields.take("first_k_dense_replace", 0) >= count
-    if not dense:
-        raise UnservedError(
-            f"config.json has layers with experts, which the {fields.family} family does not "
-            "serve in fused mode yet; dense layers are served."
-        )
-    fields.ignore(*_EXPERTS)
-
-
 def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     norm, attention = spec.layers[0].norm, spec.layers[0].attention
     assert attention.latent is not None
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.family in _MLP_BIAS and fields.flag("mlp_bias", False)
-    hf = "model.layers.{i}."
+    if mlp_bias and any(isinstance(layer.mlp, Experts) for layer in spec.layers):
+        fields.require("mlp_bias", False)
+    hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
         *_latent_rows(attention.latent, f"{hf}self_attn.", bias),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
+    ]
+    dense = [
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),
     ]
-    return make.causal_table(
+    behind = rf"^(model\.)?layers\.{len(spec.layers)}\."  # a layer that predicts a second token
+    table = make.causal_table(
         spec,
         layer,
         make.norm(norm, "final_norm", "model.norm"),
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", fields.family in _TIED),
         base="model.",
-        unused=[r"rotary_emb\.inv_freq$"],
+        unused=[r"rotary_emb\.inv_freq$", *([behind] if mixture else [])],
     )
+
+    def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
+        if mixture is None or not isinstance(mlp, Experts):
+            return (*layer, *dense)
+        return (*layer, *mixtures.make_rows(mixture, mlp, hf))
+
+    by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(own.mlp for own in spec.layers)}
+    return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
 
 
 def _latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
