@@ -98,19 +98,25 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
     fields.ignore(*own.ignored)
     fields.require("output_router_logits", False)
     ffn, shared = fields.size(own.ffn), _shared(fields)
-    count = fields.size(own.count)
+    count = fields.size(_name_of_count(fields))
     by_layer: list[Mlp | Experts] = []
     for i, is_mixture in enumerate(_which(fields, layers)):
         router = replace(_router(fields), chosen=_chosen(fields, own.chosen, i, layers))
         if router.chosen > count:
             raise ModelError(
-                f"config.json has {own.chosen}={router.chosen} and {own.count}={count}; a token "
+                f"config.json has {own.chosen}={router.chosen} and {count} experts; a token "
                 "cannot choose more experts than there are."
             )
         gated = shared > 0 and fields.family == "qwen2_moe"
         mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
         by_layer.append(mixture if is_mixture else dense)
     return by_layer
+
+
+def _name_of_count(fields: ConfigFields) -> str:
+    """The field that says how many experts there are: transformers 5 has moved Qwen3's."""
+    name = MIXTURES[fields.family].count
+    return name if fields.take(name) is not None else "num_local_experts"
 
 
 def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:

@@ -39,7 +39,7 @@ def route(
         is_open = torch.zeros_like(best, dtype=torch.bool)
         is_open = is_open.scatter(-1, _largest(best, router.groups_chosen), True)
         choice = by_group.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
-    experts = _largest(choice, router.chosen).sort(-1)[0]
+    experts = _largest(choice, router.chosen).sort(dim=-1)[0]
     weights = scores.gather(-1, experts)
     if router.score == "chosen":
         weights = weights.softmax(-1)
@@ -50,7 +50,7 @@ def route(
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Where the largest scores of each row are; of equal ones the first. `topk` leaves it open."""
-    return scores.sort(-1, descending=True, stable=True)[1][..., :count]
+    return scores.sort(dim=-1, descending=True, stable=True)[1][..., :count]
 
 
 @named("experts")
