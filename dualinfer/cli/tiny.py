@@ -18,6 +18,8 @@ _OTHERS = {
 _KV = ("num_key_value_heads", "num_kv_heads")
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
+_ROUTED = {"n_routed_experts": 12, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+_ROUTED |= {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 
 
 def tiny_config(config: Any) -> Any:
@@ -49,6 +51,9 @@ def tiny_config(config: Any) -> Any:
         values["head_dim"] = _HEAD_DIM
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
+        values |= {k: min(v, values[k]) for k, v in _ROUTED.items() if values.get(k) is not None}
+        if "num_experts_per_tok" in values:  # DeepSeek-V2's default is none
+            values["num_experts_per_tok"] = _ROUTED["num_experts_per_tok"]
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
