@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import dualinfer
 from dualinfer.backends.caches import CacheSpec, cache_bytes, cache_specs
+from dualinfer.bench.shapes import open_model
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.errors import UnsupportedError
@@ -27,15 +27,8 @@ HOW = {"replace_with_kernel_inject": True, "dtype": "fp32"}
 CASE = "deepseek_v2, dense"
 
 
-def lite():
-    """Spec and table of DeepSeek-V2-Lite's sizes, without experts."""
-    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 27}
-    config = hf.DeepseekV2Config(**sizes, q_lora_rank=None, first_k_dense_replace=27)
-    return describe_model(config.to_dict())
-
-
 def test_latents_take_a_tenth_of_what_heads_would():
-    spec, table = lite()
+    spec, table = open_model("deepseek-v2-lite").describe()
     specs = cache_specs(spec)
     held = cache_bytes(specs, 32, 4096, 2)
     assert held == 32 * 4096 * 27 * (512 + 64) * 2
@@ -94,7 +87,7 @@ def test_weights_that_are_quantized_leave_a_heads_matrices_dense(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
     """As DeepSeek-V3 is published, in blocks that heads do not end at."""
-    make("deepseek_v3").save_pretrained(tmp_path)
+    make(CASE).save_pretrained(tmp_path)
     tensors, change = load_file(tmp_path / "model.safetensors"), blocks_of((23, 11))
     others = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
     for i in range(2):
