@@ -223,9 +223,9 @@ class PlainOps:
         gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
         return (y.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(y.dtype)
 
-    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
-        return x + y
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""

@@ -162,7 +162,7 @@ class _Recorder:
     ) -> torch.Tensor:
         return y
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         return x
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
