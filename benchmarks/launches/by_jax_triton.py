@@ -37,7 +37,7 @@ def _norm_product(
     PROGRAMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     matvec_kernel(
-        x, w, None, None, gain, None, y, F, K, F, 1e-5, K, 1, ROWS, (BLOCK,), PROGRAMS, "rms",
+        x, w, None, None, gain, None, y, F, K, F, 1e-5, K, 1, ROWS, BLOCK, PROGRAMS, "rms",
         ACTIVATION, GATED, False,
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def _residual_product(
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     matvec_kernel(
-        x, w, None, residual, None, None, y, F, K, F, 1e-5, K, 1, ROWS, (BLOCK,), PROGRAMS, None,
+        x, w, None, residual, None, None, y, F, K, F, 1e-5, K, 1, ROWS, BLOCK, PROGRAMS, None,
         None, False, False,
     )  # fmt: skip
 
@@ -63,7 +63,8 @@ def _attention(
     _decode_attention_kernel(
         qkv, k, v, lengths, y, partial, counters, frequencies, None, None, None, None, WIDTH,
         KV * CAPACITY * DIM, CAPACITY * DIM, DIM, CAPACITY, SCALE, 0.0, 0, 0.0, 1.0, KV, GROUP,
-        DIM, DIM, False, False, False, False, SPLITS, SPLIT_BLOCK, STAGES, 16, BLOCK, DIM, False,
+        GROUP, DIM, DIM, False, False, False, False, SPLITS, SPLIT_BLOCK, STAGES, 16, BLOCK, DIM,
+        False,
     )  # fmt: skip
 
 

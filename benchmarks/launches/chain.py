@@ -243,7 +243,7 @@ class Ptx(Engine):
         pointers["residual_ptr" if residual else "norm_weight_ptr"] = "*bf16"
         constants = {
             **{"features": features, "x_stride": width, "residual_stride": features, "eps": EPS},
-            **{"K": width, "COUNT": 1, "ROWS": rows, "BLOCKS": triton_linear.parts_of_width(width)},
+            **{"K": width, "COUNT": 1, "ROWS": rows, "BLOCK_K": 1 << (width - 1).bit_length()},
             **{"PROGRAMS": programs, "NORM": None if residual else "rms", "GATED": gated},
             **{"ACTIVATION": "silu" if gated else None, "PDL": self.early},
         }
@@ -263,7 +263,13 @@ class Ptx(Engine):
             **{"qkv_stride": s.qkv, "slot_stride": s.kv * CAPACITY * s.dim, "capacity": CAPACITY},
             **{"head_stride": CAPACITY * s.dim, "token_stride": s.dim, "scale": s.dim**-0.5},
             **{"softcap": 0.0, "window": 0, "eps": 0.0, "rotary_scale": 1.0, "KV_HEADS": s.kv},
-            **{"GROUP": s.heads // s.kv, "DIM": s.dim, "ROTARY": s.dim, "INTERLEAVED": False},
+            **{
+                "GROUP": s.heads // s.kv,
+                "EACH": s.heads // s.kv,
+                "DIM": s.dim,
+                "ROTARY": s.dim,
+                "INTERLEAVED": False,
+            },
             **{"NORM_OFFSET": False, "WINDOWED": False, "SOFTCAP": False, "SPLITS": c.splits},
             **{"SPLIT_BLOCK": 1 << (c.splits - 1).bit_length(), "STAGES": c.stages, "BLOCK_G": 16},
             **{"BLOCK_S": c.block, "BLOCK_D": s.dim, "PDL": self.early},

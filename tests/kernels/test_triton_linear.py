@@ -38,11 +38,8 @@ ONE_ROW = [
     (63, 21, VectorConfig(1, 2)),
     (1000, 42, VectorConfig(4, 4, 1)),
     (80, 1000, VectorConfig(32, 4)),
-    (1200, 33, VectorConfig(4, 4)),  # two parts
-    (1200, 33, VectorConfig(2, 4, 1)),
 ]
 MORE_ROWS = [
-    (2, 1200, 33, VectorConfig(4, 4)),
     (2, 63, 63, VectorConfig(8, 4)),
     (3, 1000, 33, VectorConfig(4, 4)),
     (1, 63, 63, TileConfig(16, 32, 32, 4, 2)),

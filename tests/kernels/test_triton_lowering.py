@@ -72,7 +72,7 @@ def product(
     if isinstance(config, linear.VectorConfig):
         if arguments.setdefault("NORM", None) != "layer":
             arguments["norm_bias_ptr"] = None
-        blocks = {"ROWS": config.rows, "BLOCKS": linear.parts_of_width(width)}
+        blocks = {"ROWS": config.rows, "BLOCK_K": next_power_of_2(width)}
         return (
             "linear_kernels",
             "matvec_kernel",
@@ -139,7 +139,8 @@ def decoding(
     """Attention of a decode step with 2,048 places in the cache; plain but for `arguments`."""
     kept = 4 if dtypes == WHOLE else 1 if "CODES" in arguments else 2
     config = decode_attention.default_config(slots * kv_heads, 2048, dim, kept, 132)
-    heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
+    heads = {"KV_HEADS": kv_heads, "GROUP": group, "EACH": min(group, 16), "DIM": dim}
+    heads["BLOCK_D"] = next_power_of_2(dim)
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
     flags = dict.fromkeys(flags, False)

@@ -20,7 +20,6 @@ _NORMS = ("rms", "rms_offset", "layer")
 MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
-_NARROWEST_PARTS = 1024  # columns: below, a row is a part of a program's work anyway
 _SMALL, _SMALLEST = 5 << 20, 3 << 19  # elements of a weight matrix
 
 
@@ -130,7 +129,7 @@ def linear(
             (programs or blocks,),
             *(rows, weight, bias, residual, norm_weight, norm_bias, y, features, *strides, eps),
             **{"K": width, "COUNT": count, "ROWS": config.rows, "PROGRAMS": programs},
-            **{"BLOCKS": parts_of_width(width), "NORM": kind, "ACTIVATION": activation},
+            **{"BLOCK_K": next_power_of_2(width), "NORM": kind, "ACTIVATION": activation},
             GATED=gated,
             num_warps=config.warps,
             pdl=pdl,
@@ -167,11 +166,13 @@ def default_config(
     """A configuration for a shape that nobody measured, after those that were, on an H100."""
     if count <= MOST_VECTORS:
         elements = _elements(width, gated)
-        room = (16384 if count == 1 else 8192) // elements
-        rows = max(1, min(8, next_power_of_2(room + 1) // 2))
+        rows = max(1, min(8, (16384 if count == 1 else 8192) // elements))
         while rows > 1 and features // rows < 2 * sms:
             rows //= 2
-        return VectorConfig(rows, 4 if rows * elements <= 8192 else 8)
+        warps = 4 if rows * elements <= 8192 else 8
+        # Programs that go through several blocks norm their x once.
+        several = count == 1 and not gated and warps == 8 and features >= 4 * sms * rows
+        return VectorConfig(rows, warps, 2 if several else 0)
     if itemsize == 4:
         return TileConfig(32, 32, 32, 4, 2)
     if count > 64:
@@ -195,19 +196,9 @@ def tuning_key(rows: int, features: int, width: int, itemsize: int, gated: bool)
     return "linear", next_power_of_2(rows), features, width, itemsize, gated
 
 
-def parts_of_width(width: int) -> tuple[int, ...]:
-    """The parts, each a power of two, in which the matrix-vector kernel holds a row.
-
-    What is held beyond the width is no weight under way: two parts, where they save a quarter.
-    """
-    whole = next_power_of_2(width)
-    parts = whole // 2, next_power_of_2(width - whole // 2)
-    return parts if width > _NARROWEST_PARTS and 4 * sum(parts) <= 3 * whole else (whole,)
-
-
 def _elements(width: int, gated: bool) -> int:
     """Weights that one result of the matrix-vector kernel is made of, as it holds them."""
-    return sum(parts_of_width(width)) * (2 if gated else 1)
+    return next_power_of_2(width) * (2 if gated else 1)
 
 
 def _fits(key: Key, config: LinearConfig) -> bool:

@@ -9,104 +9,38 @@ from .activation import activate
 from .launch import dot, let_next_start, wait_for_inputs
 
 
-@triton.constexpr_function
-def _start(blocks, part):
-    """The first column of a part."""
-    return sum(blocks[:part])
-
-
-@triton.constexpr_function
-def _fills(blocks, part, width):
-    """Whether a part lies within the columns as a whole."""
-    return sum(blocks[: part + 1]) <= width
-
-
 @triton.jit
-def _columns(PART: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Columns of a part, and which of them there are."""
-    columns = _start(BLOCKS, PART) + tl.arange(0, BLOCKS[PART])
-    return columns, columns < K
+def _normed(x, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
+    """Float32 x of one row, normed over its K elements; what lies outside is 0. And a factor.
 
-
-@triton.jit
-def _input(x_ptr, norm, K: tl.constexpr, BLOCKS: tl.constexpr, NORM: tl.constexpr):
-    """Float32 x of one row in parts, normed over its K elements; what lies outside is 0.
-
-    And a factor, RMSNorm's or 1, that belongs to the products of this x: their sums need not wait
-    for it.
+    The factor, RMSNorm's or 1, belongs to the products of this x: their sums need not wait for it.
     """
     weight_ptr, bias_ptr, eps = norm
-    xs = ()
-    for part in tl.static_range(len(BLOCKS)):
-        columns, inside = _columns(part, K, BLOCKS)
-        xs += (tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32),)
     factor = 1.0
     if NORM is not None:
-        weights = ()
-        for part in tl.static_range(len(BLOCKS)):
-            columns, inside = _columns(part, K, BLOCKS)
-            weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            weights += (weight + 1.0 if NORM == "rms_offset" else weight,)
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if NORM == "layer":
-            mean = tl.sum(xs[0], 0)
-            for part in tl.static_range(1, len(BLOCKS)):
-                mean += tl.sum(xs[part], 0)
-            mean = mean / K
-            moved = ()
-            for part in tl.static_range(len(BLOCKS)):
-                _, inside = _columns(part, K, BLOCKS)
-                moved += (tl.where(inside, xs[part] - mean, 0.0),)
-            xs = moved
-        squares = tl.sum(xs[0] * xs[0], 0)
-        for part in tl.static_range(1, len(BLOCKS)):
-            squares += tl.sum(xs[part] * xs[part], 0)
-        scale = 1.0 / tl.sqrt(squares / K + eps)
-        normed = ()
-        for part in tl.static_range(len(BLOCKS)):
-            if NORM == "layer":
-                columns, inside = _columns(part, K, BLOCKS)
-                bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-                normed += (xs[part] * (scale * weights[part]) + bias,)
-            else:
-                normed += (xs[part] * weights[part],)
-        xs = normed
-        if NORM != "layer":
-            factor = scale
-    return xs, factor
-
-
-@triton.jit
-def _weights(weight_ptr, rows, features, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Rows of weights in parts [ROWS, part]."""
-    held = ()
-    for part in tl.static_range(len(BLOCKS)):
-        columns, inside = _columns(part, K, BLOCKS)
-        at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-        mask = (rows < features)[:, None]
-        if not _fills(BLOCKS, part, K):
-            mask = mask & inside[None, :]
-        held += (tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
-    return held
-
-
-@triton.jit
-def _products(w, xs, BLOCKS: tl.constexpr):
-    """Sums [ROWS] of weights times x, both in parts."""
-    y = tl.sum(w[0].to(tl.float32) * xs[0][None, :], 1)
-    for part in tl.static_range(1, len(BLOCKS)):
-        y += tl.sum(w[part].to(tl.float32) * xs[part][None, :], 1)
-    return y
+            mean = tl.sum(x, 0) / K
+            x = tl.where(inside, x - mean, 0.0)
+            x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps) * weight
+            x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+            if NORM == "rms_offset":
+                weight += 1.0
+            x *= weight
+    return x, factor
 
 
 @triton.jit
 def matvec_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr,
     features, x_stride, residual_stride, eps,
-    K: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    K: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [COUNT, features] of x [COUNT, K]; BLOCKS are widths of parts, which cover K.
+    """y [COUNT, features] of x [COUNT, K]; BLOCK_K covers K.
 
     PROGRAMS 0 means a program for each block of weight rows.
     """
@@ -114,33 +48,41 @@ def matvec_kernel(
     norm = (norm_weight_ptr, norm_bias_ptr, eps)
     ends = (bias_ptr, residual_ptr, y_ptr)
     pid = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_K)
+    inside = columns < K
     rows = pid * ROWS + tl.arange(0, ROWS)
+    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    mask = (rows < features)[:, None] & inside[None, :]
     # The weights are on their way before the kernel in front has ended.
-    w = _weights(weight_ptr, rows, features, K, BLOCKS)
+    w = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
     up_ptr = weight_ptr + tl.cast(features, tl.int64) * K
     up = w
     if GATED:
-        up = _weights(up_ptr, rows, features, K, BLOCKS)
+        up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
-            xs, factor = _input(x_ptr + i * x_stride, norm, K, BLOCKS, NORM)
-            y = _products(w, xs, BLOCKS) * factor
-            u = _products(up, xs, BLOCKS) * factor if GATED else y
+            x = tl.load(x_ptr + i * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            x, factor = _normed(x, inside, norm, columns, K, NORM)
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
+            u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor if GATED else y
             offsets = (i * residual_stride, tl.cast(features, tl.int64) * i)
             _finish(y, u, rows, features, ends, offsets, ACTIVATION, GATED)
     else:
         tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
-        xs, factor = _input(x_ptr, norm, K, BLOCKS, NORM)
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        x, factor = _normed(x, inside, norm, columns, K, NORM)
         for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
             rows = block * ROWS + tl.arange(0, ROWS)
             following = rows + PROGRAMS * ROWS
-            w_next = _weights(weight_ptr, following, features, K, BLOCKS)
-            y = _products(w, xs, BLOCKS) * factor
+            at = following.to(tl.int64)[:, None] * K + columns[None, :]
+            mask = (following < features)[:, None] & inside[None, :]
+            w_next = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = y
             if GATED:
-                up_next = _weights(up_ptr, following, features, K, BLOCKS)
-                u = _products(up, xs, BLOCKS) * factor
+                up_next = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+                u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor
                 up = up_next
             w = w_next
             _finish(y, u, rows, features, ends, (0, 0), ACTIVATION, GATED)

@@ -200,7 +200,8 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
         dense = fields.take("first_k_dense_replace", 0)
         if type(dense) is not int or dense < 0:
             raise ModelError(
-                f"config.json has first_k_dense_replace={shown(dense)}; expected a number of layers."
+                f"config.json has first_k_dense_replace={shown(dense)}; expected a number of "
+                "layers."
             )
         return [i >= dense for i in range(layers)]
     if family == "ernie4_5_moe":

@@ -486,7 +486,7 @@ class KernelOps(PlainOps):
             scales=_scales_of(known),
             heads=a.heads,
             scale=a.scale,
-            counters=self._zeros(qkv.shape[0] * a.kv_heads),
+            counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
             window=a.window,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
