@@ -10,7 +10,7 @@ from ..arrays import numpy_dtype
 from ..backends.caches import CacheSpec, cache_specs, token_bytes
 from ..backends.held import describe_rows, held_bytes
 from ..model.load_plan import LoadPlan
-from ..model.spec import Attention
+from ..model.spec import Attention, Experts
 from ..model.weights import Row
 from ..parallel.sharding import whole
 from ..quantization import BlockScheme
@@ -26,6 +26,8 @@ class Counts:
     quantized ones; those looked up row by row (the embeddings) left out, a tied head counted.
     `held_bytes` are those of all that there are. `body` are the elements of matrices that every
     token is multiplied with, `head` those of the head, `pooler` of what runs once a sequence.
+    `mixtures` are, of each layer with experts, their bytes and the part of them that a token
+    chooses.
     """
 
     weight_bytes: int
@@ -35,6 +37,7 @@ class Counts:
     attention: tuple[Attention, ...]
     caches: tuple[CacheSpec, ...] = ()  # of the same layers, where they are causal
     held_bytes: int = 0
+    mixtures: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
@@ -56,17 +59,40 @@ class Counts:
         def size_of(rows: Iterable[Row]) -> int:
             return sum(held_bytes(one, row, size) for row in rows)
 
+        def part(row: Row) -> float:
+            """The part of a row's weight that a token is multiplied with."""
+            mlp = None if row.layer is None else spec.layers[row.layer].mlp
+            is_chosen = isinstance(mlp, Experts) and row.local_name.startswith("experts.")
+            return mlp.router.chosen / mlp.count if is_chosen else 1.0
+
+        def active(parts: Iterable[str]) -> int:
+            return round(sum(prod(table.shape(read[n])) * part(read[n]) for n in parts))
+
+        mixtures: dict[int | None, tuple[int, float]] = {}
+        for row in read.values():
+            if (chosen := part(row)) < 1:
+                mixtures[row.layer] = mixtures.get(row.layer, (0, 0.0))[0] + size_of([row]), chosen
         head = {name for name in matrices if name.startswith("head.")}
         pooler = {name for name in matrices if name.startswith("pooler.")}
         return cls(
             weight_bytes=size_of(read.values()),
-            body=total(matrices - head - pooler),
+            body=active(matrices - head - pooler),
             head=total(head),
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
             caches=cache_specs(spec, cache_codes) if spec.causal else (),
             held_bytes=size_of(held.values()),
+            mixtures=tuple(mixtures.values()),
         )
+
+    def read_bytes(self, tokens: int) -> int:
+        """Bytes of weights that a step over so many tokens reads.
+
+        Of experts those that somebody chose: of many that choose alike and apart from one another,
+        as many different ones as are to be expected.
+        """
+        idle = sum(nbytes * (1 - chosen) ** tokens for nbytes, chosen in self.mixtures)
+        return self.weight_bytes - round(idle)
 
     def kv_bytes(self, dtype: str, batch: int, prompt: int, new_tokens: int) -> float:
         """Bytes of cached keys and values that a decode step reads, the mean over all steps.
