@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import numpy_dtype
 from ..backends.caches import CacheSpec, cache_specs, token_bytes
-from ..backends.held import describe_rows, held_bytes
+from ..backends.held import describe_rows, held_bytes, read_share
 from ..model.load_plan import LoadPlan
 from ..model.spec import Attention, Experts
 from ..model.weights import Row
@@ -22,12 +22,11 @@ _LOOKED_UP = ("vocab", "positions", "types")  # first axes of tables that a toke
 class Counts:
     """Weights, attention and caches of one model.
 
-    `weight_bytes` are those of all weights that a step reads, as they are held: codes and scales of
-    quantized ones; those looked up row by row (the embeddings) left out, a tied head counted.
-    `held_bytes` are those of all that there are. `body` are the elements of matrices that every
-    token is multiplied with, `head` those of the head, `pooler` of what runs once a sequence.
-    `mixtures` are, of each layer with experts, their bytes and the part of them that a token
-    chooses.
+    `weight_bytes` are those of all weights that a step may read, as they are held: codes and scales
+    of quantized ones; those looked up row by row (the embeddings) left out, a tied head counted.
+    `mixtures` are those among them of layers' experts. `held_bytes` are those of all that there
+    are. `body` are the elements of matrices that a token is multiplied with, `head` those of the
+    head, `pooler` of what runs once a sequence.
     """
 
     weight_bytes: int
@@ -37,7 +36,7 @@ class Counts:
     attention: tuple[Attention, ...]
     caches: tuple[CacheSpec, ...] = ()  # of the same layers, where they are causal
     held_bytes: int = 0
-    mixtures: tuple[tuple[int, float], ...] = ()
+    mixtures: tuple["Mixture", ...] = ()
 
     @classmethod
     def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
@@ -54,45 +53,38 @@ class Counts:
         matrices = {name for name, row in read.items() if len(row.axes) > 1}
 
         def total(parts: Iterable[str]) -> int:
-            return sum(prod(table.shape(read[name])) for name in parts)
+            rows = [read[name] for name in parts]
+            return sum(round(prod(table.shape(r)) * read_share(spec, r, 1)) for r in rows)
 
         def size_of(rows: Iterable[Row]) -> int:
             return sum(held_bytes(one, row, size) for row in rows)
 
-        def part(row: Row) -> float:
-            """The part of a row's weight that a token is multiplied with."""
-            mlp = None if row.layer is None else spec.layers[row.layer].mlp
-            is_chosen = isinstance(mlp, Experts) and row.local_name.startswith("experts.")
-            return mlp.router.chosen / mlp.count if is_chosen else 1.0
-
-        def active(parts: Iterable[str]) -> int:
-            return round(sum(prod(table.shape(read[n])) * part(read[n]) for n in parts))
-
-        mixtures: dict[int | None, tuple[int, float]] = {}
-        for row in read.values():
-            if (chosen := part(row)) < 1:
-                mixtures[row.layer] = mixtures.get(row.layer, (0, 0.0))[0] + size_of([row]), chosen
         head = {name for name in matrices if name.startswith("head.")}
         pooler = {name for name in matrices if name.startswith("pooler.")}
         return cls(
             weight_bytes=size_of(read.values()),
-            body=active(matrices - head - pooler),
+            body=total(matrices - head - pooler),
             head=total(head),
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
             caches=cache_specs(spec, cache_codes) if spec.causal else (),
             held_bytes=size_of(held.values()),
-            mixtures=tuple(mixtures.values()),
+            mixtures=tuple(
+                Mixture(mlp.count, mlp.router.chosen, held_bytes(one, row, size))
+                for row in read.values()
+                if read_share(spec, row, 1) < 1
+                and row.layer is not None
+                and isinstance(mlp := spec.layers[row.layer].mlp, Experts)
+            ),
         )
 
     def read_bytes(self, tokens: int) -> int:
-        """Bytes of weights that a step over so many tokens reads.
+        """Bytes of weights that a step of so many tokens is expected to read.
 
-        Of experts those that somebody chose: of many that choose alike and apart from one another,
-        as many different ones as are to be expected.
+        Of a mixture those of the experts that are chosen, where each token takes its own by lot.
         """
-        idle = sum(nbytes * (1 - chosen) ** tokens for nbytes, chosen in self.mixtures)
-        return self.weight_bytes - round(idle)
+        unread = sum(own.size * (1 - own.chosen / own.count) ** tokens for own in self.mixtures)
+        return round(self.weight_bytes - unread)
 
     def kv_bytes(self, dtype: str, batch: int, prompt: int, new_tokens: int) -> float:
         """Bytes of cached keys and values that a decode step reads, the mean over all steps.
@@ -124,6 +116,15 @@ class Counts:
             query, _, value = attention.head_widths
             attended += attention.heads * (query + value) * visible
         return batch * 2 * (dense + attended)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A matrix of all experts of a layer: `count` of them, `chosen` by a token, and its bytes."""
+
+    count: int
+    chosen: int
+    size: int
 
 
 def describe_held(plan: LoadPlan, dtype: str) -> dict[str, Any]:

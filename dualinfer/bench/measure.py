@@ -138,7 +138,8 @@ def _forward(
 ) -> dict[str, Any]:
     first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
-    row = _compute_row(task, flops, limits, times, counts.read_bytes(task.batch * task.tokens))
+    nbytes = counts.read_bytes(task.batch * task.tokens)
+    row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
 
 

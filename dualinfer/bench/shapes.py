@@ -286,6 +286,53 @@ SHAPES: dict[str, Shape] = {
     ),
     "minicpm3-4b": Shape("MiniCPM3ForCausalLM", "minicpm3", "bfloat16", {}),  # the defaults are it
     "youtu-llm-2b": Shape("YoutuForCausalLM", "youtu", "bfloat16", {}),  # likewise
+    "mixtral-8x7b": Shape(
+        *("MixtralForCausalLM", "mixtral", "bfloat16"),
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "qwen3-30b-a3b": Shape(
+        *("Qwen3MoeForCausalLM", "qwen3_moe", "bfloat16"),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "olmoe-1b-7b": Shape(
+        *("OlmoeForCausalLM", "olmoe", "bfloat16"),
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
 }

@@ -15,11 +15,18 @@ _OTHERS = {
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
 }
+# Of mixtures; counts without a default are there as None.
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"moe_num_experts": 6, "n_shared_experts": 1},
+}
+_GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
+_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _KV = ("num_key_value_heads", "num_kv_heads")
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
-_ROUTED = {"n_routed_experts": 12, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
-_ROUTED |= {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 
 
 def tiny_config(config: Any) -> Any:
@@ -43,6 +50,14 @@ def tiny_config(config: Any) -> Any:
     for name, value in _OTHERS.items():
         if values.get(name) is not None:
             values[name] = value
+    for name, value in _EXPERTS.items():
+        if name in values and not isinstance(values[name], list):
+            values[name] = value
+    if (values.get("n_group") or 1) > 1:
+        values |= _GROUPS
+    values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}
+    if values.get("mlp_only_layers"):
+        values["mlp_only_layers"] = [0]
     for name in _KV:
         if name in values:
             few = 1 if values[name] == 1 else _KV_HEADS
@@ -51,9 +66,8 @@ def tiny_config(config: Any) -> Any:
         values["head_dim"] = _HEAD_DIM
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
-        values |= {k: min(v, values[k]) for k, v in _ROUTED.items() if values.get(k) is not None}
-        if "num_experts_per_tok" in values:  # DeepSeek-V2's default is none
-            values["num_experts_per_tok"] = _ROUTED["num_experts_per_tok"]
+        if values.get("num_experts_per_tok", 0) is None:  # DeepSeek-V2's default
+            values["num_experts_per_tok"] = 3
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
