@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import dualinfer
 from dualinfer.backends.caches import CacheSpec, cache_bytes, cache_specs
+from dualinfer.bench.counts import Counts
+from dualinfer.bench.random_weights import plan_weights
 from dualinfer.bench.shapes import open_model
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.cli.plan_table import make_plan_table
@@ -34,6 +36,9 @@ def test_latents_take_a_tenth_of_what_heads_would():
     assert held == 32 * 4096 * 27 * (512 + 64) * 2
     full = [CacheSpec("full", 16, 192, 192)] * 27
     assert held <= cache_bytes(full, 32, 4096, 2) / 10
+    counts = Counts.of(plan_weights(open_model("deepseek-v2-lite"), "bfloat16", None), "bfloat16")
+    assert counts.read_bytes(1) == pytest.approx(2.45e9 * 2, rel=0.01)  # six of 64 experts
+    assert counts.kv_bytes("bfloat16", 32, 4096, 2) == held
     # Every device has all of them, and its heads' part of what reads them.
     plan = make_plan_table(table, 4, "bfloat16", 64)
     assert [part.cache for part in plan.devices] == [27 * 576 * 2] * 4

@@ -66,8 +66,6 @@ def tiny_config(config: Any) -> Any:
         values["head_dim"] = _HEAD_DIM
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
-        if values.get("num_experts_per_tok", 0) is None:  # DeepSeek-V2's default
-            values["num_experts_per_tok"] = 3
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
