@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import Activation, Attention, ModelSpec, Norm
+from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
 from .caches import CacheView, CrossView
 
@@ -73,6 +73,16 @@ class Neighbours(NamedTuple):
 
 
 ALONE = Neighbours()
+
+
+class Routing(NamedTuple):
+    """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
+
+    Experts ascend by number, so that every backend sums in one order.
+    """
+
+    experts: Array
+    weights: Array
 
 
 class LayerAttention(NamedTuple):
@@ -169,6 +179,51 @@ class BlockOps(Protocol):
         Of the neighbours it knows bias, residual and spend; bias and residual are added once, after
         the sum over devices.
         """
+        ...
+
+    def partial_product(self, x: Array, weight: Weight) -> Array:
+        """As `row_product` without neighbours, before the sum over devices; perhaps in float32."""
+        ...
+
+    def route(
+        self,
+        x: Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """The experts that rows of norm(x) [..., E] choose by `weight` [X, E], as `Router` says.
+
+        Logits, with a bias [X] plus that, and scores are computed in float32; float32 `choice_bias`
+        [X] is added to scores for the choice alone.
+        """
+        ...
+
+    def experts(
+        self,
+        x: Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: Array | None = None,
+    ) -> Array:
+        """residual + the sum of what the chosen experts make of norm(x) [..., E], by their weights.
+
+        `w` has "experts.up.weight" [X, out, E], gate before up, and "experts.down.weight"
+        [X, E, F], with biases [X, out] and [X, E] by such names if there are any. Each device has a
+        share of F. `partial` [..., E], what a shared expert gives before the sum over devices, is
+        added to each device's part. Sums are made in float32 in routing's order, and no value of an
+        expert that a token did not choose reaches its result. Of the neighbours it knows norm,
+        residual and spend; the residual is added once, after the sum over devices.
+        """
+        ...
+
+    def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
+        """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
         ...
 
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:

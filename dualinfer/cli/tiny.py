@@ -20,6 +20,15 @@ _OTHERS = {
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
 }
+# Of mixtures; counts without a default are there as None.
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"moe_num_experts": 6, "n_shared_experts": 1},
+}
+_GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
+_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _KV = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -50,6 +59,14 @@ def tiny_config(config: Any) -> Any:
     for name, value in _OTHERS.items():
         if values.get(name) is not None:
             values[name] = value
+    for name, value in _EXPERTS.items():
+        if name in values and not isinstance(values[name], list):
+            values[name] = value
+    if (values.get("n_group") or 1) > 1:
+        values |= _GROUPS
+    values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}
+    if values.get("mlp_only_layers"):
+        values["mlp_only_layers"] = [0]
     for name in _KV:
         if name in values:
             few = 1 if values[name] == 1 else _KV_HEADS

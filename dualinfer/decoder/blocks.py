@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Layer
+from ..model.spec import XIELU, Experts, Layer
 
 # Attention of a layer, by its number, over packed queries, keys and values; across, over queries.
 Attend = Callable[[int, Array], Array]
@@ -45,6 +45,8 @@ def block(
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
+        if isinstance(layer.mlp, Experts):
+            return mixture(layer.mlp, w, ops, x, norm, residual)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -89,3 +91,36 @@ def block(
 def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
     """Keys and values [B, S, 2 K D] that a layer keeps of what an encoder gave, [B, S, E]."""
     return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
+
+
+def mixture(
+    experts: Experts,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    norm: NormOf | None,
+    residual: Array | None,
+) -> Array:
+    """What the experts of each token make of `x`, normed first where there is a norm.
+
+    The residual, which may be overwritten, is added if given. The shared expert's part goes into
+    the one sum over devices with the others'.
+    """
+    routing = ops.route(
+        x,
+        w["router.weight"],
+        experts.router,
+        bias=w.get("router.bias"),
+        choice_bias=w.get("router.choice_bias"),
+        norm=norm,
+    )
+    partial = None
+    if experts.shared:
+        by = Neighbours(None, norm, experts.activation, experts.gated)
+        partial = ops.partial_product(
+            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
+        )
+        if experts.shared_gated:
+            partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+    by = Neighbours(norm=norm, residual=residual, spend=True)
+    return ops.experts(x, experts, w, routing, by, partial)

@@ -6,7 +6,7 @@ computed in float64 and returned as float32, so that an implementation is judged
 rounding alone. Nothing is fast, and no argument is changed in place.
 
 Letters: B sequences, T tokens, S cache length, N slots, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 import math
@@ -131,6 +131,85 @@ def gated_activation(x: Array, kind: str) -> Array:
     ffn = x.shape[-1] // 2
     f = np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])
     return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
+
+
+def route(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    choice_bias: Array | None = None,
+    *,
+    chosen: int,
+    score: str = "softmax",
+    groups: int = 1,
+    groups_chosen: int = 1,
+    group_score: str = "max",
+    renormalized: bool = False,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """The experts, int32 [..., k], that rows of x [..., E] choose by weight [X, E], and weights.
+
+    Experts ascend; their weights are float32. `model.spec.Router` says what the numbers mean.
+    Scores are those of float32 logits, so that ties are ties in every implementation.
+    """
+    logits = _wide(matmul(x, weight, bias))
+    scores = logits
+    if score == "sigmoid":
+        scores = np.vectorize(_sigmoid, otypes=[np.float64])(logits)
+    elif score == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+    choice = scores if choice_bias is None else scores + _wide(choice_bias)
+    by_group = choice.reshape(*choice.shape[:-1], groups, -1)
+    best = np.sort(by_group, -1)[..., -(2 if group_score == "two" else 1) :].sum(-1)
+    ranks = np.argsort(np.argsort(-best, -1, kind="stable"), -1)
+    choice = np.where(ranks[..., None] < groups_chosen, by_group, -np.inf).reshape(choice.shape)
+    experts = np.sort(np.argsort(-choice, -1, kind="stable")[..., :chosen], -1)
+    weights = np.take_along_axis(scores, experts, -1)
+    if score == "chosen":
+        weights = np.exp(weights - weights.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+    if renormalized:
+        weights /= weights.sum(-1, keepdims=True) + eps
+    return experts.astype(np.int32), (weights * scale).astype(np.float32)
+
+
+def experts(
+    x: Array,
+    up: Array,
+    down: Array,
+    up_bias: Array | None,
+    down_bias: Array | None,
+    chosen: Array,
+    weights: Array,
+    *,
+    activation: str,
+    gated: bool,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Array:
+    """The sum of what the `chosen` experts [..., k] make of x [..., E], by their weights [..., k].
+
+    up [X, 2F, E] holds gate, then up, or without gates [X, F, E]; down is [X, E, F]. An expert that
+    no row chose is not read. `model.spec.Experts` says what `limit` and `offset` mean.
+    """
+    f = np.vectorize(_ACTIVATIONS[activation], otypes=[np.float64])
+    y = np.zeros((*x.shape[:-1], down.shape[1]))
+    for at in np.ndindex(*chosen.shape):
+        own, row = chosen[at], at[:-1]
+        h = _wide(up[own]) @ _wide(x[row])
+        if up_bias is not None:
+            h = h + _wide(up_bias[own])
+        gate, value = np.split(h, 2) if gated else (h, np.ones(1) - offset)
+        if limit is not None:
+            gate = np.minimum(gate, limit)
+            value = np.clip(value, -limit, limit)
+        part = _wide(down[own]) @ (f(gate) * (value + offset))
+        if down_bias is not None:
+            part = part + _wide(down_bias[own])
+        y[row] += float(weights[at]) * part
+    return y.astype(np.float32)
 
 
 def visible_keys(

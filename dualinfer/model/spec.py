@@ -2,7 +2,7 @@
 
 A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
 everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 import math
@@ -132,6 +132,48 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts and weighs them, by a product with the router's weights.
+
+    Scores of the logits are their `softmax`, their `sigmoid`, or the softmax over the `chosen` ones
+    alone, all in float32. A bias for the choice, if there is one among the weights, is added for
+    the choice alone. Of equal `groups` of experts those `groups_chosen` are open whose best score
+    (`max`), or sum of their `two` best, is the largest. `renormalized` weights are over their sum
+    plus `eps`; then they are times `scale`. Of equal scores that of the lower number goes first.
+    """
+
+    chosen: int
+    score: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: Literal["max", "two"] = "max"
+    renormalized: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
+
+    An expert's hidden values are activation(gate) * (up + `offset`), or without gates
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
+    result is times the logistic function of a product of its own (Qwen2-MoE).
+    """
+
+    count: int
+    ffn: int
+    activation: Activation
+    gated: bool
+    router: Router
+    shared: int = 0
+    shared_gated: bool = False
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -145,7 +187,7 @@ class Layer:
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     norm: Norm
     placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
@@ -259,6 +301,9 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
         }
+        if isinstance(mlp, Experts):
+            inner["experts"] = mlp.count
+            inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.load_plan import LoadPlan
-from ..model.spec import Layer, ModelSpec
+from ..model.spec import Experts, Layer, ModelSpec
 from ..model.weights import Row, Source, WeightTable, at_blocks, join_axis
 
 
@@ -442,11 +442,14 @@ def make_plan(
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
-        kind = a.heads, a.kv_heads, a.head_dim, layer.mlp.ffn
+        mlp = layer.mlp
+        shared = mlp.shared if isinstance(mlp, Experts) else 0
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared
         if kind not in by_kind:
             heads = split_heads(a.heads, a.kv_heads, size, equal)
-            ffn = width("gate" if layer.mlp.gated else "ffn", layer.mlp.ffn)
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, strict=True)]
+            ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
+            all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
+            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
@@ -459,11 +462,15 @@ def make_plan(
 
 
 class _Cut(NamedTuple):
-    """One device's part of layers of one kind: its query heads, KV heads and MLP width."""
+    """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
+
+    The latter are those of the MLP or of every expert, and of an expert that all tokens share.
+    """
 
     query: Share
     key: Share
     ffn: Share
+    shared: Share
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
@@ -473,6 +480,7 @@ class _Cut(NamedTuple):
             **{"heads": self.query, "kv_heads": self.key},
             **{"q": self.query.times(head_dim), "k": kv, "v": kv},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
+            **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
 
     def layer(self, layer: Layer) -> Layer:
@@ -484,6 +492,8 @@ class _Cut(NamedTuple):
         attention = replace(layer.attention, **heads)
         cross = replace(layer.cross, **heads) if layer.cross else None
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
+        if isinstance(mlp, Experts):
+            mlp = replace(mlp, shared=self.shared.extent)
         return replace(layer, attention=attention, mlp=mlp, cross=cross)
 
 

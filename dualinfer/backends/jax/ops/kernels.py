@@ -265,6 +265,7 @@ class KernelOps(PlainOps):
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
+        x, weight = self._share_input(x, weight)
         if not self._serves_product(x, weight, ALONE):
             return super().partial_product(*self._with_values(x, weight))
         return self.linear(x, weight, Neighbours(wide=True))

@@ -10,16 +10,16 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Activation, Attention, ModelSpec, Rope
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from .. import sampler
 from ..exchange import Exchange
 from ..parallel import Split
 from ..params import Params
 from ..sampler import SlotState
-from . import primitives
+from . import mixtures, primitives
 
 
 def turns(
@@ -165,7 +165,6 @@ class PlainOps:
         """See `contract.BlockOps.row_product`."""
         if self.split is None:
             return self.linear(x, weight, by)
-        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         y = self.split.sum(self.partial_product(x, weight))
         if by.bias is not None:
             y = y + by.bias.astype(y.dtype)
@@ -173,8 +172,56 @@ class PlainOps:
         return y if by.residual is None else by.residual + y
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """x weight^T of this device's columns, before the sum; float32 where rows are few."""
-        return primitives.partial_product(x, weight)
+        """See `contract.BlockOps.partial_product`; float32 where rows are few."""
+        return primitives.partial_product(*self._share_input(x, weight))
+
+    def _share_input(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
+        """A device's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return primitives.SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        rows = self.norm(x, norm) if norm else x
+        return mixtures.route(rows, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        if partial is not None:
+            y = y + partial.astype(jnp.float32)
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def gate(
+        self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        return (y.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(y.dtype)
 
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""

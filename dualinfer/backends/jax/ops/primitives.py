@@ -29,6 +29,8 @@ IMPLEMENTATIONS = {
     "qk_norm": "XLA",
     "rotary": "XLA",
     "activation": "XLA",
+    "router": "XLA",
+    "experts": "XLA, in blocks of one expert's",
     "attention": "XLA, dense softmax",
     "decode_attention": "XLA, dense softmax",
     "cross_attention": "XLA, dense softmax",

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import Activation, Attention, ModelSpec
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from .. import sampler
 from ..parallel import Split
 from ..params import Params
 from ..profiling import span
 from ..sampler import SlotState
-from . import primitives
+from . import mixtures, primitives
 
 if TYPE_CHECKING:
     from ..exchange import Exchange
@@ -147,6 +147,57 @@ class PlainOps:
         if by.bias is not None:
             y = y + by.bias
         return y if by.residual is None else by.residual + y
+
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See `contract.BlockOps.partial_product`."""
+        return self.linear(*self._share_input(x, weight))
+
+    def _share_input(self, x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:
+        """A rank's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return primitives.SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        if partial is not None:
+            y = y + partial
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.to(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def gate(
+        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        return (y * gate.sigmoid()).to(y.dtype)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""

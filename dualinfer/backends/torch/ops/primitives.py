@@ -26,6 +26,8 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
+    "router": "plain torch",
+    "experts": "plain torch, one expert after another",
     "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "cross_attention": SDPA,

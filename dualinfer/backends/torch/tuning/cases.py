@@ -10,9 +10,9 @@ import torch
 from .... import decoder
 from ....kernels.triton import attention, attention_choice, decode_attention, tuning
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, ModelSpec
+from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache
@@ -129,6 +129,38 @@ class _Recorder:
 
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
+
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return self.linear(x, weight)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        shape = *x.shape[:-1], router.chosen
+        return Routing(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape))
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return x
+
+    def gate(
+        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+    ) -> torch.Tensor:
+        return y
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         return x
