@@ -7,6 +7,6 @@ the cache, one token from the cache) is the `attend` function that the runner pa
 
 from .blocks import Attend
 from .forward import hidden_states
-from .head import last_hidden_state, logits, outputs, pooled
+from .head import embeddings, last_hidden_state, logits, outputs, pooled
 
-__all__ = ["Attend", "hidden_states", "last_hidden_state", "logits", "outputs", "pooled"]
+__all__ = ["Attend", "embeddings", "hidden_states", "last_hidden_state", "logits", "outputs", "pooled"]

@@ -47,7 +47,7 @@ def block(
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
-        x = attention(norm("attn_norm"), x, spend)
+        x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         y = ops.norm(attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))

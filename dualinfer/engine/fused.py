@@ -155,6 +155,12 @@ class FusedEngine(InferenceEngine):
                 use_cache = getattr(self.config, "use_cache", True)
             if output_hidden_states is None:
                 output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+            problem = getattr(self.config, "problem_type", None)
+            if labels is not None and problem not in (None, "single_label_classification"):
+                raise ArgumentError(
+                    f"labels: the model's config has problem_type={shown(problem)}, whose loss "
+                    "fused mode does not compute. Leave labels out."
+                )
             inputs = make_forward_inputs(
                 self._spec,
                 *call.inputs.values(),

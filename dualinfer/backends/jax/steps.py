@@ -52,16 +52,19 @@ class Steps:
         token_types: jax.Array | None,
         segments: jax.Array | None,
         embeds: jax.Array | None = None,
+        weights: jax.Array | None = None,
         kept: jax.Array | None = None,
         x: jax.Array | None = None,
         *,
         keep: bool,
+        texts: int = 0,
+        largest: bool = False,
         layers: range | None = None,
         last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`; `last` [B] as in
+        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`; `last` [B] as in
         `contract.Ops.angles`.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
@@ -92,13 +95,18 @@ class Steps:
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
-        result = decoder.outputs(*model, states, keep, kept)
+        if texts:
+            assert weights is not None and segments is not None
+            how = texts, largest
+            result = decoder.embeddings(*model, states[-1], weights, segments, how)
+            return result, ops.given_up()
+        result = decoder.outputs(*model, states, keep, kept, weights)
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
 
     def forward_panels(
-        self, params: Params, *arrays: Any, keep: bool, rows: int
+        self, params: Params, *arrays: Any, keep: bool, rows: int, **how: Any
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
         *by_row, kept = arrays[:-1]  # the last is the x of a part, and this is the whole pass
@@ -109,7 +117,7 @@ class Steps:
 
         def some(part: list[Any]) -> Any:
             inputs: Any = (*part, kept)
-            return self.forward(params, *inputs, keep=keep, last=last)
+            return self.forward(params, *inputs, keep=keep, last=last, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -333,19 +341,23 @@ def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
 
 
 @jit_few
-def cut(batch: int, tokens: int, kept: int | None = None) -> Callable[[Any], Any]:
-    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens."""
+def cut(batch: int, tokens: int, kept: int | None = None, flat: bool = False) -> Any:
+    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
+
+    With `flat` there is one score of a token, not several.
+    """
 
     def part(name: str, value: Any) -> Any:
         count = tokens if kept is None or name != "logits" else kept
-        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - 1]], value)
+        axes = int(not (flat and name.endswith("logits")))
+        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
 
     return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
 
 
 @jax.jit
 def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+    """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
     real = labels != NO_LABEL
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]

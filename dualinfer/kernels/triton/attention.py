@@ -40,7 +40,8 @@ def attention(
     """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
 
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
-    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. Keys and values that are hidden
+    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. `segments` must not decrease
+    along a row: blocks of keys of other segments are passed over. Keys and values that are hidden
     are read all the same and must be finite. Strides are free but for the last axis. `sms` is the
     device's number of multiprocessors. With `table` int32 [B, blocks] k and v are the pools of a
     cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least. With
