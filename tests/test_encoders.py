@@ -70,3 +70,54 @@ def test_a_model_gives_what_hf_gives(case, backend):
     masked = of_hf(model, ids, attention_mask=mask)
     compare(engine(ids, attention_mask=mask, output_hidden_states=True), masked, mask)
     assert engine.report().architecture == type(model).__name__
+
+
+LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
+POOLINGS = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+def texts_of(lengths=LENGTHS):
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+
+
+def pooled(hidden, pooling):
+    """sentence-transformers' pooling of one text's hidden states [T, E]."""
+    steps = np.arange(1, len(hidden) + 1)[:, None]
+    return {
+        "cls": lambda: hidden[0],
+        "mean": lambda: hidden.mean(0),
+        "max": lambda: hidden.max(0),
+        "mean_sqrt_len_tokens": lambda: hidden.sum(0) / len(hidden) ** 0.5,
+        "weightedmean": lambda: (hidden * steps).sum(0) / steps.sum(),
+        "lasttoken": lambda: hidden[-1],
+    }[pooling]()
+
+
+def hidden_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=[] if quick else [pytest.mark.slow])
+        for case, quick in {
+            **dict.fromkeys(("roberta", "modernbert", "qwen3-reward"), True),
+            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), False),
+        }.items()
+        for name in BACKENDS
+    ],
+)
+def test_vectors_of_packed_texts_are_those_of_each_alone(case, backend):
+    model, texts = make(case), texts_of()
+    hidden = [hidden_of(model, text) for text in texts]
+    engine = dualinfer.init_inference(model, backend=backend, dtype="fp32", replace_with_kernel_inject=True)
+    for pooling in POOLINGS:
+        expected = np.stack([pooled(h, pooling) for h in hidden])
+        vectors = engine.embed(texts, pooling=pooling)
+        assert vectors.dtype == np.float32 and relative_rms(vectors, expected) < LIMIT
+    unit = engine.embed(texts, normalize=True, batch_size=3)
+    mean = np.stack([h.mean(0) for h in hidden])
+    assert relative_rms(unit, mean / np.linalg.norm(mean, axis=1, keepdims=True)) < LIMIT

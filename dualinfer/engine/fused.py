@@ -13,7 +13,8 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
-from .base import CLOSED, About, InferenceEngine
+from .base import CLOSED, About
+from .embedding import EmbeddingCalls
 from .inputs import (
     Prompts,
     by_name,
@@ -54,7 +55,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(InferenceEngine):
+class FusedEngine(EmbeddingCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
