@@ -82,7 +82,7 @@ class EmbeddingCalls(InferenceEngine):
             if of_text:
                 before = how.prompt(prompt, prompt_name)
                 tokenizer = self.tokenizer if tokenizer is None else tokenizer
-                most = self._most_tokens(max_length)
+                most = self._most_tokens(max_length, tokenizer)
                 skip = 0 if how.include_prompt else _length_of_prompt(tokenizer, before)
                 single = isinstance(given, str)
                 all_texts = [given] if single else list(given)
@@ -125,11 +125,12 @@ class EmbeddingCalls(InferenceEngine):
         own = spec.embed if spec.factored else spec.embed_width or spec.embed
         return dense[-1] if dense else own
 
-    def _most_tokens(self, asked: int | None) -> int:
+    def _most_tokens(self, asked: int | None, tokenizer: Any) -> int:
         """Tokens to which a text is cut."""
         limit = self._spec.tokens or self._spec.max_positions
         if asked is None:
-            return min(self.text_embedding.max_length or limit, limit)
+            own = getattr(tokenizer, "model_max_length", None)  # 1e30 where nobody says
+            return min(self.text_embedding.max_length or own or limit, limit)
         if type(asked) is not int or asked < 1:
             raise ArgumentError(f"max_length={shown(asked)}; expected a positive int.")
         if self._spec.tokens and asked > limit:
