@@ -297,6 +297,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
     decoding(1, 4, 2, 256, **INTEGERS8, k_ptr="*i8", v_ptr="*i8"),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
+    attending(64, 512, CAUSAL=False, segments_ptr="*i32", window="i32"),
     attending(64, 2048),
     attending(80, 2048),
     attending(128, 2048),
