@@ -86,7 +86,7 @@ class Counts:
         """Multiplications and additions over `batch` sequences of `tokens` tokens.
 
         The head runs for the last `head_tokens` of each. Attention counts what is visible: causal,
-        a token sees itself and those before it, within the window.
+        a token sees itself and those before it, within the window; else as many after it.
         """
         dense = tokens * self.body + head_tokens * self.head + self.pooler
         attended = 0
@@ -95,6 +95,9 @@ class Counts:
             if attention.causal:
                 most = tokens if attention.window is None else min(attention.window, tokens)
                 visible = most * (most + 1) // 2 + (tokens - most) * most
+            elif attention.window is not None:
+                most = min(attention.window, tokens)
+                visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
             attended += attention.heads * attention.head_dim * visible
         return batch * (2 * dense + 4 * attended)
 
