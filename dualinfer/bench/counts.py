@@ -114,8 +114,9 @@ class Counts:
         """Multiplications and additions over `batch` sequences of `tokens` tokens.
 
         The head runs for the last `head_tokens` of each. Attention counts what is visible: causal,
-        a token sees itself and those before it, within the window. Where an encoder reads these
-        tokens, the decoder's are as many as the head's, and each sees all of them.
+        a token sees itself and those before it, within the window; else as many after it. Where an
+        encoder reads these tokens, the decoder's are as many as the head's, and each sees all of
+        them.
         """
         if self.once:
             heads = sum(cache.kv_heads * cache.key_dim for cache in self.cross)
@@ -129,6 +130,9 @@ class Counts:
             if attention.causal:
                 most = tokens if attention.window is None else min(attention.window, tokens)
                 visible = most * (most + 1) // 2 + (tokens - most) * most
+            elif attention.window is not None:
+                most = min(attention.window, tokens)
+                visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
             attended += attention.heads * attention.head_dim * visible
         return batch * (2 * dense + 4 * attended)
 

@@ -163,6 +163,31 @@ def _bart(class_name: str, model_type: str, hidden: int, layers: int, **more: An
     return Shape(class_name, model_type, "float16", fields)
 
 
+def _xlm_roberta(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "vocab_size": 250002,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "pad_token_id": 1,
+    }
+    return Shape("XLMRobertaModel", "xlm-roberta", "float16", fields)
+
+
+def _modernbert(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "global_attn_every_n_layers": 3,
+    }
+    return Shape("ModernBertModel", "modernbert", "bfloat16", fields)
+
+
 SHAPES: dict[str, Shape] = {
     "tiny": _llama(1001, 96, 200, 2, 6, 3, max_position_embeddings=512),
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096),
@@ -292,6 +317,10 @@ SHAPES: dict[str, Shape] = {
     ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    "xlm-roberta-base": _xlm_roberta(768, 12, 12),
+    "xlm-roberta-large": _xlm_roberta(1024, 24, 16),
+    "modernbert-base": _modernbert(768, 1152, 22, 12),
+    "modernbert-large": _modernbert(1024, 2624, 28, 16),
 }
 
 
@@ -364,6 +393,6 @@ def open_model(name: str) -> Model:
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)
-    config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
+    config = AutoConfig.for_model(shape.model_type, **(_SPECIAL | shape.fields))
     config.architectures = [shape.class_name]
     return Model(name, config, shape.class_name, None, shape.dtype)

@@ -13,7 +13,8 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import NO_TOKEN, Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
-from .base import CLOSED, About, InferenceEngine
+from .base import CLOSED, About
+from .embedding import EmbeddingCalls
 from .inputs import (
     Prompts,
     by_name,
@@ -63,7 +64,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(InferenceEngine):
+class FusedEngine(EmbeddingCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -175,6 +176,12 @@ class FusedEngine(InferenceEngine):
                 use_cache = getattr(self.config, "use_cache", True)
             if output_hidden_states is None:
                 output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+            problem = getattr(self.config, "problem_type", None)
+            if labels is not None and problem not in (None, "single_label_classification"):
+                raise ArgumentError(
+                    f"labels: the model's config has problem_type={shown(problem)}, whose loss "
+                    "fused mode does not compute. Leave labels out."
+                )
             how: dict[str, Any] = {
                 "logits_to_keep": logits_to_keep,
                 "loss_count": num_items_in_batch,

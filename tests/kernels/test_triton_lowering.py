@@ -304,6 +304,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 20, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),
     decoding(32, 16, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
+    attending(64, 512, CAUSAL=False, segments_ptr="*i32", window="i32"),
     attending(64, 2048),
     attending(80, 2048),
     attending(128, 2048),
