@@ -152,9 +152,9 @@ class FusedEngine(InferenceEngine):
                     "The cache belongs to generate()."
                 )
             if use_cache is None:
-                use_cache = getattr(self.config, "use_cache", True)
+                use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
-                output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+                output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
             inputs = make_forward_inputs(
                 self._spec,
                 *call.inputs.values(),
@@ -180,7 +180,7 @@ class FusedEngine(InferenceEngine):
         if not return_tuple:
             return next(iter(fields.values()))
         if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
+            return_dict = getattr(self._config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
     @with_arguments
@@ -381,7 +381,7 @@ class FusedEngine(InferenceEngine):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        own = config_dict(self.generation_config)
+        own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
