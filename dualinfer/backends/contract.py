@@ -164,8 +164,8 @@ class BlockOps(Protocol):
         """
         ...
 
-    def add(self, x: Array, y: Array) -> Array:
-        """x + y, of one shape."""
+    def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
+        """x + y, of one shape; with a norm x + norm(y)."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

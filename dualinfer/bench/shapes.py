@@ -111,8 +111,6 @@ def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
 
 
 def _gemma3(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
-    # Five layers of six look through a window, as the config's defaults have it at every depth.
-    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0}
     fields = {
         "vocab_size": 262208,
         "hidden_size": hidden,
@@ -122,32 +120,13 @@ def _gemma3(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
         "num_key_value_heads": kv,
         "head_dim": 256,
         "sliding_window": 1024,
-        "rope_parameters": {"sliding_attention": _rope(10_000.0), "full_attention": full},
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "sliding_attention": _rope(10000.0),
+            "full_attention": _rope(1000000.0, rope_type="linear", factor=8.0),
+        },
     }
     return Shape("Gemma3ForCausalLM", "gemma3_text", "bfloat16", fields)
-
-
-def _phi4_mini() -> Shape:
-    long = [1.118320672**i for i in range(31)]
-    long += [32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97]
-    long += [33.28, 33.49, 33.5, 44.16, 47.77]
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "partial_rotary_factor": 0.75,
-        "short_factor": [1.0] * 48,
-        "long_factor": long,
-        "original_max_position_embeddings": 4096,
-    }
-    shape = _llama(
-        *(200064, 3072, 8192, 32, 24, 8),
-        max_position_embeddings=131072,
-        original_max_position_embeddings=4096,
-        sliding_window=262144,
-        tie_word_embeddings=True,
-        rope_parameters=rope,
-    )
-    return replace(shape, class_name="Phi3ForCausalLM", model_type="phi3")
 
 
 def _bert(hidden: int, layers: int, heads: int) -> Shape:
@@ -199,44 +178,73 @@ SHAPES: dict[str, Shape] = {
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
     "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4),
     "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8),
-    "phi-4-mini": _phi4_mini(),
-    "falcon-7b": Shape(  # the config's defaults are it
-        "FalconForCausalLM", "falcon", "bfloat16", {"num_hidden_layers": 32}
+    "phi-4-mini": Shape(
+        *("Phi3ForCausalLM", "phi3", "bfloat16"),
+        {
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(
+                10000.0,
+                rope_type="longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0] * 48,
+                long_factor=[32.0] * 48,
+                original_max_position_embeddings=4096,
+            ),
+        },
+    ),
+    "falcon-7b": Shape(
+        *("FalconForCausalLM", "falcon", "bfloat16"),
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+        },
     ),
     "mpt-7b": Shape(
-        "MptForCausalLM",
-        "mpt",
-        "bfloat16",
-        {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432},
+        *("MptForCausalLM", "mpt", "bfloat16"),
+        {
+            "vocab_size": 50432,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "max_seq_len": 2048,
+        },
     ),
     "command-r": Shape(
-        "CohereForCausalLM",
-        "cohere",
-        "float16",
+        *("CohereForCausalLM", "cohere", "bfloat16"),
         {
             "vocab_size": 256000,
             "hidden_size": 8192,
             "intermediate_size": 22528,
             "num_hidden_layers": 40,
             "num_attention_heads": 64,
+            "num_key_value_heads": 64,
             "logit_scale": 0.0625,
-            "rope_parameters": _rope(8_000_000.0),
         },
     ),
-    "olmo-2-7b": replace(
-        _llama(
-            *(100352, 4096, 11008, 32, 32, 32),
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-6,
-            rope_parameters=_rope(500_000.0),
-        ),
-        class_name="Olmo2ForCausalLM",
-        model_type="olmo2",
+    "olmo-2-7b": Shape(
+        *("Olmo2ForCausalLM", "olmo2", "bfloat16"),
+        {
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
     ),
     "starcoder2-7b": Shape(
-        "Starcoder2ForCausalLM",
-        "starcoder2",
-        "bfloat16",
+        *("Starcoder2ForCausalLM", "starcoder2", "bfloat16"),
         {
             "vocab_size": 49152,
             "hidden_size": 4608,
@@ -246,7 +254,6 @@ SHAPES: dict[str, Shape] = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 16384,
             "sliding_window": 4096,
-            "rope_parameters": _rope(1_000_000.0),
         },
     ),
     "bert-base": _bert(768, 12, 12),

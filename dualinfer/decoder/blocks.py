@@ -40,6 +40,11 @@ def block(
     def scaled(y: Array) -> Array:
         return y if layer.residual_scale == 1 else y * layer.residual_scale
 
+    def added(x: Array, y: Array, norm: NormOf) -> Array:
+        if layer.residual_scale == 1:
+            return ops.add(x, y, norm)
+        return ops.add(x, scaled(ops.norm(y, norm)))
+
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
@@ -50,13 +55,11 @@ def block(
         x = attention(norm("attn_norm"), x, spend)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
-        y = ops.norm(attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
-        x = ops.add(x, scaled(y))
-        y = ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-        return ops.add(x, scaled(y))
+        x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
+        return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
     assert layer.residual_scale == 1
     if layer.placement == "behind":
-        x = ops.add(x, ops.norm(attention(None, None, spend=False), norm("attn_norm")))
-        return ops.add(x, ops.norm(mlp(x, None, None), norm("mlp_norm")))
+        x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
+        return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
     x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
     return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)

@@ -92,7 +92,7 @@ def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray
         ]
         views = whole[0][:count, :, :tokens], whole[1][:count, :, :tokens]
         wide = put(np.pad(step.qkv, [(0, 0), (0, 5)], constant_values=np.nan))
-        counters = torch.zeros(count * step.kv_heads + 3, dtype=torch.int32, device=wide.device)
+        counters = torch.zeros(count * step.heads + 3, dtype=torch.int32, device=wide.device)
         y = decode_attention(
             wide[:, : step.qkv.shape[1]],
             views,
@@ -133,7 +133,7 @@ def check(step: Step, config: DecodeConfig | None, scale: float = 0.2, **how: An
 
 
 # Query heads, KV heads, head_dim.
-HEADS = [(1, 1, 64), (3, 3, 80), (4, 2, 96), (5, 1, 128), (4, 2, 256), (2, 1, 63)]
+HEADS = [(1, 1, 64), (3, 3, 80), (4, 2, 96), (5, 1, 128), (4, 2, 256), (2, 1, 63), (37, 1, 40)]
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
@@ -303,7 +303,7 @@ def run_blocks(
     table[list(free)] = -1
     tensors = [put(pool) for pool in pools]
     wide = put(np.pad(table, [(0, 0), (0, 3)], constant_values=10**6))[:, : table.shape[1]]
-    counters = torch.zeros(len(table) * step.kv_heads, dtype=torch.int32, device=wide.device)
+    counters = torch.zeros(len(table) * step.heads, dtype=torch.int32, device=wide.device)
     y = decode_attention(
         put(step.qkv),
         tuple(tensors),

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all
 
 DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
+NORM |= {"AFTER": False}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
 PREFILL |= {"NORM_TURNED": False, "ends_ptr": None}
@@ -137,7 +138,8 @@ def decoding(
     """Attention of a decode step with 2,048 places in the cache; plain but for `arguments`."""
     kept = 4 if dtypes == WHOLE else 1 if "CODES" in arguments else 2
     config = decode_attention.default_config(slots * kv_heads, 2048, dim, kept, 132)
-    heads = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_D": next_power_of_2(dim)}
+    heads = {"KV_HEADS": kv_heads, "GROUP": group, "EACH": min(group, 16), "DIM": dim}
+    heads["BLOCK_D"] = next_power_of_2(dim)
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
     flags = dict.fromkeys(flags, False)
@@ -246,7 +248,7 @@ VARIANTS: list[Variant] = [
     product(1, 4096, 14336, **ADDED),
     product(1, 4096, 11008, WHOLE, **ADDED),
     product(1, 128256, 4096, **NORMED, y_ptr="*fp32"),
-    product(1, 16384, 4096, **BIASED, ACTIVATION="relu"),
+    product(1, 18432, 4608, **BIASED, ACTIVATION="relu"),
     product(1, 2304, 768, **BIASED),
     product(1, 4096, 4096, **ADDED, ROWS=2, PROGRAMS=264),
     product(2, 14336, 4096, **SWIGLU),

@@ -163,8 +163,26 @@ class KernelOps(PlainOps):
         rows = math.prod(x.shape[:-1])
         if rows > linear.MOST_ROWS:
             return super().norm(x, norm, residual)
+        return self._normed(x, norm, residual, rows)
+
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
+        """See `PlainOps.add`."""
+        rows = math.prod(y.shape[:-1])
+        if norm is None or rows > linear.MOST_ROWS:
+            return super().add(x, y, norm)
+        return self._normed(y, norm, x, rows, after=True)
+
+    def _normed(
+        self,
+        x: jax.Array,
+        norm: NormOf,
+        residual: jax.Array | None,
+        rows: int,
+        after: bool = False,
+    ) -> jax.Array:
         spec, weight, bias = norm
-        how: dict[str, Any] = {"residual": residual, "pdl": self.starts_early(rows)}
+        how: dict[str, Any] = {"residual": residual, "after": after}
+        how["pdl"] = self.starts_early(rows)
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
             how["unit_offset"] = spec.unit_offset

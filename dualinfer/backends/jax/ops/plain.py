@@ -176,9 +176,9 @@ class PlainOps:
         """x weight^T of this device's columns, before the sum; float32 where rows are few."""
         return primitives.partial_product(x, weight)
 
-    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
-        return x + y
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""

@@ -141,11 +141,19 @@ class KernelOps(PlainOps):
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `PlainOps.norm`."""
+        return self._normed(x, norm, residual)
+
+    @named("norm")
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
+        """See `PlainOps.add`."""
+        return super().add(x, y) if norm is None else self._normed(y, norm, x, after=True)
+
+    def _normed(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None, after: bool = False
+    ) -> torch.Tensor:
         spec, weight, bias = norm
-        how: dict[str, Any] = {
-            "residual": residual,
-            "pdl": self.starts_early(x.numel() // x.shape[-1]),
-        }
+        how: dict[str, Any] = {"residual": residual, "after": after}
+        how["pdl"] = self.starts_early(x.numel() // x.shape[-1])
         how["unit_offset"] = spec.unit_offset
         if spec.kind == "rms":
             return norms.rms_norm(x, weight, spec.eps, **how)
@@ -412,7 +420,7 @@ class KernelOps(PlainOps):
             scales=_scales_of(known),
             heads=a.heads,
             scale=a.scale,
-            counters=self._zeros(qkv.shape[0] * a.kv_heads),
+            counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
             window=a.window,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,

@@ -148,9 +148,9 @@ class PlainOps:
             y = y + by.bias
         return y if by.residual is None else by.residual + y
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
-        return x + y
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""

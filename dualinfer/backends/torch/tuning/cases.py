@@ -130,7 +130,7 @@ class _Recorder:
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         return x
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
