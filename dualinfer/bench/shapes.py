@@ -29,7 +29,7 @@ class Shape:
 
     def with_layers(self, count: int) -> "Shape":
         """The same shape in another depth."""
-        names = ("num_hidden_layers", "n_layer", "num_layers")
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         name = next((n for n in names if n in self.fields), names[0])
         fields = self.fields | {name: count}
         if "encoder_layers" in fields:

@@ -173,10 +173,10 @@ class FusedEngine(EmbeddingCalls):
                     "The cache belongs to generate()."
                 )
             if use_cache is None:
-                use_cache = getattr(self.config, "use_cache", True)
+                use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
-                output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
-            problem = getattr(self.config, "problem_type", None)
+                output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
+            problem = getattr(self._config, "problem_type", None)
             if labels is not None and problem not in (None, "single_label_classification"):
                 raise ArgumentError(
                     f"labels: the model's config has problem_type={shown(problem)}, whose loss "
@@ -188,7 +188,7 @@ class FusedEngine(EmbeddingCalls):
                 "output_hidden_states": output_hidden_states,
             }
             if self._spec.encoder:
-                pad = getattr(self.config, "pad_token_id", None)
+                pad = getattr(self._config, "pad_token_id", None)
                 inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
             else:
                 values = call.inputs.values()
@@ -211,7 +211,7 @@ class FusedEngine(EmbeddingCalls):
         if not return_tuple:
             return next(iter(fields.values()))
         if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
+            return_dict = getattr(self._config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
     @with_arguments
@@ -414,7 +414,7 @@ class FusedEngine(EmbeddingCalls):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        own = config_dict(self.generation_config)
+        own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))

@@ -62,6 +62,11 @@ def served_types() -> list[str]:
     return sorted(_FAMILIES)
 
 
+def served_modules() -> list[ModuleType]:
+    """The files of families, in the order in which the pages list them; each has CLASSES."""
+    return list(dict.fromkeys(_FAMILIES.values()))
+
+
 def default_class(model_type: str) -> str | None:
     """The HF class that a family's config means where it names none; None if it is not served."""
     family = _FAMILIES.get(model_type)
