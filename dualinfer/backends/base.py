@@ -101,7 +101,8 @@ class Request:
     With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
     has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] or
     a spectrogram float32 [2 S, mel], and `encoded` is S. The loop
-    gives the token `first` before all others, and `last` as the last of `max_new_tokens`.
+    gives the token `first` before all others, and `last` as the last of `max_new_tokens`. Tokens
+    that are `hidden` are never chosen, and those `hidden_at_first` not as the first one.
     """
 
     tokens: np.ndarray
@@ -114,6 +115,8 @@ class Request:
     encoded: int = 0
     first: int | None = None
     last: int | None = None
+    hidden: tuple[int, ...] = ()
+    hidden_at_first: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> np.ndarray:

@@ -312,8 +312,6 @@ SHAPES: dict[str, Shape] = {
         *("WhisperForConditionalGeneration", "whisper", 1280, 32),
         num_mel_bins=128,
         vocab_size=51866,
-        # What is suppressed makes generate go one step at a time.
-        begin_suppress_tokens=None,
     ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),

@@ -49,6 +49,7 @@ from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
 _FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+_HIDDEN = ("suppress_tokens", "begin_suppress_tokens")
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -474,14 +475,21 @@ class FusedEngine(EmbeddingCalls):
         names, first, last = options.stepwise, None, None
         if prompts.block.shape[1] > 1:  # HF forces the second token alone
             names = [name for name in names if name != "forced_bos_token_id"]
-        # No logits are needed for these.
-        if set(names) <= set(_FORCED) and (new_tokens > 1 or _FORCED[0] not in names):
+        hidden: list[tuple[int, ...]] = [(), ()]
+        # These the host need not do with the logits of each step.
+        if {*names} <= {*_FORCED, *_HIDDEN} and (new_tokens > 1 or _FORCED[0] not in names):
             first, last = (options.forced(name) if name in names else None for name in _FORCED)
-            known = first not in options.eos_token_ids and NO_TOKEN not in (first, last)
+            hidden = [options.hidden(name, spec.vocab) if name in names else () for name in _HIDDEN]
+            known = first not in options.eos_token_ids and NO_TOKEN not in (
+                first,
+                last,
+                *sum(hidden, ()),
+            )
             if known:
                 names = []
             else:
                 first = last = None
+                hidden = [(), ()]
         sources = source.rows if source else [None] * len(seeds)
         requests = [
             Request(
@@ -504,6 +512,8 @@ class FusedEngine(EmbeddingCalls):
                 encoded=0 if read is None else len(read) // (2 if read.ndim > 1 else 1),
                 first=first,
                 last=last,
+                hidden=hidden[0],
+                hidden_at_first=hidden[1],
             )
             for row, vectors, read, row_seed in zip(
                 prompts.rows, prompts.embeds or [None] * len(seeds), sources, seeds, strict=True

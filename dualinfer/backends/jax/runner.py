@@ -40,6 +40,7 @@ from .sampler import (
     SlotState,
     choose,
     copy_rows,
+    hidden_rows,
     mode_of,
     prompt_embeds,
     prompt_rows,
@@ -393,8 +394,12 @@ class JaxRunner:
         free, eos_width = state.eos.shape
         mode = mode_of(SamplingFeatures.of(requests))
         rows = prompt_rows(requests, slots, free, eos_width)
-        ids, source = rows[0], source_rows(requests, len(rows[0]))
-        arrays = *rows, np.array(mode, "i4"), source
+        ids, first = rows[0], None
+        if state.hidden is not None:
+            hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
+            rows = *rows[:2], rows[2]._replace(hidden=hidden)
+        source = source_rows(requests, len(ids))
+        arrays = *rows, np.array(mode, "i4"), source, first
 
         embeds = prompt_embeds(requests, ids.shape)
 
@@ -406,9 +411,9 @@ class JaxRunner:
             embeds: jax.Array | None,
             *part: Any,
         ) -> Any:
-            *rows, source = unpack(packed, arrays)
+            *rows, source, first = unpack(packed, arrays)
             inputs: Any = *rows, embeds, *part
-            how: Any = {"choose": choose, "source": source}
+            how: Any = {"choose": choose, "source": source, "first": first}
             return self.steps.prefill(params, cache, state, *inputs, **how)
 
         given = embeds.shape if embeds is not None else source[0].shape if source else None
@@ -426,7 +431,8 @@ class JaxRunner:
 
     def _job(self, step: Step, cache: Cache, state: Any) -> Job:
         """A step that takes over cache and state."""
-        key = (*step.key, *cache.room, *state.eos.shape)
+        hides = () if state.hidden is None else ("hidden",)
+        key = (*step.key, *cache.room, *state.eos.shape, *hides)
         args = (self._leaves, cache, state, *step.args)
         whole, layers = self._shardings
         shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
@@ -509,7 +515,7 @@ class JaxRunner:
         kernels out, and to load them waits until a GPU is idle.
         """
         assert self._cache is not None and self._state is not None
-        if self._peers.size > 1 or self._exchange is not None:
+        if self._peers.size > 1 or self._exchange is not None or self._state.hidden is not None:
             return
         eos, alone = self._state.eos.shape, self._alone
         room = self._cache.room._replace(tokens=tokens)
@@ -540,14 +546,15 @@ class JaxRunner:
         room = self._room(self._live.reserved)
         count = room.slots
         eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
-        old = self._state
+        old, hides = self._state, any(r.hidden or r.hidden_at_first for r in requests)
         if idle:
             held = self._cache
             if held is not None and held.room != room:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(held)  # else its bytes still count as in use
                 self._cache = held = None
-            if old is not None and old.eos.shape != (count, eos_width):
+            fits = old is not None and hides == (old.hidden is not None)
+            if old is not None and (old.eos.shape != (count, eos_width) or not fits):
                 old = None
         if self._cache is not None:
             self._grow(self._cache, room)
@@ -557,9 +564,10 @@ class JaxRunner:
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            if old.eos.shape == (count, eos_width):
+            hides = hides or old.hidden is not None
+            if old.eos.shape == (count, eos_width) and hides == (old.hidden is not None):
                 return  # free rows in it are not active
-        state = SlotState.make(count, eos_width, self.spec.vocab)
+        state = SlotState.make(count, eos_width, self.spec.vocab, hides)
         if old is not None:
             state = copy_rows(old, state)
         self._state = self._place.put(state)

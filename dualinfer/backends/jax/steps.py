@@ -160,6 +160,7 @@ class Steps:
         *,
         choose: bool = True,
         source: tuple[jax.Array, jax.Array] | tuple[()] = (),
+        first: jax.Array | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
@@ -167,7 +168,8 @@ class Steps:
         they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
         state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
-        of it goes to the cache.
+        of it goes to the cache. bool `first` [B, V] are tokens that no first one may be, beside
+        those that a row hides.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -188,7 +190,9 @@ class Steps:
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
-        scores = decoder.logits(*model, last, wide=True)
+        scores = _shown(decoder.logits(*model, last, wide=True), rows)
+        if first is not None:
+            scores = jnp.where(first, -jnp.inf, scores)
         if not choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
@@ -351,7 +355,7 @@ class Steps:
         """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers)
-        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        scores = _shown(decoder.logits(self.spec, params, ops, x[:, 0], wide=True), state)
         state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
         return cache, state, ops.scratch, tokens, rows
 
@@ -389,10 +393,15 @@ class Steps:
         return replace(cache, layers=filled), y
 
 
+def _shown(logits: jax.Array, state: SlotState) -> jax.Array:
+    """Logits [N, V], -inf where a token is hidden."""
+    return logits if state.hidden is None else jnp.where(state.hidden, -jnp.inf, logits)
+
+
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
     """The state with `rows` in `slots`; those of slots that there are not are dropped."""
     merged = {
-        name: column.at[slots].set(getattr(rows, name), mode="drop")
+        name: None if column is None else column.at[slots].set(getattr(rows, name), mode="drop")
         for name, column in state._asdict().items()
     }
     return SlotState(**merged)

@@ -235,6 +235,7 @@ class TorchRunner:
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
+        state.hide(slots, [r.hidden for r in requests])
         if features.penalty:
             self._mark_seen(requests, slots)
         read = sum(r.encoded for r in requests)
@@ -243,6 +244,9 @@ class TorchRunner:
             sources = None if self.spec.encoder is None else [r.source for r in requests]
             last = self._prompts.run(self._passed, self._cache, prompts, rows, sources)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
+        for row, request in enumerate(requests):
+            if ids := [*request.hidden, *request.hidden_at_first]:
+                scores[row, ids] = -torch.inf
         return rows, scores
 
     @in_order
@@ -376,7 +380,7 @@ class TorchRunner:
             return self.ops.attend_kept(a, q, cache[len(self.spec.layers) + i])
 
         x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
-        return decoder.logits(*model, x[:, 0], wide=True)
+        return state.shown(decoder.logits(*model, x[:, 0], wide=True))
 
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
@@ -400,13 +404,16 @@ class TorchRunner:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(room)
         eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
-        old = self._state
-        if old is None or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
+        old, hides = self._state, any(r.hidden for r in self._live.requests)
+        hides = hides or (old is not None and old.hidden is not None)
+        fits = old is not None and hides == (old.hidden is not None)
+        if old is None or not fits or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            self._state = SlotState.make(count, eos_width, self.spec.vocab, self.device)
+            what = count, eos_width, self.spec.vocab, self.device, hides
+            self._state = SlotState.make(*what)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
             self._row = torch.empty(count, **integers)
