@@ -93,6 +93,7 @@ class LayerAttention(NamedTuple):
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
     queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
     is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
+    `sinks` float32 [H] are logits that join the softmax of every query, and no value.
     """
 
     spec: Attention
@@ -102,6 +103,7 @@ class LayerAttention(NamedTuple):
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
     bias: Array | None = None
+    sinks: Array | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -123,7 +125,8 @@ class LayerAttention(NamedTuple):
             for name in ("q_norm", "k_norm")
         )
         bias = w["relative_bias"] if spec.bias else None
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias)
+        sinks = w.get("sinks")
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias, sinks)
 
 
 class BlockOps(Protocol):

@@ -458,4 +458,5 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}
+    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
+    return {"scale": a.scale, **shared, **alibi}

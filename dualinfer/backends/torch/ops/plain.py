@@ -353,6 +353,7 @@ class PlainOps:
             alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
+            sinks=layer.sinks,
             relative=layer.bias,
         )
         return y.flatten(-2), cache
@@ -378,6 +379,7 @@ class PlainOps:
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
             relative=layer.bias,
         )
         return y.flatten(-2)[:, None], cache
