@@ -1,0 +1,458 @@
+"""Products of mixtures of experts: each token with the weights of the experts that it chose.
+
+Few pairs of a token and an expert are matrix-vector products: one launch for gate and up, one for
+down, with norm, bias, activation, mixture and residual fused, and an expert that all tokens share
+among the others. More pairs are put in the order of experts and go to the matrix units.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import triton
+
+from .activation import KINDS
+from .experts_kernels import down_vector_kernel, up_vector_kernel
+from .experts_tiles import between_kernel, gather_kernel, mix_kernel, order_kernel, tile_kernel
+from .launch import launch, next_power_of_2
+from .linear import NormArguments, check_neighbours
+from .operands import dtype_name, empty
+from .routing import Routing
+from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
+
+MOST_VECTOR_PAIRS = 64  # of a token and an expert that are matrix-vector products
+MOST_EXPERTS = 512
+_ORDER_BLOCK = 1024  # pairs that are counted at a time
+_GROUP = 8  # blocks of pairs that pass the same columns of weights one after another
+_ROW_BLOCK = 1024  # columns that kernels between products have a program
+
+Product: TypeAlias = Callable[[Any, Any, Any], Any]
+
+
+class Shared(NamedTuple):
+    """An expert of all tokens: `up` [out, E], gate before up, and `down` [E, F].
+
+    Its results are multiplied by the logistic function of x times `gate` [E], if there is one.
+    """
+
+    up: Any
+    down: Any
+    gate: Any = None
+
+
+class Mixture(NamedTuple):
+    """Experts' weights: `up` [X, out, E], gate before up where `gated`, and `down` [X, E, F].
+
+    The hidden values are activation(gate) * (up + `offset`). With `limit` gates are at most that,
+    and ups at most as far from 0 (gpt-oss). Biases are [X, out] and [X, E].
+    """
+
+    up: Any
+    down: Any
+    up_bias: Any = None
+    down_bias: Any = None
+    activation: str | None = "silu"
+    gated: bool = True
+    limit: float | None = None
+    offset: float = 0.0
+    shared: Shared | None = None
+
+    @property
+    def parts(self) -> int:
+        """Products that a hidden value is made of."""
+        return 2 if self.gated else 1
+
+    @property
+    def features(self) -> int:
+        """Hidden values of an expert."""
+        return self.up.shape[1] // self.parts
+
+
+class ExpertsVectorConfig(NamedTuple):
+    """Hidden values a program, results a program, and columns of every expert at a time."""
+
+    rows: int
+    warps: int
+    down_rows: int
+    down_columns: int
+    down_warps: int
+
+
+class ExpertsTileConfig(NamedTuple):
+    """Tiles of `m` pairs of one expert by `n` hidden values, and by `down_n` results.
+
+    `k` columns at a time are summed, in `stages`.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    down_n: int
+    down_warps: int
+
+
+ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsTileConfig
+
+
+class Order(NamedTuple):
+    """Pairs in the order of experts, all int32: see `experts_tiles.order_kernel`."""
+
+    pairs: Any
+    places: Any
+    ends: Any
+    blocks: Any
+    most: int
+
+
+def is_few(pairs: int) -> bool:
+    """Whether so many pairs of a token and an expert are matrix-vector products."""
+    return pairs <= MOST_VECTOR_PAIRS
+
+
+def experts(
+    x: Any,
+    mixture: Mixture,
+    routing: Routing,
+    *,
+    norm: NormArguments | None = None,
+    residual: Any = None,
+    dtype: Any = None,
+    config: ExpertsConfig | None = None,
+    product: Product | None = None,
+    counters: Any,
+    sms: int = 132,
+    pdl: bool = False,
+) -> Any:
+    """residual + what the experts make of norm(x), by their weights: [..., E] in `dtype`.
+
+    `dtype` is x's own if None. Sums are float32; hidden values, and where pairs are many the
+    experts' results, are rounded to x's dtype. A norm goes with few pairs only, see `is_few`, and
+    so does a shared expert. `product` of x [pairs, in] in the order of experts, weights [X, out,
+    in] and the ends of experts' pairs int32 [X] is taken in place of our tiles, if given.
+    `counters` int32 are 0, and are 0 again afterwards.
+    """
+    width = x.shape[-1]
+    count = x.numel() // width
+    _check(x, mixture, routing, norm, residual, count)
+    y = x.new_empty((*x.shape[:-1], width), dtype=dtype or x.dtype)
+    if y.numel() == 0:
+        return y
+    pairs = routing.experts.numel()
+    if config is None:
+        key = tuning_key(pairs, pairs // count, mixture, x.element_size())
+        config = default_config(key, sms)
+    rows = x.reshape(count, width)
+    residual = None if residual is None else residual.reshape(count, width)
+    if isinstance(config, ExpertsVectorConfig):
+        _few(rows, mixture, routing, norm, residual, y, config, pdl)
+        return y
+    if norm is not None or mixture.shared is not None:
+        raise ValueError(f"{config} has no place for a norm or a shared expert.")
+    total = mixture.up.shape[0]
+    order = make_order(routing.experts, total, config.m, counters, pdl=pdl)
+    if product is None:
+        h = _tiles(rows, mixture, order, config, True, pdl)
+        results = _tiles(h, mixture, order, config, False, pdl)
+    else:
+        taken = _gathered(rows, order, pairs // count, pdl)
+        h = _between(product(taken, mixture.up, order.ends), mixture, order, routing, pdl)
+        results = product(h, mixture.down, order.ends)
+    _mix(results, mixture, order, routing, residual, y, pdl)
+    return y
+
+
+def _few(
+    x: Any,
+    mixture: Mixture,
+    routing: Routing,
+    norm: NormArguments | None,
+    residual: Any,
+    y: Any,
+    config: ExpertsVectorConfig,
+    pdl: bool,
+) -> None:
+    """Both products as launches of matrix-vector products."""
+    count, width = x.shape
+    chosen, features, shared = routing.experts.shape[-1], mixture.features, mixture.shared
+    h = x.new_empty((count * chosen, features))
+    wide = 0 if shared is None else shared.down.shape[1]
+    shared_h = None if shared is None else x.new_empty((count, wide))
+    up, down, gate = shared or (None, None, None)
+    kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
+    blocks = chosen * triton.cdiv(features, config.rows) + triton.cdiv(wide, config.rows)
+    launch(
+        up_vector_kernel,
+        (blocks, count),
+        *(x, mixture.up, mixture.up_bias, routing.experts, up, gate, *norm_arrays, h, shared_h),
+        *(features, wide, x.stride(0), eps, mixture.limit),
+        **{"K": width, "CHOSEN": chosen, "ROWS": config.rows, "BLOCK_K": next_power_of_2(width)},
+        **{"NORM": kind, **_ends(mixture)},
+        num_warps=config.warps,
+        pdl=pdl,
+    )
+    launch(
+        down_vector_kernel,
+        (triton.cdiv(width, config.down_rows), count),
+        *(h, mixture.down, mixture.down_bias, *routing, shared_h, down, residual, y, width),
+        0 if residual is None else residual.stride(0),
+        **{"K": features, "SHARED_K": wide, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen)},
+        **{"ROWS": config.down_rows, "BLOCK_K": config.down_columns},
+        num_warps=config.down_warps,
+        pdl=pdl,
+    )
+
+
+def _ends(mixture: Mixture) -> dict[str, Any]:
+    """The kernels' constants that say how products become hidden values."""
+    how = {"ACTIVATION": mixture.activation, "GATED": mixture.gated}
+    return {**how, "OFFSET": float(mixture.offset)}
+
+
+def make_order(experts: Any, total: int, m: int, counters: Any, *, pdl: bool = False) -> Order:
+    """Pairs in the order of `total` experts, in blocks of `m` of one expert at most."""
+    pairs = experts.numel()
+    most = min(pairs, (pairs + min(total, pairs) * (m - 1)) // m)
+    order, places, ends, blocks = (
+        empty(counters, shape, "int32") for shape in ((pairs,), (pairs,), (total,), (2, most))
+    )
+    block = min(next_power_of_2(pairs), _ORDER_BLOCK)
+    launch(
+        order_kernel,
+        (total,),
+        *(experts, order, places, ends, blocks, counters, pairs, most),
+        **{"X": total, "ALL": next_power_of_2(total), "BLOCK": block, "BLOCK_M": m},
+        num_warps=4,
+        pdl=pdl,
+    )
+    return Order(order, places, ends, blocks, most)
+
+
+def _tiles(
+    x: Any, mixture: Mixture, order: Order, config: ExpertsTileConfig, up: bool, pdl: bool
+) -> Any:
+    """Products of pairs with gate and up, of x by tokens, or with down, in the order of experts."""
+    pairs, width = order.pairs.numel(), x.shape[1]
+    weight = mixture.up if up else mixture.down
+    features = mixture.features if up else weight.shape[1]
+    n, warps = (config.n, config.warps) if up else (config.down_n, config.down_warps)
+    y = x.new_empty((pairs, features))
+    ends = _ends(mixture) if up else {"ACTIVATION": None, "GATED": False, "OFFSET": 0.0}
+    launch(
+        tile_kernel,
+        (order.most * triton.cdiv(features, n),),
+        *(x, weight, mixture.up_bias if up else None, order.pairs, order.ends, order.blocks, y),
+        *(order.most, features, x.stride(0), mixture.limit if up else None),
+        **{"K": width, "CHOSEN": pairs // x.shape[0] if up else 0, "BLOCK_M": config.m},
+        **{"BLOCK_N": n, "BLOCK_K": config.k, "GROUP": _GROUP, "STAGES": config.stages, **ends},
+        num_warps=warps,
+        pdl=pdl,
+    )
+    return y
+
+
+def _gathered(x: Any, order: Order, chosen: int, pdl: bool) -> Any:
+    """Rows of x [T, E] for all pairs, in the order of experts."""
+    pairs, width = order.pairs.numel(), x.shape[1]
+    y = x.new_empty((pairs, width))
+    block = min(next_power_of_2(width), _ROW_BLOCK)
+    launch(
+        gather_kernel,
+        (pairs, triton.cdiv(width, block)),
+        *(x, order.pairs, y, x.stride(0), width),
+        **{"CHOSEN": chosen, "BLOCK": block, "num_warps": 4, "pdl": pdl},
+    )
+    return y
+
+
+def _between(x: Any, mixture: Mixture, order: Order, routing: Routing, pdl: bool) -> Any:
+    """Hidden values of products with gate and up [pairs, out], in the order of experts."""
+    pairs, features = x.shape[0], mixture.features
+    y = x.new_empty((pairs, features))
+    block = min(next_power_of_2(features), _ROW_BLOCK)
+    launch(
+        between_kernel,
+        (pairs, triton.cdiv(features, block)),
+        *(x, mixture.up_bias, order.pairs, routing.experts, y, features, mixture.limit),
+        **{"BLOCK": block, **_ends(mixture), "num_warps": 4, "pdl": pdl},
+    )
+    return y
+
+
+def _mix(
+    x: Any, mixture: Mixture, order: Order, routing: Routing, residual: Any, y: Any, pdl: bool
+) -> None:
+    """Sums of a token's products [pairs, E], which are in the order of experts, in y [..., E]."""
+    width, chosen = x.shape[1], routing.experts.shape[-1]
+    slots = next_power_of_2(chosen)
+    block = min(next_power_of_2(width), _ROW_BLOCK)
+    launch(
+        mix_kernel,
+        (x.shape[0] // chosen, triton.cdiv(width, block)),
+        *(x, order.places, *routing, mixture.down_bias, residual, y, width),
+        0 if residual is None else residual.stride(0),
+        **{"CHOSEN": chosen, "SLOTS": slots, "BLOCK": block, "num_warps": 4, "pdl": pdl},
+    )
+
+
+def tuning_key(pairs: int, chosen: int, mixture: Mixture, itemsize: int) -> Key:
+    """Of so many pairs, `chosen` a token, with the experts of a mixture."""
+    total, _, width = mixture.up.shape
+    shape = next_power_of_2(pairs), chosen, total, mixture.features, width
+    return "experts", *shape, itemsize, mixture.gated
+
+
+def default_config(key: Key, sms: int) -> ExpertsConfig:
+    """A configuration for a shape that nobody measured."""
+    _, pairs, chosen, total, features, width, itemsize, gated = key
+    parts = 2 if gated else 1
+    if is_few(pairs):
+        elements = next_power_of_2(width) * parts
+        rows = max(1, min(8, 16384 // elements))
+        while rows > 1 and pairs * (features // rows) < 4 * sms:
+            rows //= 2
+        slots = next_power_of_2(chosen)
+        columns = min(next_power_of_2(features), max(128, 8192 // slots))
+        down = max(1, min(8, 16384 // (slots * columns)))
+        while down > 1 and width // down < 4 * sms:
+            down //= 2
+        warps = 4 if rows * elements <= 8192 else 8
+        return ExpertsVectorConfig(
+            rows, warps, down, columns, 4 if down * slots * columns <= 8192 else 8
+        )
+    if itemsize == 4:
+        return ExpertsTileConfig(16 if pairs < 16 * total else 32, 32, 32, 4, 2, 32, 4)
+    load = pairs / total  # of an expert, on average
+    if load <= 16:
+        return ExpertsTileConfig(16, 64, 128, 4, 3, 64, 4)
+    if load <= 48:
+        return ExpertsTileConfig(32, 64, 128, 4, 3, 64, 4)
+    if load <= 128:
+        return ExpertsTileConfig(64, 64, 64, 4, 4, 128, 4)
+    return ExpertsTileConfig(128, 128 // parts, 64, 8, 3, 128, 8)
+
+
+def _fits(key: Key, config: ExpertsConfig) -> bool:
+    _, pairs, chosen, _, _, width, itemsize, gated = key
+    parts = 2 if gated else 1
+    if isinstance(config, ExpertsVectorConfig):
+        up = next_power_of_2(width) * parts * config.rows / (32 * config.warps)
+        down = next_power_of_2(chosen) * config.down_columns * config.down_rows
+        return is_few(pairs) and up <= 256 and down / (32 * config.down_warps) <= 128
+    n = max(config.n * parts, config.down_n)
+    held = config.stages * config.k * (config.m + n) * itemsize
+    sums = max(
+        config.m * config.n * parts / config.warps, config.m * config.down_n / config.down_warps
+    )
+    return not is_few(pairs) and held <= SHARED_BYTES and sums <= 128 * 32
+
+
+def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
+    _, pairs, chosen, _, _, width, itemsize, gated = key
+    default = default_config(key, sms)
+    if isinstance(default, ExpertsVectorConfig):
+        elements, slots = next_power_of_2(width) * (2 if gated else 1), next_power_of_2(chosen)
+        ups = [(r, w) for r in (1, 2, 4, 8) for w in (2, 4, 8)]
+        ups = [(r, w) for r, w in ups if 16 <= r * elements / (32 * w) <= 128]
+        downs = [(r, c, w) for r in (1, 2, 4) for c in (256, 512, 1024) for w in (2, 4, 8)]
+        downs = [(r, c, w) for r, c, w in downs if 16 <= r * slots * c / (32 * w) <= 64]
+        return [
+            default,
+            *(default._replace(rows=r, warps=w) for r, w in ups[:7]),
+            *(default._replace(down_rows=r, down_columns=c, down_warps=w) for r, c, w in downs),
+        ]
+    if itemsize == 4:
+        return [default]
+    m = default.m
+    sizes = {
+        16: [(64, 128, 4, 4), (128, 64, 4, 4), (32, 256, 4, 3), (128, 128, 4, 3), (32, 128, 4, 4)],
+        32: [(64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (32, 128, 4, 4)],
+        64: [(64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (64, 64, 8, 4)],
+        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 4), (128, 64, 8, 4), (256, 64, 8, 3)],
+    }
+    sized = [ExpertsTileConfig(m, n, k, w, s, n, w) for n, k, w, s in sizes[m]]
+    others = {16: (32,), 32: (16, 64), 64: (32, 128), 128: (64,)}[m]
+    return [default, *sized, *(default._replace(m=other) for other in others)]
+
+
+TUNABLE = Tunable(
+    op="experts",
+    fields=("pairs", "chosen", "experts", "features", "width", "itemsize", "gated"),
+    flags=("gated",),
+    kinds={
+        "experts_vector": Kind(
+            ExpertsVectorConfig,
+            {
+                **{"rows": powers(1, 32), "warps": powers(1, 16), "down_rows": powers(1, 32)},
+                **{"down_columns": powers(16, 4096), "down_warps": powers(1, 16)},
+            },
+            bound_by_memory=True,
+        ),
+        "experts_tile": Kind(
+            ExpertsTileConfig,
+            {
+                **{"m": powers(16, 128), "n": powers(16, 256), "k": powers(16, 256)},
+                **{"warps": powers(1, 16), "stages": range(1, 9)},
+                **{"down_n": powers(16, 256), "down_warps": powers(1, 16)},
+            },
+        ),
+    },
+    fits=_fits,
+    candidates=_candidates,
+)
+
+
+def _check(
+    x: Any,
+    mixture: Mixture,
+    routing: Routing,
+    norm: NormArguments | None,
+    residual: Any,
+    count: int,
+) -> None:
+    """Raise ValueError for arguments that the kernels would misread."""
+    width, (total, out, _) = x.shape[-1], mixture.up.shape
+    if mixture.gated and (out % 2 or mixture.activation is None):
+        raise ValueError(f"Gated experts have {out} rows and {mixture.activation!r}.")
+    if mixture.activation is not None and mixture.activation not in KINDS:
+        raise ValueError(
+            f"The activation is {mixture.activation!r}; one of {', '.join(KINDS)} is known."
+        )
+    features = mixture.features
+    expected = {
+        "up": (mixture.up, (total, out, width)),
+        "down": (mixture.down, (total, width, features)),
+        "up_bias": (mixture.up_bias, (total, out)),
+        "down_bias": (mixture.down_bias, (total, width)),
+    }
+    if mixture.shared is not None:
+        wide = mixture.shared.down.shape[-1]
+        expected |= {
+            "shared up": (mixture.shared.up, (wide * mixture.parts, width)),
+            "shared down": (mixture.shared.down, (width, wide)),
+            "shared gate": (mixture.shared.gate, (width,)),
+        }
+    for name, (part, shape) in expected.items():
+        if part is not None and (tuple(part.shape) != shape or not part.is_contiguous()):
+            raise ValueError(
+                f"The experts' {name} is {tuple(part.shape)} with strides {part.stride()}; "
+                f"contiguous {shape} is expected."
+            )
+        if part is not None and part.dtype != x.dtype:
+            raise ValueError(f"x is {x.dtype} and the experts' {name} {part.dtype}; one is wanted.")
+    if total > MOST_EXPERTS:
+        raise ValueError(f"There are {total} experts; up to {MOST_EXPERTS} are expected.")
+    chosen = tuple(routing.experts.shape)
+    types = dtype_name(routing.experts.dtype), dtype_name(routing.weights.dtype)
+    if chosen[:-1] != tuple(x.shape[:-1]) or tuple(routing.weights.shape) != chosen:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, its experts {chosen} with weights "
+            f"{tuple(routing.weights.shape)}; [..., k] for x [..., E] are expected."
+        )
+    if types != ("int32", "float32"):
+        raise ValueError(f"A routing is {types}; int32 experts and float32 weights are expected.")
+    if not (routing.experts.is_contiguous() and routing.weights.is_contiguous()):
+        raise ValueError("A routing is contiguous; this one has other strides.")
+    check_neighbours(x, width, None, None, False, residual, None, width)
+    if norm is not None and tuple(norm.weight.shape) != (width,):
+        raise ValueError(f"The norm's weight is {tuple(norm.weight.shape)}; ({width},) is wanted.")
