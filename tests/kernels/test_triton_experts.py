@@ -23,7 +23,6 @@ from dualinfer.kernels.triton.experts import (  # isort: skip
 )
 from dualinfer.kernels.triton.linear import NormArguments  # isort: skip
 from dualinfer.kernels.triton.routing import (  # isort: skip
-    MOST_VECTORS,
     RouteTileConfig,
     RouteVectorConfig,
     Routing,
@@ -99,7 +98,8 @@ def routed(x: Any, weight: Any, bias: Any = None, **options: Any) -> tuple[np.nd
     """`route` of arrays; its counters end at 0."""
     work = counters()
     options = {n: put(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
-    found = route(put(x), put(weight), None if bias is None else put(bias), counters=work, **options)
+    bias = None if bias is None else put(bias)
+    found = route(put(x), put(weight), bias, counters=work, **options)
     assert not work.any()
     return get(found.experts), get(found.weights)
 
@@ -244,6 +244,7 @@ def run(
     return get(y)
 
 
+SHAPES = "count", "width", "features", "total", "k", "config"
 FEW = [
     (1, 96, 40, 5, 3, ExpertsVectorConfig(4, 4, 2, 64, 4)),
     (2, 100, 40, 5, 2, ExpertsVectorConfig(8, 4, 4, 16, 4)),
@@ -256,7 +257,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("count", "width", "features", "total", "k", "config"), FEW + MANY, ids=str)
+@pytest.mark.parametrize(SHAPES, FEW + MANY, ids=str)
 def test_experts_are_the_reference(dtype, count, width, features, total, k, config):
     x, w = normal(1, count, width, dtype=dtype), make(dtype, total, width, features)
     routing = make_routing(count, total, k)
@@ -376,8 +377,8 @@ def test_what_cannot_be_run_is_refused():
         run(x, w, (chosen.astype(np.int64), weights))
     with pytest.raises(ValueError, match="for x"):
         run(x[:2], w, (chosen, weights))
+    norm = NormArguments("rms", put(gain(FLOAT32, 96)), None, EPS)
     with pytest.raises(ValueError, match="no place for a norm"):
-        norm = NormArguments("rms", put(gain(FLOAT32, 96)), None, EPS)
         run(x, w, (chosen, weights), config=TILES, norm=norm)
     with pytest.raises(ValueError, match="chosen"):
         routed(x, w["up"][0], chosen=17, **PLAIN)

@@ -25,10 +25,12 @@ from dualinfer.kernels.triton import (
     attention_choice,
     decode_attention,
     eight_bit,
+    experts,
     filters,
     linear,
     operands,
     quantized,
+    routing,
 )
 from dualinfer.kernels.triton.launch import next_power_of_2
 
@@ -132,6 +134,54 @@ def reading(
     return modules.get(name, "quantized_kernels"), name, arguments
 
 
+def choosing_experts(
+    tokens: int, width: int, total: int, chosen: int, features: int, shared: int = 0, **how: Any
+) -> list[Variant]:
+    """A router and the products of its experts, as they are launched where nobody measured."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    x, counters = new(tokens, width), new(4096, dtype="int32")
+    few = experts.is_few(tokens * chosen)
+    norm = linear.NormArguments("rms", new(width), None, 1e-5)
+    router = {"chosen": chosen, "score": "softmax"} | how.pop("router", {})
+    router |= {"norm": norm if routing.fuses_norm(tokens) else None}
+    routed = routing.route(x, new(total, width), counters=counters, **router)
+    biases = how.pop("biases", False)
+    mixture = experts.Mixture(
+        new(total, 2 * features, width),
+        new(total, width, features),
+        new(total, 2 * features) if biases else None,
+        new(total, width) if biases else None,
+        shared=experts.Shared(new(2 * shared, width), new(width, shared), new(width))
+        if shared
+        else None,
+        **how,
+    )
+    experts.experts(
+        x, mixture, routed, norm=norm if few else None, residual=new(tokens, width),
+        counters=counters,
+    )  # fmt: skip
+    return [written(launch) for launch in recording.launches]
+
+
+def written(launch: operands.Launch) -> Variant:
+    """A launch that was written down."""
+    types = {"float32": "*fp32", "int32": "*i32", "bfloat16": "*bf16"}
+    arguments: dict[str, Any] = dict(launch.options) | {"dtypes": BFLOAT16}
+    for name, value in launch.arguments:
+        if isinstance(value, operands.Pointer):
+            value = types[value.dtype]
+        elif isinstance(value, int) and name.islower():
+            value = "i32/16" if value % 16 == 0 else "i32"
+        elif isinstance(value, float) and name.islower():
+            value = "fp32"
+        arguments[name] = value
+    return launch.kernel.__module__.split(".")[-1], launch.kernel.__name__, arguments
+
+
 def decoding(
     slots: int, kv_heads: int, group: int, dim: int, dtypes: Any = BFLOAT16, **arguments: Any
 ) -> Variant:
@@ -191,6 +241,9 @@ BIASED = {"NORM": "layer", "bias_ptr": "*x"}
 SWIGLU = {"GATED": True, "ACTIVATION": "silu"}
 ADDED = {"residual_ptr": "*x"}
 
+GPT_OSS: Any = {"activation": "quick_gelu", "limit": 7.0, "offset": 1.0}
+GPT_OSS["router"] = {"score": "chosen"}
+GROUPS = {"score": "sigmoid", "groups": 8, "groups_chosen": 4, "group_score": "two"}
 VECTOR = quantized.QuantizedVectorConfig(8, 32, 1)
 STREAM = quantized.QuantizedStreamConfig(4, 8, 2)
 FEW: Any = (("int4", 6144, 4096), {"normed": True})
@@ -479,6 +532,15 @@ def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool 
     )
 
 
+VARIANTS += [
+    *choosing_experts(1, 2048, 128, 8, 768, router={"renormalized": True}),
+    *choosing_experts(8, 4096, 8, 2, 14336),
+    *choosing_experts(1, 2880, 32, 4, 2880, biases=True, **GPT_OSS),
+    *choosing_experts(1, 2048, 60, 4, 1408, shared=5632),
+    *choosing_experts(32, 2048, 128, 8, 768)[1:],
+    *choosing_experts(2048, 2048, 128, 8, 768, router=GROUPS)[0:3],
+    *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, **GPT_OSS)[2:],
+]
 EIGHT = [
     eight_bits("fp8_e4m3", False, False),
     eight_bits("fp8_e4m3", True, True),

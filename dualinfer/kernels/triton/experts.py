@@ -348,7 +348,7 @@ def _fits(key: Key, config: ExpertsConfig) -> bool:
 
 
 def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
-    _, pairs, chosen, _, _, width, itemsize, gated = key
+    _, _, chosen, _, _, width, itemsize, gated = key
     default = default_config(key, sms)
     if isinstance(default, ExpertsVectorConfig):
         elements, slots = next_power_of_2(width) * (2 if gated else 1), next_power_of_2(chosen)

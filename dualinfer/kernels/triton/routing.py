@@ -150,9 +150,7 @@ def _fits(key: Key, config: RouteConfig) -> bool:
     held = config.stages * config.k * (config.m + wide) * itemsize
     # Norms are fused into the other kernel, which all rows up to MOST_VECTORS have.
     return (
-        rows > MOST_VECTORS
-        and held <= SHARED_BYTES
-        and config.m * wide <= 64 * 32 * config.warps
+        rows > MOST_VECTORS and held <= SHARED_BYTES and config.m * wide <= 64 * 32 * config.warps
     )
 
 
