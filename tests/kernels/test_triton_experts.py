@@ -246,9 +246,9 @@ def run(
 
 SHAPES = "count", "width", "features", "total", "k", "config"
 FEW = [
-    (1, 96, 40, 5, 3, ExpertsVectorConfig(4, 4, 2, 64, 4)),
-    (2, 100, 40, 5, 2, ExpertsVectorConfig(8, 4, 4, 16, 4)),
-    (7, 96, 63, 9, 1, ExpertsVectorConfig(2, 2, 8, 32, 2)),
+    (1, 96, 40, 5, 3, ExpertsVectorConfig(16, 4, 32, 64, 4)),
+    (2, 100, 40, 5, 2, ExpertsVectorConfig(8, 4, 16, 16, 4)),
+    (7, 96, 63, 9, 1, ExpertsVectorConfig(16, 2, 32, 32, 2)),
 ]
 MANY = [
     (7, 96, 40, 5, 3, TILES),

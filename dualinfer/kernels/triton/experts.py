@@ -11,11 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import triton
 
 from .activation import KINDS
+from .experts_codes import codes_tile_kernel, down_codes_kernel, up_codes_kernel
 from .experts_kernels import down_vector_kernel, up_vector_kernel
 from .experts_tiles import between_kernel, gather_kernel, mix_kernel, order_kernel, tile_kernel
 from .launch import launch, next_power_of_2
 from .linear import NormArguments, check_neighbours
 from .operands import dtype_name, empty
+from .quantized import CHUNKS, MASK, Packed, arrays_of, constants_of, in_order_of_nibbles, serves
 from .routing import Routing
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
@@ -42,8 +44,9 @@ class Shared(NamedTuple):
 class Mixture(NamedTuple):
     """Experts' weights: `up` [X, out, E], gate before up where `gated`, and `down` [X, E, F].
 
-    The hidden values are activation(gate) * (up + `offset`). With `limit` gates are at most that,
-    and ups at most as far from 0 (gpt-oss). Biases are [X, out] and [X, E].
+    Both are tensors, or both are `quantized.Packed`, whose arrays have a first axis X. The hidden
+    values are activation(gate) * (up + `offset`). With `limit` gates are at most that, and ups at
+    most as far from 0 (gpt-oss). Biases are [X, out] and [X, E].
     """
 
     up: Any
@@ -64,7 +67,26 @@ class Mixture(NamedTuple):
     @property
     def features(self) -> int:
         """Hidden values of an expert."""
-        return self.up.shape[1] // self.parts
+        return _shape(self.up)[1] // self.parts
+
+
+def _shape(weight: Any) -> tuple[int, int, int]:
+    """Experts, rows and columns of a weight, quantized or not."""
+    if isinstance(weight, Packed):
+        return (*weight.data.shape[:2], weight.width)
+    return tuple(weight.shape)  # pyright: ignore[reportReturnType]
+
+
+def _first(weight: Packed) -> Packed:
+    """The first expert's matrix, which the others follow."""
+    parts = (None if part is None else part[0] for part in weight[:4])
+    return Packed(*parts, *weight[4:])
+
+
+def _codes(weight: Packed) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
+    """What kernels get of codes: arrays, how far the scales of experts are apart, constants."""
+    first = _first(weight)
+    return arrays_of(first), first.scale.numel(), constants_of(first)
 
 
 class ExpertsVectorConfig(NamedTuple):
@@ -145,11 +167,12 @@ def experts(
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, width)
     if isinstance(config, ExpertsVectorConfig):
-        _few(rows, mixture, routing, norm, residual, y, config, pdl)
+        few = _few_codes if isinstance(mixture.up, Packed) else _few
+        few(rows, mixture, routing, norm, residual, y, config, pdl)
         return y
     if norm is not None or mixture.shared is not None:
         raise ValueError(f"{config} has no place for a norm or a shared expert.")
-    total = mixture.up.shape[0]
+    total = _shape(mixture.up)[0]
     order = make_order(routing.experts, total, config.m, counters, pdl=pdl)
     if product is None:
         h = _tiles(rows, mixture, order, config, True, pdl)
@@ -203,6 +226,50 @@ def _few(
     )
 
 
+def _few_codes(
+    x: Any,
+    mixture: Mixture,
+    routing: Routing,
+    norm: NormArguments | None,
+    residual: Any,
+    y: Any,
+    config: ExpertsVectorConfig,
+    pdl: bool,
+) -> None:
+    """`_few` of quantized weights."""
+    if mixture.shared is not None:
+        raise ValueError("An expert of all tokens has launches of its own beside quantized ones.")
+    count, width = x.shape
+    chosen, features = routing.experts.shape[-1], mixture.features
+    h = x.new_empty((count * chosen, features))
+    kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
+    arrays, apart, meant = _codes(mixture.up)
+    per = 128 // mixture.up.bits
+    launch(
+        up_codes_kernel,
+        (chosen * triton.cdiv(features, config.rows), count),
+        *(x, *arrays, mixture.up_bias, routing.experts, *norm_arrays, h, features, apart),
+        *(x.stride(0), eps, mixture.limit, MASK),
+        **{**meant, "CHOSEN": chosen, "ROWS": config.rows, "NORM": kind, **_ends(mixture)},
+        QUADS=next_power_of_2(triton.cdiv(width, per)),
+        num_warps=config.warps,
+        pdl=pdl,
+    )
+    arrays, apart, meant = _codes(mixture.down)
+    per = 128 // mixture.down.bits
+    quads = max(1, config.down_columns // per)
+    launch(
+        down_codes_kernel,
+        (triton.cdiv(width, config.down_rows), count),
+        *(h, *arrays, mixture.down_bias, *routing, residual, y, width, apart),
+        *(0 if residual is None else residual.stride(0), MASK),
+        **{**meant, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen), "QUADS": quads},
+        **{"ROWS": config.down_rows, "TURNS": triton.cdiv(features, quads * per)},
+        num_warps=config.down_warps,
+        pdl=pdl,
+    )
+
+
 def _ends(mixture: Mixture) -> dict[str, Any]:
     """The kernels' constants that say how products become hidden values."""
     how = {"ACTIVATION": mixture.activation, "GATED": mixture.gated}
@@ -232,22 +299,32 @@ def _tiles(
     x: Any, mixture: Mixture, order: Order, config: ExpertsTileConfig, up: bool, pdl: bool
 ) -> Any:
     """Products of pairs with gate and up, of x by tokens, or with down, in the order of experts."""
-    pairs, width = order.pairs.numel(), x.shape[1]
+    pairs = order.pairs.numel()
     weight = mixture.up if up else mixture.down
-    features = mixture.features if up else weight.shape[1]
+    _, features, width = _shape(weight)
+    features = mixture.features if up else features
     n, warps = (config.n, config.warps) if up else (config.down_n, config.down_warps)
     y = x.new_empty((pairs, features))
+    grid = (order.most * triton.cdiv(features, n),)
     ends = _ends(mixture) if up else {"ACTIVATION": None, "GATED": False, "OFFSET": 0.0}
-    launch(
-        tile_kernel,
-        (order.most * triton.cdiv(features, n),),
-        *(x, weight, mixture.up_bias if up else None, order.pairs, order.ends, order.blocks, y),
-        *(order.most, features, x.stride(0), mixture.limit if up else None),
-        **{"K": width, "CHOSEN": pairs // x.shape[0] if up else 0, "BLOCK_M": config.m},
-        **{"BLOCK_N": n, "BLOCK_K": config.k, "GROUP": _GROUP, "STAGES": config.stages, **ends},
-        num_warps=warps,
-        pdl=pdl,
-    )
+    about = mixture.up_bias if up else None, order.pairs, order.ends, order.blocks, y
+    limit = mixture.limit if up else None
+    how = {"CHOSEN": pairs // x.shape[0] if up else 0, "BLOCK_M": config.m, "BLOCK_N": n}
+    how |= {"GROUP": _GROUP, "STAGES": config.stages, **ends, "num_warps": warps, "pdl": pdl}
+    if not isinstance(weight, Packed):
+        numbers = order.most, features, x.stride(0), limit
+        how |= {"K": width, "BLOCK_K": config.k}
+        launch(tile_kernel, grid, x, weight, *about, *numbers, **how)
+        return y
+    (_, *beside), apart, meant = _codes(weight)
+    if weight.bits == 4:
+        x = in_order_of_nibbles(x, pdl)
+    quads = max(1, config.k * weight.bits // 128)
+    if weight.columns:
+        quads = min(quads, max(1, weight.columns * weight.bits // 128) * CHUNKS)
+    numbers = order.most, features, apart, x.stride(0), limit
+    how |= {**meant, "QUADS": quads}
+    launch(codes_tile_kernel, grid, x, weight.data, *beside, *about, *numbers, **how)
     return y
 
 
@@ -297,15 +374,18 @@ def _mix(
 
 def tuning_key(pairs: int, chosen: int, mixture: Mixture, itemsize: int) -> Key:
     """Of so many pairs, `chosen` a token, with the experts of a mixture."""
-    total, _, width = mixture.up.shape
+    total, _, width = _shape(mixture.up)
     shape = next_power_of_2(pairs), chosen, total, mixture.features, width
-    return "experts", *shape, itemsize, mixture.gated
+    bits = mixture.up.bits if isinstance(mixture.up, Packed) else 8 * itemsize
+    return "experts", *shape, itemsize, bits, mixture.gated
 
 
 def default_config(key: Key, sms: int) -> ExpertsConfig:
     """A configuration for a shape that nobody measured."""
-    _, pairs, chosen, total, features, width, itemsize, gated = key
+    _, pairs, chosen, total, features, width, itemsize, bits, gated = key
     parts = 2 if gated else 1
+    if bits <= 8:
+        return _default_of_codes(key, sms)
     if is_few(pairs):
         elements = next_power_of_2(width) * parts
         rows = max(1, min(8, 16384 // elements))
@@ -332,9 +412,34 @@ def default_config(key: Key, sms: int) -> ExpertsConfig:
     return ExpertsTileConfig(128, 128 // parts, 64, 8, 3, 128, 8)
 
 
-def _fits(key: Key, config: ExpertsConfig) -> bool:
-    _, pairs, chosen, _, _, width, itemsize, gated = key
+def _default_of_codes(key: Key, sms: int) -> ExpertsConfig:
+    """A configuration for quantized experts."""
+    _, pairs, _, total, features, width, itemsize, bits, gated = key
     parts = 2 if gated else 1
+    per = 128 // bits
+    if is_few(pairs):
+        quads = next_power_of_2(triton.cdiv(width, per)) * parts
+        rows = max(1, min(8, 512 // quads))
+        while rows > 1 and pairs * (features // rows) < 4 * sms:
+            rows //= 2
+        down_quads = min(next_power_of_2(triton.cdiv(features, per)), 128)
+        down = max(1, min(8, 256 // down_quads))
+        while down > 1 and width // down < 4 * sms:
+            down //= 2
+        return ExpertsVectorConfig(rows, 4 if rows * quads <= 512 else 8, down, down_quads * per, 4)
+    load = pairs / total
+    m = 16 if load <= 16 else 32 if load <= 48 else 64 if load <= 128 else 128
+    k = 4 * per
+    if itemsize == 4:
+        return ExpertsTileConfig(min(m, 32), 64 // parts, k, 4, 2, 64, 4)
+    return ExpertsTileConfig(m, 128 // parts, k, 8, 3, 128, 8)
+
+
+def _fits(key: Key, config: ExpertsConfig) -> bool:
+    _, pairs, chosen, _, _, width, itemsize, bits, gated = key
+    parts = 2 if gated else 1
+    if bits <= 8:
+        return _fits_codes(key, config)
     if isinstance(config, ExpertsVectorConfig):
         up = next_power_of_2(width) * parts * config.rows / (32 * config.warps)
         down = next_power_of_2(chosen) * config.down_columns * config.down_rows
@@ -347,9 +452,50 @@ def _fits(key: Key, config: ExpertsConfig) -> bool:
     return not is_few(pairs) and held <= SHARED_BYTES and sums <= 128 * 32
 
 
+def _fits_codes(key: Key, config: ExpertsConfig) -> bool:
+    _, pairs, _, _, _, width, _, bits, gated = key
+    parts, per = 2 if gated else 1, 128 // bits
+    if isinstance(config, ExpertsVectorConfig):
+        up = next_power_of_2(triton.cdiv(width, per)) * 4 * config.rows * parts
+        down = config.down_columns // per * 4 * config.down_rows
+        fine = up <= 1024 * config.warps and down <= 1024 * config.down_warps
+        return is_few(pairs) and config.down_columns >= per and fine
+    sums = max(config.m * config.n * parts, config.m * config.down_n)
+    return not is_few(pairs) and config.k >= 4 * per and sums <= 16384
+
+
+def _candidates_of_codes(key: Key, default: ExpertsConfig) -> list[ExpertsConfig]:
+    _, _, _, _, _, _, itemsize, bits, gated = key
+    parts, per = 2 if gated else 1, 128 // bits
+    if isinstance(default, ExpertsVectorConfig):
+        ups = [(r, w) for r in (1, 2, 4) for w in (1, 2, 4, 8)]
+        downs = [(r, q, w) for r in (1, 2, 4, 8) for q in (32, 64, 128) for w in (1, 2, 4)]
+        downs = [(r, q, w) for r, q, w in downs if 4 <= r * q / (32 * w) <= 8]
+        return [
+            default,
+            *(default._replace(rows=r, warps=w) for r, w in ups),
+            *(
+                default._replace(down_rows=r, down_columns=q * per, down_warps=w)
+                for r, q, w in downs
+            ),
+        ]
+    if itemsize == 4:
+        return [default]
+    m = default.m
+    others = [
+        ExpertsTileConfig(m, n // parts, quads * per, w, s, n, w)
+        for n, quads, w, s in (
+            (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 8, 2), (64, 8, 4, 3), (128, 4, 8, 4),
+        )
+    ]  # fmt: skip
+    return [default, *others, *(default._replace(m=other) for other in (16, 32, 64, 128))]
+
+
 def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
-    _, _, chosen, _, _, width, itemsize, gated = key
+    _, _, chosen, _, _, width, itemsize, bits, gated = key
     default = default_config(key, sms)
+    if bits <= 8:
+        return _candidates_of_codes(key, default)
     if isinstance(default, ExpertsVectorConfig):
         elements, slots = next_power_of_2(width) * (2 if gated else 1), next_power_of_2(chosen)
         ups = [(r, w) for r in (1, 2, 4, 8) for w in (2, 4, 8)]
@@ -365,7 +511,7 @@ def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
         return [default]
     m = default.m
     sizes = {
-        16: [(64, 128, 4, 4), (128, 64, 4, 4), (32, 256, 4, 3), (128, 128, 4, 3), (32, 128, 4, 4)],
+        16: [(64, 128, 4, 4), (128, 64, 4, 4), (32, 128, 4, 5), (128, 128, 4, 3), (32, 128, 4, 4)],
         32: [(64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (32, 128, 4, 4)],
         64: [(64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (64, 64, 8, 4)],
         128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 4), (128, 64, 8, 4), (256, 64, 8, 3)],
@@ -377,7 +523,7 @@ def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
 
 TUNABLE = Tunable(
     op="experts",
-    fields=("pairs", "chosen", "experts", "features", "width", "itemsize", "gated"),
+    fields=("pairs", "chosen", "experts", "features", "width", "itemsize", "bits", "gated"),
     flags=("gated",),
     kinds={
         "experts_vector": Kind(
@@ -411,7 +557,7 @@ def _check(
     count: int,
 ) -> None:
     """Raise ValueError for arguments that the kernels would misread."""
-    width, (total, out, _) = x.shape[-1], mixture.up.shape
+    width, (total, out, _) = x.shape[-1], _shape(mixture.up)
     if mixture.gated and (out % 2 or mixture.activation is None):
         raise ValueError(f"Gated experts have {out} rows and {mixture.activation!r}.")
     if mixture.activation is not None and mixture.activation not in KINDS:
@@ -419,9 +565,15 @@ def _check(
             f"The activation is {mixture.activation!r}; one of {', '.join(KINDS)} is known."
         )
     features = mixture.features
-    expected = {
+    weights = {
         "up": (mixture.up, (total, out, width)),
         "down": (mixture.down, (total, width, features)),
+    }
+    if isinstance(mixture.up, Packed) or isinstance(mixture.down, Packed):
+        for name, (part, shape) in weights.items():
+            _check_codes(name, part, shape)
+        weights = {}
+    expected = weights | {
         "up_bias": (mixture.up_bias, (total, out)),
         "down_bias": (mixture.down_bias, (total, width)),
     }
@@ -456,3 +608,24 @@ def _check(
     check_neighbours(x, width, None, None, False, residual, None, width)
     if norm is not None and tuple(norm.weight.shape) != (width,):
         raise ValueError(f"The norm's weight is {tuple(norm.weight.shape)}; ({width},) is wanted.")
+
+
+def _check_codes(name: str, weight: Any, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError for a quantized weight of experts that the kernels would misread."""
+    if not isinstance(weight, Packed):
+        raise ValueError(f"The experts' {name} is not quantized, and others are; all or none are.")
+    total, rows, width = shape
+    held = triton.cdiv(width, 32) * 16 if weight.bits == 4 else width
+    if tuple(weight.data.shape) != (total, rows, held) or weight.width != width:
+        raise ValueError(
+            f"The experts' {name} are codes {tuple(weight.data.shape)} of {weight.width} columns; "
+            f"{(total, rows, held)} of {width} are expected."
+        )
+    for part in (weight.data, weight.scale, weight.zero, weight.outer):
+        if part is not None and (part.shape[0] != total or not part.is_contiguous()):
+            raise ValueError(
+                f"The experts' {name} has {tuple(part.shape)} with strides {part.stride()} beside "
+                f"its codes; contiguous memory of {total} experts is expected."
+            )
+    if not serves(weight.codes, weight.columns, weight.zero is not None):
+        raise ValueError(f"No kernel reads {weight.codes} in blocks of {weight.columns} columns.")
