@@ -4,9 +4,10 @@
     python benchmarks/experts.py --sizes olmoe gpt-oss --seconds 120 --out experts.json
 
 It needs a CUDA device from Ampere on, torch and Triton, and neither network nor a checkpoint: the
-weights are random, at the sizes of Qwen3-30B-A3B, OLMoE-1B-7B, Mixtral-8x7B and gpt-oss-20b. It
-takes less than five minutes on an H100 with 16 cores, of which the compiler has most; beyond
-`--seconds` no other configuration is tried, and what was found so far is printed.
+weights are random, at the sizes of Qwen3-30B-A3B, OLMoE-1B-7B, Mixtral-8x7B and gpt-oss-20b, the
+last one in mxfp4 too, as it is published, and the first one in int4 by groups of 128. It takes less
+than five minutes on an H100 with 16 cores, of which the compiler has most; beyond `--seconds` no
+other configuration is tried, and what was found so far is printed.
 
 First each kernel is checked: routers by the experts they choose and their weights, experts by their
 relative RMS error from float64 at 1, 8, 64 and 512 tokens, all with NaN in every expert that no
@@ -42,7 +43,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a checkout that is not installed
 
-from dualinfer.kernels.triton import experts, routing
+from dualinfer.kernels.triton import experts, quantized, routing
 from dualinfer.kernels.triton.experts import (
     ExpertsConfig,
     ExpertsVectorConfig,
@@ -50,6 +51,7 @@ from dualinfer.kernels.triton.experts import (
 )
 from dualinfer.kernels.triton.linear import NormArguments
 from dualinfer.kernels.triton.operands import Launch, Operand, Pointer, Recording
+from dualinfer.kernels.triton.quantized import Packed
 from dualinfer.kernels.triton.routing import Routing
 
 FEW = (1, 8, 32)
@@ -73,22 +75,37 @@ class Size:
     router: dict[str, Any]
     hidden: dict[str, Any] = field(default_factory=dict)
     biases: bool = False
+    codes: tuple[str, int, str] | None = None  # of weights, a group's columns, the scales' dtype
 
     @property
-    def expert_bytes(self) -> int:
+    def expert_bytes(self) -> float:
         """Of the weights of one expert."""
-        return 2 * 3 * self.embed * self.ffn
+        count = 3 * self.embed * self.ffn
+        if self.codes is None:
+            return 2 * count
+        codes, columns, scales = self.codes
+        size = 1 if scales.startswith("float8") else 2
+        return count * (quantized.bits_of(codes) / 8 + size / columns)
 
 
+GPT_OSS = {"activation": "quick_gelu", "limit": 7.0, "offset": 1.0}
 SIZES = {
     "qwen3": Size("Qwen3-30B-A3B", 2048, 768, 128, 8, {"score": "softmax", "renormalized": True}),
     "olmoe": Size("OLMoE-1B-7B", 2048, 1024, 64, 8, {"score": "softmax"}),
     "gpt-oss": Size(
-        *("gpt-oss-20b", 2880, 2880, 32, 4, {"score": "chosen"}),
-        hidden={"activation": "quick_gelu", "limit": 7.0, "offset": 1.0},
+        *("gpt-oss-20b", 2880, 2880, 32, 4, {"score": "chosen"}, GPT_OSS),
         biases=True,
     ),
     "mixtral": Size("Mixtral-8x7B", 4096, 14336, 8, 2, {"score": "softmax", "renormalized": True}),
+    "gpt-oss-mxfp4": Size(
+        *("gpt-oss-20b, mxfp4", 2880, 2880, 32, 4, {"score": "chosen"}, GPT_OSS),
+        biases=True,
+        codes=("fp4_e2m1", 32, "float8_e8m0fnu"),
+    ),
+    "qwen3-int4": Size(
+        *("Qwen3-30B-A3B, int4", 2048, 768, 128, 8, {"score": "softmax", "renormalized": True}),
+        codes=("int4", 128, "bfloat16"),
+    ),
 }
 
 
@@ -100,8 +117,8 @@ class Layer:
         self.generator = torch.Generator(device).manual_seed(0)
         e, f, x = size.embed, size.ffn, size.total
         self.mixture = Mixture(
-            self.draw(x, 2 * f, e, scale=e**-0.5),
-            self.draw(x, e, f, scale=f**-0.5),
+            self.weight(x, 2 * f, e),
+            self.weight(x, e, f),
             self.draw(x, 2 * f) if size.biases else None,
             self.draw(x, e) if size.biases else None,
             **size.hidden,
@@ -115,6 +132,28 @@ class Layer:
         """Normal numbers, bfloat16."""
         x = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return x.normal_(0, scale, generator=self.generator)
+
+    def weight(self, total: int, rows: int, width: int) -> Any:
+        """Of all experts."""
+        if self.size.codes is None:
+            return self.draw(total, rows, width, scale=width**-0.5)
+        codes, columns, scales = self.size.codes
+        held = width if quantized.bits_of(codes) == 8 else -(-width // 32) * 16
+        random = {"device": self.device, "generator": self.generator, "dtype": torch.uint8}
+        data = torch.randint(0, 256, (total, rows, held), **random)
+        shape = total, rows, -(-width // columns)
+        if scales == "float8_e8m0fnu":
+            scale = torch.randint(118, 122, shape, **random)
+        else:
+            scale = self.draw(*shape).abs_() * (0.2 * width**-0.5)
+        return Packed(data, scale, None, None, codes, scales, 1, columns, width)
+
+    def matrix(self, weight: Any, expert: int) -> torch.Tensor:
+        """Of one expert, float64."""
+        if not isinstance(weight, Packed):
+            return weight[expert].double()
+        own = weight._replace(data=weight.data[expert], scale=weight.scale[expert])
+        return quantized.values(own, self.norm.weight, torch.float32).double()
 
     def routings(self, tokens: int, count: int, most: int | None = None) -> list[Routing]:
         """Random ones of the first `most` experts; those of single tokens that follow are apart."""
@@ -214,7 +253,7 @@ def wanted_experts(
     y = residual.double()
     for expert in chosen.experts.unique().tolist():
         token, slot = (chosen.experts == expert).nonzero(as_tuple=True)
-        h = x[token] @ m.up[expert].double().T
+        h = x[token] @ layer.matrix(m.up, expert).T
         if m.up_bias is not None:
             h += m.up_bias[expert].double()
         gate, up = h.chunk(2, -1)
@@ -222,7 +261,7 @@ def wanted_experts(
             gate, up = gate.clamp(max=m.limit), up.clamp(-m.limit, m.limit)
         slope = 1.702 if m.activation == "quick_gelu" else 1.0
         h = gate * torch.sigmoid(slope * gate) * (up + m.offset)
-        out = h @ m.down[expert].double().T
+        out = h @ layer.matrix(m.down, expert).T
         if m.down_bias is not None:
             out += m.down_bias[expert].double()
         y.index_add_(0, token, out * chosen.weights[token, slot].double()[:, None])
@@ -258,12 +297,18 @@ def check_router(layer: Layer, checks: Checks) -> None:
         )
 
 
-def unchosen_as_nan(layer: Layer) -> tuple[Any, ...]:
-    """What is put back afterwards: the last experts' weights, which are NaN in between."""
-    half = layer.size.total // 2
-    kept = layer.mixture.up[half:].clone(), layer.mixture.down[half:].clone()
-    layer.mixture.up[half:] = math.nan
-    layer.mixture.down[half:] = math.nan
+def poisonable(layer: Layer) -> list[torch.Tensor]:
+    """What the experts' weights are multiplied by, first axis X: they themselves, or scales."""
+    weights = layer.mixture.up, layer.mixture.down
+    return [weight.scale if isinstance(weight, Packed) else weight for weight in weights]
+
+
+def poison(layer: Layer) -> list[torch.Tensor]:
+    """Make the last half of the experts NaN; what was there, to be put back."""
+    half, kept = layer.size.total // 2, []
+    for part in poisonable(layer):
+        kept.append(part[half:].clone())
+        part[half:] = math.nan if part.is_floating_point() else 255  # as e8m0, NaN or more
     return kept
 
 
@@ -282,6 +327,8 @@ def check_experts(layer: Layer, checks: Checks) -> None:
         ways["torch's grouped_mm"] = ways["tiles"][0], True
         if not experts.is_few(pairs):
             del ways["vectors"]
+        if size.codes is not None:
+            del ways["torch's grouped_mm"]
         for way, (config, grouped) in ways.items():
             if grouped and layer.device.type != "cuda":
                 continue
@@ -291,9 +338,10 @@ def check_experts(layer: Layer, checks: Checks) -> None:
             found = layer.run(x, residual, chosen, config, grouped)
             early = starts_early(1, layer.device)
             same = torch.equal(found, layer.run(x, residual, chosen, config, grouped, early))
-            kept = unchosen_as_nan(layer)
+            kept = poison(layer)
             blind = torch.equal(found, layer.run(x, residual, chosen, config, grouped, early))
-            layer.mixture.up[half:], layer.mixture.down[half:] = kept
+            for part, values in zip(poisonable(layer), kept, strict=True):
+                part[half:] = values
             error = ((found.double() - wanted).square().mean() / wanted.square().mean()).sqrt()
             fine = error.item() < ERROR and same and blind and int(layer.counters.sum()) == 0
             text = f"error {error.item():.1e}, repeats {same}, without NaN {blind}"
@@ -311,7 +359,9 @@ def launches(layer: Layer, tokens: int, config: ExpertsConfig, pdl: bool) -> lis
         return recording.operand(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
 
     m, size = layer.mixture, layer.size
-    mixture = Mixture(*(operand(part) for part in m))
+    mixture = Mixture(
+        *(Packed(*map(operand, part)) if isinstance(part, Packed) else operand(part) for part in m)
+    )
     norm = None
     if isinstance(config, ExpertsVectorConfig):
         norm = NormArguments(*(operand(part) for part in layer.norm))
@@ -501,7 +551,7 @@ class Timer:
             if time.monotonic() < self.until:
                 times[config] = self.us(inputs, config)
         best = min(times, key=lambda c: times[c])
-        grouped = self.us(inputs, default, True)
+        grouped = self.us(inputs, default, True) if size.codes is None else math.nan
         flops = 2.0 * tokens * size.chosen * 3 * size.embed * size.ffn
         print(
             f"  {tokens:5} tokens tiles    {times[best]:8.1f} us (default {times[default]:8.1f}) "

@@ -149,10 +149,20 @@ def choosing_experts(
     router = {"chosen": chosen, "score": "softmax"} | how.pop("router", {})
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}
     routed = routing.route(x, new(total, width), counters=counters, **router)
-    biases = how.pop("biases", False)
+    biases, codes = how.pop("biases", False), how.pop("codes", None)
+
+    def weight(rows: int, columns: int) -> Any:
+        if codes is None:
+            return new(total, rows, columns)
+        name, group, scales = codes
+        data = new(total, rows, columns * (4 if name in FOUR else 8) // 8, dtype="uint8")
+        held = "uint8" if scales.startswith("float8") else scales
+        scale = new(total, rows, -(-columns // group) if group else 1, dtype=held)
+        return quantized.Packed(data, scale, None, None, name, scales, 1, group, columns)
+
     mixture = experts.Mixture(
-        new(total, 2 * features, width),
-        new(total, width, features),
+        weight(2 * features, width),
+        weight(width, features),
         new(total, 2 * features) if biases else None,
         new(total, width) if biases else None,
         shared=experts.Shared(new(2 * shared, width), new(width, shared), new(width))
@@ -170,6 +180,7 @@ def choosing_experts(
 def written(launch: operands.Launch) -> Variant:
     """A launch that was written down."""
     types = {"float32": "*fp32", "int32": "*i32", "bfloat16": "*bf16"}
+    types |= {"uint8": "*u8", "uint32": "*u32"}
     arguments: dict[str, Any] = dict(launch.options) | {"dtypes": BFLOAT16}
     for name, value in launch.arguments:
         if isinstance(value, operands.Pointer):
@@ -541,6 +552,16 @@ VARIANTS += [
     *choosing_experts(2048, 2048, 128, 8, 768, router=GROUPS)[0:3],
     *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, **GPT_OSS)[2:],
 ]
+MXFP4 = "fp4_e2m1", 32, "float8_e8m0fnu"
+VARIANTS += [
+    *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
+    *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
+    *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
+    *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
+    *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
+    *choosing_experts(64, 2048, 128, 8, 768, codes=INT8)[2:3],
+    *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
+]
 EIGHT = [
     eight_bits("fp8_e4m3", False, False),
     eight_bits("fp8_e4m3", True, True),
@@ -569,7 +590,8 @@ def test_kernels_of_float32_do_not_spill_and_load_16_bytes(tmp_path):
 
 def test_kernels_load_16_bytes_at_a_time(report):
     latency_bound = ("_sum_kernel", "_gather_kernel")  # a few words a thread, polled for
-    rest = [line for line in report if line["kernel"] not in latency_bound]
+    narrow = ("order_pairs_kernel", "codes_tile_kernel")  # numbers of experts; chunks that share a scale
+    rest = [line for line in report if line["kernel"] not in (*latency_bound, *narrow)]
     assert not [line for line in rest if not line["wide"]]
 
 

@@ -13,7 +13,13 @@ import triton
 from .activation import KINDS
 from .experts_codes import codes_tile_kernel, down_codes_kernel, up_codes_kernel
 from .experts_kernels import down_vector_kernel, up_vector_kernel
-from .experts_tiles import between_kernel, gather_kernel, mix_kernel, order_kernel, tile_kernel
+from .experts_tiles import (
+    between_kernel,
+    gather_kernel,
+    mix_kernel,
+    order_pairs_kernel,
+    tile_kernel,
+)
 from .launch import launch, next_power_of_2
 from .linear import NormArguments, check_neighbours
 from .operands import dtype_name, empty
@@ -118,7 +124,7 @@ ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsTileConfig
 
 
 class Order(NamedTuple):
-    """Pairs in the order of experts, all int32: see `experts_tiles.order_kernel`."""
+    """Pairs in the order of experts, all int32: see `experts_tiles.order_pairs_kernel`."""
 
     pairs: Any
     places: Any
@@ -285,7 +291,7 @@ def make_order(experts: Any, total: int, m: int, counters: Any, *, pdl: bool = F
     )
     block = min(next_power_of_2(pairs), _ORDER_BLOCK)
     launch(
-        order_kernel,
+        order_pairs_kernel,
         (total,),
         *(experts, order, places, ends, blocks, counters, pairs, most),
         **{"X": total, "ALL": next_power_of_2(total), "BLOCK": block, "BLOCK_M": m},
@@ -426,13 +432,16 @@ def _default_of_codes(key: Key, sms: int) -> ExpertsConfig:
         down = max(1, min(8, 256 // down_quads))
         while down > 1 and width // down < 4 * sms:
             down //= 2
-        return ExpertsVectorConfig(rows, 4 if rows * quads <= 512 else 8, down, down_quads * per, 4)
+        warps = 4 if rows * quads <= 512 else 8
+        down_warps = max(1, min(4, down * down_quads // 32))
+        return ExpertsVectorConfig(rows, warps, down, down_quads * per, down_warps)
     load = pairs / total
-    m = 16 if load <= 16 else 32 if load <= 48 else 64 if load <= 128 else 128
+    m = 16 if load <= 16 else 32 if load <= 48 else 64  # 128 would spill registers
     k = 4 * per
     if itemsize == 4:
         return ExpertsTileConfig(min(m, 32), 64 // parts, k, 4, 2, 64, 4)
-    return ExpertsTileConfig(m, 128 // parts, k, 8, 3, 128, 8)
+    warps = 4 if m == 16 else 8
+    return ExpertsTileConfig(m, 128 // parts, k, warps, 3, 128, warps)
 
 
 def _fits(key: Key, config: ExpertsConfig) -> bool:
@@ -461,7 +470,7 @@ def _fits_codes(key: Key, config: ExpertsConfig) -> bool:
         fine = up <= 1024 * config.warps and down <= 1024 * config.down_warps
         return is_few(pairs) and config.down_columns >= per and fine
     sums = max(config.m * config.n * parts, config.m * config.down_n)
-    return not is_few(pairs) and config.k >= 4 * per and sums <= 16384
+    return not is_few(pairs) and config.k >= 4 * per and sums <= 8192
 
 
 def _candidates_of_codes(key: Key, default: ExpertsConfig) -> list[ExpertsConfig]:
@@ -488,7 +497,7 @@ def _candidates_of_codes(key: Key, default: ExpertsConfig) -> list[ExpertsConfig
             (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 8, 2), (64, 8, 4, 3), (128, 4, 8, 4),
         )
     ]  # fmt: skip
-    return [default, *others, *(default._replace(m=other) for other in (16, 32, 64, 128))]
+    return [default, *others, *(default._replace(m=other) for other in (16, 32, 64))]
 
 
 def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:

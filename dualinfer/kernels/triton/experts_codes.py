@@ -40,15 +40,6 @@ def _held(width, bits):
 
 
 @triton.jit
-def _of_expert(ptr, expert, stride):
-    """Where what lies beside an expert's codes begins; None where nothing does."""
-    moved = ptr
-    if ptr is not None:
-        moved = ptr + expert * stride
-    return moved
-
-
-@triton.jit
 def up_codes_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, norm_weight_ptr,
     norm_bias_ptr, h_ptr, features, scale_stride, x_stride, eps, limit, mask,
@@ -70,8 +61,10 @@ def up_codes_kernel(
     wait_for_inputs(PDL)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     scale_ptr += expert * scale_stride
-    zero_ptr = _of_expert(zero_ptr, expert, scale_stride)
-    outer_ptr = _of_expert(outer_ptr, expert, features * PARTS)
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    if outer_ptr is not None:
+        outer_ptr += expert * features * PARTS
     w = _quads(
         *(weight_ptr + expert * features * (PARTS * _held(K, BITS)), rows, inside, q, K, BITS)
     )
@@ -114,7 +107,8 @@ def _item(
     q = item % TURNS * QUADS + tl.arange(0, QUADS)
     w = _quads(weight_ptr + expert * features * _held(K, BITS), rows, there, q, K, BITS)
     scale_ptr += expert * scale_stride
-    zero_ptr = _of_expert(zero_ptr, expert, scale_stride)
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
     return w, _beside(scale_ptr, zero_ptr, rows, there, q, K, BITS, BLOCK)
 
 
@@ -162,7 +156,7 @@ def down_codes_kernel(
         factor = tl.full((ROWS,), _unit(CODES), tl.float32) * tl.load(mixture_ptr + slot)
         if BLOCK[1] == 0:
             if zero_ptr is not None:
-                own = _of_expert(zero_ptr, expert, scale_stride)
+                own = zero_ptr + expert * scale_stride
                 z = _of_rows(own, rows, inside, BLOCK).to(tl.float32)
                 p -= z[:, None] * sums[None, :]
             own = scale_ptr + expert * scale_stride
@@ -234,7 +228,8 @@ def codes_tile_kernel(
     x_row = x_ptr + row.to(tl.int64) * x_stride
     weight_ptr += expert * features * (PARTS * HELD)
     scale_ptr += expert * scale_stride
-    zero_ptr = _of_expert(zero_ptr, expert, scale_stride)
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
     lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * BLOCKS
     acc = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32)
     zero_of_row = 0.0

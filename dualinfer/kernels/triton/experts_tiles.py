@@ -15,7 +15,7 @@ from .launch import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
-def order_kernel(
+def order_pairs_kernel(
     experts_ptr, order_ptr, places_ptr, ends_ptr, blocks_ptr, counter_ptr, pairs, most,
     X: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
