@@ -145,6 +145,7 @@ def experts(
     *,
     norm: NormArguments | None = None,
     residual: Any = None,
+    partial: Any = None,
     dtype: Any = None,
     config: ExpertsConfig | None = None,
     product: Product | None = None,
@@ -152,7 +153,7 @@ def experts(
     sms: int = 132,
     pdl: bool = False,
 ) -> Any:
-    """residual + what the experts make of norm(x), by their weights: [..., E] in `dtype`.
+    """residual + partial + what experts make of norm(x), by their weights: [..., E] in `dtype`.
 
     `dtype` is x's own if None. Sums are float32; hidden values, and where pairs are many the
     experts' results, are rounded to x's dtype. A norm goes with few pairs only, see `is_few`, and
@@ -162,7 +163,7 @@ def experts(
     """
     width = x.shape[-1]
     count = x.numel() // width
-    _check(x, mixture, routing, norm, residual, count)
+    _check(x, mixture, routing, norm, residual, partial, count)
     y = x.new_empty((*x.shape[:-1], width), dtype=dtype or x.dtype)
     if y.numel() == 0:
         return y
@@ -172,9 +173,10 @@ def experts(
         config = default_config(key, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, width)
+    added = partial, residual
     if isinstance(config, ExpertsVectorConfig):
         few = _few_codes if isinstance(mixture.up, Packed) else _few
-        few(rows, mixture, routing, norm, residual, y, config, pdl)
+        few(rows, mixture, routing, norm, added, y, config, pdl)
         return y
     if norm is not None or mixture.shared is not None:
         raise ValueError(f"{config} has no place for a norm or a shared expert.")
@@ -187,7 +189,7 @@ def experts(
         taken = _gathered(rows, order, pairs // count, pdl)
         h = _between(product(taken, mixture.up, order.ends), mixture, order, routing, pdl)
         results = product(h, mixture.down, order.ends)
-    _mix(results, mixture, order, routing, residual, y, pdl)
+    _mix(results, mixture, order, routing, added, y, pdl)
     return y
 
 
@@ -196,7 +198,7 @@ def _few(
     mixture: Mixture,
     routing: Routing,
     norm: NormArguments | None,
-    residual: Any,
+    added: tuple[Any, Any],
     y: Any,
     config: ExpertsVectorConfig,
     pdl: bool,
@@ -223,8 +225,8 @@ def _few(
     launch(
         down_vector_kernel,
         (triton.cdiv(width, config.down_rows), count),
-        *(h, mixture.down, mixture.down_bias, *routing, shared_h, down, residual, y, width),
-        0 if residual is None else residual.stride(0),
+        *(h, mixture.down, mixture.down_bias, *routing, shared_h, down, *added, y, width),
+        _stride(added[1]),
         **{"K": features, "SHARED_K": wide, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen)},
         **{"ROWS": config.down_rows, "BLOCK_K": config.down_columns},
         num_warps=config.down_warps,
@@ -237,7 +239,7 @@ def _few_codes(
     mixture: Mixture,
     routing: Routing,
     norm: NormArguments | None,
-    residual: Any,
+    added: tuple[Any, Any],
     y: Any,
     config: ExpertsVectorConfig,
     pdl: bool,
@@ -267,13 +269,17 @@ def _few_codes(
     launch(
         down_codes_kernel,
         (triton.cdiv(width, config.down_rows), count),
-        *(h, *arrays, mixture.down_bias, *routing, residual, y, width, apart),
-        *(0 if residual is None else residual.stride(0), MASK),
+        *(h, *arrays, mixture.down_bias, *routing, *added, y, width, apart),
+        *(_stride(added[1]), MASK),
         **{**meant, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen), "QUADS": quads},
         **{"ROWS": config.down_rows, "TURNS": triton.cdiv(features, quads * per)},
         num_warps=config.down_warps,
         pdl=pdl,
     )
+
+
+def _stride(residual: Any) -> int:
+    return 0 if residual is None else residual.stride(0)
 
 
 def _ends(mixture: Mixture) -> dict[str, Any]:
@@ -363,7 +369,13 @@ def _between(x: Any, mixture: Mixture, order: Order, routing: Routing, pdl: bool
 
 
 def _mix(
-    x: Any, mixture: Mixture, order: Order, routing: Routing, residual: Any, y: Any, pdl: bool
+    x: Any,
+    mixture: Mixture,
+    order: Order,
+    routing: Routing,
+    added: tuple[Any, Any],
+    y: Any,
+    pdl: bool,
 ) -> None:
     """Sums of a token's products [pairs, E], which are in the order of experts, in y [..., E]."""
     width, chosen = x.shape[1], routing.experts.shape[-1]
@@ -372,8 +384,8 @@ def _mix(
     launch(
         mix_kernel,
         (x.shape[0] // chosen, triton.cdiv(width, block)),
-        *(x, order.places, *routing, mixture.down_bias, residual, y, width),
-        0 if residual is None else residual.stride(0),
+        *(x, order.places, *routing, mixture.down_bias, *added, y, width),
+        _stride(added[1]),
         **{"CHOSEN": chosen, "SLOTS": slots, "BLOCK": block, "num_warps": 4, "pdl": pdl},
     )
 
@@ -563,6 +575,7 @@ def _check(
     routing: Routing,
     norm: NormArguments | None,
     residual: Any,
+    partial: Any,
     count: int,
 ) -> None:
     """Raise ValueError for arguments that the kernels would misread."""
@@ -614,6 +627,10 @@ def _check(
         raise ValueError(f"A routing is {types}; int32 experts and float32 weights are expected.")
     if not (routing.experts.is_contiguous() and routing.weights.is_contiguous()):
         raise ValueError("A routing is contiguous; this one has other strides.")
+    if partial is not None and (partial.shape != x.shape or not partial.is_contiguous()):
+        raise ValueError(
+            f"partial is {tuple(partial.shape)}; contiguous {tuple(x.shape)} is wanted."
+        )
     check_neighbours(x, width, None, None, False, residual, None, width)
     if norm is not None and tuple(norm.weight.shape) != (width,):
         raise ValueError(f"The norm's weight is {tuple(norm.weight.shape)}; ({width},) is wanted.")

@@ -115,7 +115,7 @@ def _item(
 @triton.jit
 def down_codes_kernel(
     h_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, mixture_ptr,
-    residual_ptr, y_ptr, features, scale_stride, residual_stride, mask,
+    partial_ptr, residual_ptr, y_ptr, features, scale_stride, residual_stride, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, QUADS: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
@@ -176,6 +176,9 @@ def down_codes_kernel(
         at = expert[None, :] * features + rows[:, None]
         b = tl.load(bias_ptr + at, mask=inside[:, None] & there[None, :], other=0.0)
         y += tl.sum(b.to(tl.float32) * mixture[None, :], 1)
+    if partial_ptr is not None:
+        partial_ptr += token * features
+        y += tl.load(partial_ptr + rows, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual_ptr += token * residual_stride
         y += tl.load(residual_ptr + rows, mask=inside, other=0.0).to(tl.float32)

@@ -109,8 +109,8 @@ def _chunk(weight_ptr, at, mask):
 
 @triton.jit
 def down_vector_kernel(
-    h_ptr, weight_ptr, bias_ptr, experts_ptr, mixture_ptr, shared_h_ptr, shared_ptr, residual_ptr,
-    y_ptr, features, residual_stride,
+    h_ptr, weight_ptr, bias_ptr, experts_ptr, mixture_ptr, shared_h_ptr, shared_ptr, partial_ptr,
+    residual_ptr, y_ptr, features, residual_stride,
     K: tl.constexpr, SHARED_K: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,6 +171,9 @@ def down_vector_kernel(
             else:
                 sums += ws.to(tl.float32) * h.to(tl.float32)[None, :]
         y += tl.sum(sums, 1)
+    if partial_ptr is not None:
+        at = token * features + rows
+        y += tl.load(partial_ptr + at, mask=within, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         at = token * residual_stride + rows
         y += tl.load(residual_ptr + at, mask=within, other=0.0).to(tl.float32)

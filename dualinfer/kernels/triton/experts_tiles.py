@@ -173,8 +173,8 @@ def between_kernel(
 
 @triton.jit
 def mix_kernel(
-    x_ptr, places_ptr, experts_ptr, mixture_ptr, bias_ptr, residual_ptr, y_ptr, features,
-    residual_stride,
+    x_ptr, places_ptr, experts_ptr, mixture_ptr, bias_ptr, partial_ptr, residual_ptr, y_ptr,
+    features, residual_stride,
     CHOSEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, features]: products [pairs, features] in the order of experts, summed by token.
@@ -199,8 +199,10 @@ def mix_kernel(
         bias_at = bias_ptr + expert[:, None] * features + at[None, :]
         x += tl.load(bias_at, mask=mask, other=0.0).to(tl.float32)
     y = tl.sum(x * mixture[:, None], 0)
+    if partial_ptr is not None:
+        own = partial_ptr + token * features
+        y += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
-        y += tl.load(residual_ptr + token * residual_stride + at, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        own = residual_ptr + token * residual_stride
+        y += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * features + at, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -46,6 +46,17 @@ class Routing(NamedTuple):
     weights: Any
 
 
+def serves(router: Any, total: int) -> bool:
+    """Whether the kernels know a `model.spec.Router` over so many experts."""
+    return total <= MOST_EXPERTS and router.chosen <= MOST_CHOSEN
+
+
+def arguments(router: Any) -> dict[str, Any]:
+    """What `route` takes of a `model.spec.Router`."""
+    names = ("chosen", "score", "groups", "groups_chosen", "group_score", "renormalized")
+    return {name: getattr(router, name) for name in (*names, "eps", "scale")}
+
+
 def fuses_norm(count: int) -> bool:
     """Whether a router norms so many rows of x itself; else a launch in front does."""
     return count <= MOST_VECTORS
