@@ -84,7 +84,7 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
-        "router": "Triton, with norm and choice in one launch",
+        "route": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts.MOST_VECTOR_PAIRS} pairs of a token and an expert; "
             "above by experts on the matrix units, prompts by torch's grouped_mm"
@@ -238,7 +238,7 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.xielu`."""
         return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
 
-    @named("router")
+    @named("route")
     def route(
         self,
         x: torch.Tensor,

@@ -102,7 +102,8 @@ class SplitKernelOps(KernelOps):
         by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
         y = super()._mixed(x, mixture._replace(down_bias=None), routing, by, partial, config)
         if bias is not None:
-            added = primitives.mixed_bias(bias, routing).to(x.dtype)
+            flat = Routing(*(part.flatten(0, -2) for part in routing))
+            added = primitives.chosen_bias(bias, flat).to(x.dtype).view(x.shape)
             residual = added if residual is None else residual + added
         return self._sum(y, None, residual, x.dtype)
 
