@@ -34,6 +34,7 @@ from ....kernels.triton import (
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
+from ....kernels.triton.experts import Mixture
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
@@ -326,7 +327,7 @@ class KernelOps(PlainOps):
     def _mixed(
         self,
         x: jax.Array,
-        mixture: experts.Mixture,
+        mixture: Mixture,
         routing: Routing,
         by: Neighbours,
         partial: jax.Array | None,
@@ -346,7 +347,7 @@ class KernelOps(PlainOps):
     def _of_this_device(
         self,
         x: jax.Array,
-        mixture: experts.Mixture,
+        mixture: Mixture,
         routing: Routing,
         by: Neighbours,
         partial: jax.Array | None,

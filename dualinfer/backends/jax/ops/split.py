@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....kernels.triton import experts
+from ....kernels.triton.experts import Mixture
 from ....model.weights import Weight
 from ...contract import ALONE, Neighbours, Routing
 from ..exchange import Exchange
@@ -73,7 +73,7 @@ class SplitKernelOps(KernelOps):
     def _mixed(
         self,
         x: jax.Array,
-        mixture: experts.Mixture,
+        mixture: Mixture,
         routing: Routing,
         by: Neighbours,
         partial: jax.Array | None,

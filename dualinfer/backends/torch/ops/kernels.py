@@ -30,6 +30,7 @@ from ....kernels.triton import (
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.eight_bit import EightBitConfig
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
@@ -295,11 +296,11 @@ class KernelOps(PlainOps):
     def _mixed(
         self,
         x: torch.Tensor,
-        mixture: experts.Mixture,
+        mixture: Mixture,
         routing: Routing,
         by: Neighbours,
         partial: torch.Tensor | None,
-        config: experts.ExpertsConfig | None = None,
+        config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
         """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
         pairs, chosen, norm = routing.experts.numel(), routing.experts.shape[-1], by.norm
@@ -584,7 +585,7 @@ class KernelOps(PlainOps):
         return self._workspaces[rows, vocab]
 
 
-def takes_groups(mixture: experts.Mixture, pairs: int, x: torch.Tensor) -> bool:
+def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
     """Whether torch's products of groups are faster than our tiles for so many pairs."""
     known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
     if not known or isinstance(mixture.up, quantized.Packed):

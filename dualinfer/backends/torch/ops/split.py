@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ....kernels.triton import embedding, experts
+from ....kernels.triton import embedding
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
@@ -91,11 +92,11 @@ class SplitKernelOps(KernelOps):
     def _mixed(
         self,
         x: torch.Tensor,
-        mixture: experts.Mixture,
+        mixture: Mixture,
         routing: Routing,
         by: Neighbours,
         partial: torch.Tensor | None,
-        config: experts.ExpertsConfig | None = None,
+        config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
         """See `KernelOps._mixed`; few values are summed in float32, by a kernel."""
         bias, residual = mixture.down_bias, by.residual
