@@ -10,7 +10,7 @@ than five minutes on an H100 with 16 cores, of which the compiler has most; beyo
 other configuration is tried, and what was found so far is printed.
 
 First each kernel is checked: routers by the experts they choose and their weights, experts by their
-relative RMS error from float64 at 1, 8, 64 and 512 tokens, all with NaN in every expert that no
+relative RMS error from float64 at 1, 2, 8, 64 and 512 tokens, all with NaN in every expert that no
 token chose; the same call gives the same bits, with and without an early start. A line `WRONG`
 says that something is not so, and the exit status is then 1.
 
@@ -54,10 +54,10 @@ from dualinfer.kernels.triton.operands import Launch, Operand, Pointer, Recordin
 from dualinfer.kernels.triton.quantized import Packed
 from dualinfer.kernels.triton.routing import Routing
 
-FEW = (1, 8, 32)
+FEW = (1, 2, 4, 8, 32)
 MIDDLE = (128, 512)
 PROMPTS = (2048, 8192)
-CHECKED = (1, 8, 64, 512)
+CHECKED = (1, 2, 8, 64, 512)
 CALLS = 16  # of few tokens in a graph
 EPS = 1e-6
 ERROR = 1e-2  # relative RMS of bfloat16's roundings on the way
@@ -194,7 +194,7 @@ class Layer:
     ) -> torch.Tensor:
         """By our kernels, with the norm where they have one; `grouped` by torch's products."""
         if config is None:
-            key = experts.tuning_key(chosen.experts.numel(), self.size.chosen, self.mixture, 2)
+            key = experts.tuning_key(len(x), self.size.chosen, self.mixture, 2)
             config = experts.default_config(key, sms(self.device))
         vector = isinstance(config, ExpertsVectorConfig)
         return experts.experts(
@@ -318,14 +318,14 @@ def check_experts(layer: Layer, checks: Checks) -> None:
     for tokens in CHECKED:
         x, residual = layer.draw(tokens, size.embed), layer.draw(tokens, size.embed)
         (chosen,) = layer.routings(tokens, 1, half)
-        pairs = tokens * size.chosen
-        key = experts.tuning_key(pairs, size.chosen, layer.mixture, 2)
+        key = experts.tuning_key(tokens, size.chosen, layer.mixture, 2)
         default = experts.default_config(key, sms(layer.device))
-        many = experts.tuning_key(max(pairs, 65), size.chosen, layer.mixture, 2)
+        least = experts.MOST_VECTORS + 1
+        many = experts.tuning_key(max(tokens, least), size.chosen, layer.mixture, 2)
         ways: dict[str, tuple[ExpertsConfig, bool]] = {"vectors": (default, False)}
         ways["tiles"] = experts.default_config(many, sms(layer.device)), False
         ways["torch's grouped_mm"] = ways["tiles"][0], True
-        if not experts.is_few(pairs):
+        if not experts.is_few(tokens):
             del ways["vectors"]
         if size.codes is not None:
             del ways["torch's grouped_mm"]
@@ -472,8 +472,8 @@ def configurations(
     layer: Layer, tokens: int, vectors: bool
 ) -> tuple[ExpertsConfig, list[ExpertsConfig]]:
     """The default, and others that are worth a try."""
-    pairs = tokens * layer.size.chosen
-    bounded = min(pairs, experts.MOST_VECTOR_PAIRS) if vectors else max(pairs, 65)
+    most = experts.MOST_VECTORS
+    bounded = min(tokens, most) if vectors else max(tokens, most + 1)
     key = experts.tuning_key(bounded, layer.size.chosen, layer.mixture, 2)
     default, *others = experts.TUNABLE.candidates(key, sms(layer.device))
     fitting = [c for c in dict.fromkeys(others) if experts.TUNABLE.fits(key, c) and c != default]
@@ -603,7 +603,7 @@ class Timer:
 def cases(layer: Layer) -> Iterator[tuple[int, bool]]:
     """Tokens, and whether by vectors."""
     for tokens in FEW:
-        if experts.is_few(tokens * layer.size.chosen) or tokens <= 8:
+        if tokens <= 2 * experts.MOST_VECTORS:
             yield tokens, True
         if tokens > 1:
             yield tokens, False

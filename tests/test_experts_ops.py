@@ -26,12 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
 ]
 E, F, X = 24, 20, 6
-SIGMOID = Router(2, "sigmoid", True, 1e-20, 2.5, groups=3, groups_chosen=2, group_score="two")
+SIGMOID = Router(2, "sigmoid", 3, 2, "two", True, 1e-20, 2.5)
 LAYERS = {
-    "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), 1.0, True),
+    "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), limit=1.0, offset=1.0),
     "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28, shared_gated=True),
     "deepseek": Experts(X, F, "silu", True, SIGMOID, shared=12),
-    "llama4": Experts(X, F, "silu", True, Router(1, "sigmoid"), weighs_input=True),
 }
 
 
@@ -49,7 +48,7 @@ def weights(layer: Experts, put: Any) -> dict[str, Any]:
         "experts.down.weight": Weight(draw(X, E, F), ("experts", "embed", "ffn")),
         "mlp_norm.weight": draw(E),
     }
-    if layer.clamp is not None:
+    if layer.limit is not None:
         found |= {"experts.up.bias": draw(X, 2 * F), "experts.down.bias": draw(X, E)}
         found |= {"router.bias": draw(X)}
     if layer.router.groups > 1:

@@ -350,7 +350,7 @@ def experts_of(mixture: Experts, w: Mapping[str, Any], shared: bool = False) -> 
     from ..kernels.triton import activation, experts
 
     weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
-    if mixture.weighs_input or mixture.activation not in activation.KINDS:
+    if mixture.activation not in activation.KINDS:
         return None
     if mixture.count > experts.MOST_EXPERTS or any(weight.pieces for weight in weights):
         return None
@@ -367,19 +367,19 @@ def experts_of(mixture: Experts, w: Mapping[str, Any], shared: bool = False) -> 
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
         activation=mixture.activation,
         gated=mixture.gated,
-        limit=mixture.clamp,
-        offset=1.0 if mixture.unit_offset else 0.0,
+        limit=mixture.limit,
+        offset=mixture.offset,
         shared=own,
     )
 
 
-def shares_launches(mixture: Experts, w: Mapping[str, Any], pairs: int) -> bool:
+def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
     """Whether the kernels have the expert of all tokens in the launches of the others."""
     from ..kernels.triton import experts
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    known = mixture.shared > 0 and experts.is_few(pairs) and not mixture.weighs_input
+    known = mixture.shared > 0 and experts.is_few(tokens)
     return known and _are_plain([w[name] for name in names])
 
 

@@ -310,7 +310,7 @@ def test_no_bit_depends_on_experts_that_are_not_chosen(count):
     chosen, weights = make_routing(count, 6, 3)
     chosen += (chosen >= 2).astype(np.int32) + (chosen >= 4)  # 2 and 5 are chosen by none
     assert not {2, 5} & set(chosen.ravel())
-    config = FEW[0][-1] if is_few(chosen.size) else TILES
+    config = FEW[0][-1] if is_few(count) else TILES
     found = run(x, w, (chosen, weights), config=config)
     for part in w.values():
         part[[2, 5]] = math.nan

@@ -144,7 +144,7 @@ def choosing_experts(
         return recording.operand(shape, dtype)
 
     x, counters = new(tokens, width), new(4096, dtype="int32")
-    few = experts.is_few(tokens * chosen)
+    few = experts.is_few(tokens)
     norm = linear.NormArguments("rms", new(width), None, 1e-5)
     router = {"chosen": chosen, "score": "softmax"} | how.pop("router", {})
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}
@@ -590,7 +590,7 @@ def test_kernels_of_float32_do_not_spill_and_load_16_bytes(tmp_path):
 
 def test_kernels_load_16_bytes_at_a_time(report):
     latency_bound = ("_sum_kernel", "_gather_kernel")  # a few words a thread, polled for
-    narrow = ("order_pairs_kernel", "codes_tile_kernel")  # numbers of experts; chunks that share a scale
+    narrow = ("order_pairs_kernel", "codes_tile_kernel")  # chunks of few columns share a scale
     rest = [line for line in report if line["kernel"] not in (*latency_bound, *narrow)]
     assert not [line for line in rest if not line["wide"]]
 

@@ -1,8 +1,9 @@
 """Products of mixtures of experts: each token with the weights of the experts that it chose.
 
-Few pairs of a token and an expert are matrix-vector products: one launch for gate and up, one for
-down, with norm, bias, activation, mixture and residual fused, and an expert that all tokens share
-among the others. More pairs are put in the order of experts and go to the matrix units.
+Those of one or two tokens are matrix-vector products: one launch for gate and up, one for down,
+with norm, bias, activation, mixture and residual fused, and an expert that all tokens share among
+the others. More tokens often choose the same experts: pairs of a token and an expert are put in the
+order of experts, and go to the matrix units.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from .quantized import CHUNKS, MASK, Packed, arrays_of, constants_of, in_order_o
 from .routing import Routing
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
-MOST_VECTOR_PAIRS = 64  # of a token and an expert that are matrix-vector products
+MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 MOST_EXPERTS = 512
 _ORDER_BLOCK = 1024  # pairs that are counted at a time
 _GROUP = 8  # blocks of pairs that pass the same columns of weights one after another
@@ -133,9 +134,9 @@ class Order(NamedTuple):
     most: int
 
 
-def is_few(pairs: int) -> bool:
-    """Whether so many pairs of a token and an expert are matrix-vector products."""
-    return pairs <= MOST_VECTOR_PAIRS
+def is_few(tokens: int) -> bool:
+    """Whether the products of so many tokens are of matrices and vectors."""
+    return tokens <= MOST_VECTORS
 
 
 def experts(
@@ -155,8 +156,8 @@ def experts(
 ) -> Any:
     """residual + partial + what experts make of norm(x), by their weights: [..., E] in `dtype`.
 
-    `dtype` is x's own if None. Sums are float32; hidden values, and where pairs are many the
-    experts' results, are rounded to x's dtype. A norm goes with few pairs only, see `is_few`, and
+    `dtype` is x's own if None. Sums are float32; hidden values, and of many tokens the
+    experts' results, are rounded to x's dtype. A norm goes with few tokens only, see `is_few`, and
     so does a shared expert. `product` of x [pairs, in] in the order of experts, weights [X, out,
     in] and the ends of experts' pairs int32 [X] is taken in place of our tiles, if given.
     `counters` int32 are 0, and are 0 again afterwards.
@@ -167,9 +168,9 @@ def experts(
     y = x.new_empty((*x.shape[:-1], width), dtype=dtype or x.dtype)
     if y.numel() == 0:
         return y
-    pairs = routing.experts.numel()
+    chosen = routing.experts.shape[-1]
     if config is None:
-        key = tuning_key(pairs, pairs // count, mixture, x.element_size())
+        key = tuning_key(count, chosen, mixture, x.element_size())
         config = default_config(key, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, width)
@@ -186,7 +187,7 @@ def experts(
         h = _tiles(rows, mixture, order, config, True, pdl)
         results = _tiles(h, mixture, order, config, False, pdl)
     else:
-        taken = _gathered(rows, order, pairs // count, pdl)
+        taken = _gathered(rows, order, chosen, pdl)
         h = _between(product(taken, mixture.up, order.ends), mixture, order, routing, pdl)
         results = product(h, mixture.down, order.ends)
     _mix(results, mixture, order, routing, added, y, pdl)
@@ -390,152 +391,126 @@ def _mix(
     )
 
 
-def tuning_key(pairs: int, chosen: int, mixture: Mixture, itemsize: int) -> Key:
-    """Of so many pairs, `chosen` a token, with the experts of a mixture."""
+def tuning_key(tokens: int, chosen: int, mixture: Mixture, itemsize: int) -> Key:
+    """Of so many tokens, each of which has `chosen` experts of a mixture."""
     total, _, width = _shape(mixture.up)
-    shape = next_power_of_2(pairs), chosen, total, mixture.features, width
-    bits = mixture.up.bits if isinstance(mixture.up, Packed) else 8 * itemsize
-    return "experts", *shape, itemsize, bits, mixture.gated
+    shape = next_power_of_2(tokens), chosen, total, mixture.features, width
+    bits, columns = 8 * itemsize, width
+    if isinstance(mixture.up, Packed):
+        bits, columns = mixture.up.bits, mixture.up.columns or width
+    return "experts", *shape, itemsize, bits, columns, mixture.gated
 
 
 def default_config(key: Key, sms: int) -> ExpertsConfig:
-    """A configuration for a shape that nobody measured."""
-    _, pairs, chosen, total, features, width, itemsize, bits, gated = key
+    """A configuration for a shape that nobody measured, after those that were, on an H100."""
+    _, tokens, chosen, total, features, width, itemsize, bits, _, gated = key
     parts = 2 if gated else 1
+    load = tokens * chosen / total  # pairs of an expert, on average
     if bits <= 8:
-        return _default_of_codes(key, sms)
-    if is_few(pairs):
-        elements = next_power_of_2(width) * parts
-        rows = max(1, min(8, 16384 // elements))
-        while rows > 1 and pairs * (features // rows) < 4 * sms:
-            rows //= 2
-        slots = next_power_of_2(chosen)
-        columns = min(next_power_of_2(features), max(128, 8192 // slots))
-        down = max(1, min(8, 16384 // (slots * columns)))
-        while down > 1 and width // down < 4 * sms:
-            down //= 2
-        warps = 4 if rows * elements <= 8192 else 8
-        return ExpertsVectorConfig(
-            rows, warps, down, columns, 4 if down * slots * columns <= 8192 else 8
-        )
+        return _default_of_codes(key, load, sms)
+    if is_few(tokens):
+        at_once = features & -features if features % 256 == 0 else 512
+        at_once = min(at_once, 1024, next_power_of_2(features))
+        rows = 2 if features >= 1024 else 1
+        elements = rows * next_power_of_2(chosen) * at_once
+        warps = 8 if width * parts * itemsize >= 16384 else 4
+        return ExpertsVectorConfig(1, warps, rows, at_once, min(max(elements // 1024, 2), 8))
     if itemsize == 4:
-        return ExpertsTileConfig(16 if pairs < 16 * total else 32, 32, 32, 4, 2, 32, 4)
-    load = pairs / total  # of an expert, on average
-    if load <= 16:
+        return ExpertsTileConfig(16 if load < 16 else 32, 32, 32, 4, 2, 32, 4)
+    if load <= 12:
         return ExpertsTileConfig(16, 64, 128, 4, 3, 64, 4)
     if load <= 48:
         return ExpertsTileConfig(32, 64, 128, 4, 3, 64, 4)
     if load <= 128:
         return ExpertsTileConfig(64, 64, 64, 4, 4, 128, 4)
-    return ExpertsTileConfig(128, 128 // parts, 64, 8, 3, 128, 8)
+    return ExpertsTileConfig(128, 128, 64, 8, 4, 128, 8)
 
 
-def _default_of_codes(key: Key, sms: int) -> ExpertsConfig:
+def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
     """A configuration for quantized experts."""
-    _, pairs, _, total, features, width, itemsize, bits, gated = key
+    _, tokens, chosen, _, features, width, itemsize, bits, columns, gated = key
     parts = 2 if gated else 1
     per = 128 // bits
-    if is_few(pairs):
+    if is_few(tokens):
         quads = next_power_of_2(triton.cdiv(width, per)) * parts
-        rows = max(1, min(8, 512 // quads))
-        while rows > 1 and pairs * (features // rows) < 4 * sms:
+        rows = max(1, min(4, 1024 // quads))
+        while rows > 1 and tokens * chosen * (features // rows) < 8 * sms:
             rows //= 2
-        down_quads = min(next_power_of_2(triton.cdiv(features, per)), 128)
-        down = max(1, min(8, 256 // down_quads))
-        while down > 1 and width // down < 4 * sms:
+        down_quads = min(next_power_of_2(triton.cdiv(features, per)), 64)
+        down = max(1, min(8, 512 // down_quads))
+        while down > 1 and width // down < 2 * sms:
             down //= 2
-        warps = 4 if rows * quads <= 512 else 8
-        down_warps = max(1, min(4, down * down_quads // 32))
-        return ExpertsVectorConfig(rows, warps, down, down_quads * per, down_warps)
-    load = pairs / total
-    m = 16 if load <= 16 else 32 if load <= 48 else 64  # 128 would spill registers
-    k = 4 * per
+        warps = max(1, min(4, down * down_quads // 64))
+        return ExpertsVectorConfig(rows, 8, down, down_quads * per, warps)
+    m = 16 if load <= 24 else 32 if load <= 48 else 64  # 128 would spill registers
     if itemsize == 4:
-        return ExpertsTileConfig(min(m, 32), 64 // parts, k, 4, 2, 64, 4)
-    warps = 4 if m == 16 else 8
-    return ExpertsTileConfig(m, 128 // parts, k, warps, 3, 128, warps)
+        return ExpertsTileConfig(min(m, 32), 64 // parts, 4 * per, 4, 2, 64, 4)
+    # Where few columns share a scale, their sums take as many registers again.
+    n = 64 if columns <= 32 else 128
+    return ExpertsTileConfig(m, n // parts, 4 * per, 4, 3, n, 4)
 
 
 def _fits(key: Key, config: ExpertsConfig) -> bool:
-    _, pairs, chosen, _, _, width, itemsize, bits, gated = key
-    parts = 2 if gated else 1
-    if bits <= 8:
-        return _fits_codes(key, config)
+    _, tokens, chosen, _, _, width, itemsize, bits, _, gated = key
+    parts, few = 2 if gated else 1, is_few(tokens)
     if isinstance(config, ExpertsVectorConfig):
+        if not few:
+            return False
+        if bits <= 8:
+            per = 128 // bits
+            up = next_power_of_2(triton.cdiv(width, per)) * 4 * config.rows * parts
+            down = config.down_columns // per * 4 * config.down_rows
+            fine = up <= 1024 * config.warps and down <= 1024 * config.down_warps
+            return config.down_columns >= per and fine
         up = next_power_of_2(width) * parts * config.rows / (32 * config.warps)
         down = next_power_of_2(chosen) * config.down_columns * config.down_rows
-        return is_few(pairs) and up <= 256 and down / (32 * config.down_warps) <= 128
+        return up <= 256 and down / (32 * config.down_warps) <= 128
+    if few:
+        return False
+    if bits <= 8:
+        sums = max(config.m * config.n * parts, config.m * config.down_n)
+        return config.k >= 512 // bits and sums <= 8192
     n = max(config.n * parts, config.down_n)
     held = config.stages * config.k * (config.m + n) * itemsize
     sums = max(
         config.m * config.n * parts / config.warps, config.m * config.down_n / config.down_warps
     )
-    return not is_few(pairs) and held <= SHARED_BYTES and sums <= 128 * 32
-
-
-def _fits_codes(key: Key, config: ExpertsConfig) -> bool:
-    _, pairs, _, _, _, width, _, bits, gated = key
-    parts, per = 2 if gated else 1, 128 // bits
-    if isinstance(config, ExpertsVectorConfig):
-        up = next_power_of_2(triton.cdiv(width, per)) * 4 * config.rows * parts
-        down = config.down_columns // per * 4 * config.down_rows
-        fine = up <= 1024 * config.warps and down <= 1024 * config.down_warps
-        return is_few(pairs) and config.down_columns >= per and fine
-    sums = max(config.m * config.n * parts, config.m * config.down_n)
-    return not is_few(pairs) and config.k >= 4 * per and sums <= 8192
-
-
-def _candidates_of_codes(key: Key, default: ExpertsConfig) -> list[ExpertsConfig]:
-    _, _, _, _, _, _, itemsize, bits, gated = key
-    parts, per = 2 if gated else 1, 128 // bits
-    if isinstance(default, ExpertsVectorConfig):
-        ups = [(r, w) for r in (1, 2, 4) for w in (1, 2, 4, 8)]
-        downs = [(r, q, w) for r in (1, 2, 4, 8) for q in (32, 64, 128) for w in (1, 2, 4)]
-        downs = [(r, q, w) for r, q, w in downs if 4 <= r * q / (32 * w) <= 8]
-        return [
-            default,
-            *(default._replace(rows=r, warps=w) for r, w in ups),
-            *(
-                default._replace(down_rows=r, down_columns=q * per, down_warps=w)
-                for r, q, w in downs
-            ),
-        ]
-    if itemsize == 4:
-        return [default]
-    m = default.m
-    others = [
-        ExpertsTileConfig(m, n // parts, quads * per, w, s, n, w)
-        for n, quads, w, s in (
-            (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 8, 2), (64, 8, 4, 3), (128, 4, 8, 4),
-        )
-    ]  # fmt: skip
-    return [default, *others, *(default._replace(m=other) for other in (16, 32, 64))]
+    return held <= SHARED_BYTES and sums <= 128 * 32
 
 
 def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
-    _, _, chosen, _, _, width, itemsize, bits, gated = key
-    default = default_config(key, sms)
-    if bits <= 8:
-        return _candidates_of_codes(key, default)
+    """Those of gate and up, then those of down, which do not depend on one another."""
+    _, _, chosen, _, _, width, itemsize, bits, _, gated = key
+    default, parts = default_config(key, sms), 2 if gated else 1
     if isinstance(default, ExpertsVectorConfig):
-        elements, slots = next_power_of_2(width) * (2 if gated else 1), next_power_of_2(chosen)
-        ups = [(r, w) for r in (1, 2, 4, 8) for w in (2, 4, 8)]
-        ups = [(r, w) for r, w in ups if 16 <= r * elements / (32 * w) <= 128]
-        downs = [(r, c, w) for r in (1, 2, 4) for c in (256, 512, 1024) for w in (2, 4, 8)]
-        downs = [(r, c, w) for r, c, w in downs if 16 <= r * slots * c / (32 * w) <= 64]
+        if bits <= 8:
+            per = 128 // bits
+            ups = [(4, 8), (2, 8), (2, 4), (4, 4), (1, 4), (1, 1)]
+            downs = [(8, 64, 4), (2, 32, 2), (4, 32, 1), (4, 64, 4), (2, 128, 4), (1, 128, 2)]
+            downs = [(r, q * per, w) for r, q, w in downs]
+        else:
+            elements, slots = next_power_of_2(width) * parts, next_power_of_2(chosen)
+            ups = [(r, w) for r in (1, 2, 4) for w in (2, 4, 8)]
+            ups = [(r, w) for r, w in ups if 16 <= r * elements / (32 * w) <= 128][:6]
+            downs = [(r, c, w) for r in (1, 2) for c in (256, 512, 1024) for w in (2, 4, 8)]
+            downs = [(r, c, w) for r, c, w in downs if 16 <= r * slots * c / (32 * w) <= 64]
         return [
             default,
-            *(default._replace(rows=r, warps=w) for r, w in ups[:7]),
+            *(default._replace(rows=r, warps=w) for r, w in ups),
             *(default._replace(down_rows=r, down_columns=c, down_warps=w) for r, c, w in downs),
         ]
     if itemsize == 4:
         return [default]
     m = default.m
+    if bits <= 8:
+        quad, sizes = 128 // bits, [(64, 4, 4, 3), (128, 4, 4, 3), (64, 8, 4, 3), (128, 4, 8, 4)]
+        sized = [ExpertsTileConfig(m, n // parts, q * quad, w, s, n, w) for n, q, w, s in sizes]
+        return [default, *sized, *(default._replace(m=other) for other in (16, 32, 64))]
     sizes = {
         16: [(64, 128, 4, 4), (128, 64, 4, 4), (32, 128, 4, 5), (128, 128, 4, 3), (32, 128, 4, 4)],
         32: [(64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (32, 128, 4, 4)],
         64: [(64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (64, 64, 8, 4)],
-        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 4), (128, 64, 8, 4), (256, 64, 8, 3)],
+        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 4), (64, 64, 8, 3), (256, 64, 8, 3)],
     }
     sized = [ExpertsTileConfig(m, n, k, w, s, n, w) for n, k, w, s in sizes[m]]
     others = {16: (32,), 32: (16, 64), 64: (32, 128), 128: (64,)}[m]
@@ -544,7 +519,10 @@ def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
 
 TUNABLE = Tunable(
     op="experts",
-    fields=("pairs", "chosen", "experts", "features", "width", "itemsize", "bits", "gated"),
+    fields=(
+        *("tokens", "chosen", "experts", "features", "width", "itemsize", "bits", "columns"),
+        "gated",
+    ),
     flags=("gated",),
     kinds={
         "experts_vector": Kind(

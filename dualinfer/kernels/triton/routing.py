@@ -139,9 +139,9 @@ def default_config(key: Key, sms: int) -> RouteConfig:
         while each > 1 and rows * total // each < sms:
             each //= 2
         return RouteVectorConfig(each, 4 if elements * each <= 8192 else 8)
-    m = 16 if rows < 32 * sms else 32
+    m = 16 if rows < 64 * sms else 32
     wide = next_power_of_2(total)
-    k = 32 if itemsize == 4 else 64
+    k = 32 if itemsize == 4 else 64 if total > 64 else 128
     while wide * k * itemsize * 3 > SHARED_BYTES and k > 16:
         k //= 2
     return RouteTileConfig(m, k, 4 if wide * m <= 4096 else 8, 3)

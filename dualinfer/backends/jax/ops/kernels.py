@@ -50,7 +50,7 @@ from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import primitives
+from . import mixtures, primitives
 from .cudnn import cudnn_serves
 from .plain import PlainOps, last_of, scoring, turns
 
@@ -91,8 +91,8 @@ class KernelOps(PlainOps):
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "route": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTOR_PAIRS} pairs of a token and an expert; "
-            "above by experts on the matrix units"
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units"
         ),
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
@@ -307,7 +307,7 @@ class KernelOps(PlainOps):
 
     def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
         """See `contract.BlockOps.adds_shared`."""
-        return shares_launches(mixture, w, math.prod(x.shape[:-1]) * mixture.router.chosen)
+        return shares_launches(mixture, w, math.prod(x.shape[:-1]))
 
     def experts(
         self,
@@ -339,8 +339,7 @@ class KernelOps(PlainOps):
         y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         y = self.split.sum(y)
         if bias is not None:
-            flat = Routing(*(part.reshape(-1, part.shape[-1]) for part in routing))
-            y = y + primitives.chosen_bias(bias, flat).reshape(y.shape)
+            y = y + mixtures.biases(bias, routing)
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 
@@ -353,11 +352,10 @@ class KernelOps(PlainOps):
         partial: jax.Array | None,
     ) -> jax.Array:
         """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        pairs, norm = routing.experts.size, by.norm
-        if norm is not None and not (experts.is_few(pairs) and linear.fuses_norm(norm)):
+        count, chosen, norm = math.prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
             x, norm = self.norm(x, norm), None
-        chosen = routing.experts.shape[-1]
-        key = experts.tuning_key(pairs, chosen, mixture, x.dtype.itemsize)
+        key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
         with jax.named_scope("experts"):
             y, (self._counters,) = call(
                 experts.experts,
@@ -371,7 +369,7 @@ class KernelOps(PlainOps):
                 config=self.configurations.find(key),
                 counters=self._counters,
                 sms=self.sms,
-                pdl=self.starts_early(pairs // chosen),
+                pdl=self.starts_early(count),
                 capability=self.capability,
                 written=(self._counters,),
             )

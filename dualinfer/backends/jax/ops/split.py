@@ -12,7 +12,7 @@ from ....model.weights import Weight
 from ...contract import ALONE, Neighbours, Routing
 from ..exchange import Exchange
 from ..parallel import Split
-from . import primitives
+from . import mixtures, primitives
 from .kernels import KernelOps
 
 
@@ -84,8 +84,7 @@ class SplitKernelOps(KernelOps):
         bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), by.residual
         y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         if bias is not None:
-            flat = Routing(*(part.reshape(-1, part.shape[-1]) for part in routing))
-            added = primitives.chosen_bias(bias, flat).reshape(x.shape).astype(x.dtype)
+            added = mixtures.biases(bias, routing).astype(x.dtype)
             residual = added if residual is None else residual + added
         return self._sum(y, None, residual, x.dtype)
 

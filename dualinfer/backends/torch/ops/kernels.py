@@ -51,7 +51,8 @@ from ..sampler import SlotState
 from . import primitives
 from .plain import Chunk, PlainOps, last_of
 
-_GROUPED_PAIRS = 256  # of an expert, on average: from there torch's products are faster
+# Of an expert on average, and its ffn: from there torch's products are faster on an H100.
+_GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -87,8 +88,8 @@ class KernelOps(PlainOps):
         "activation": "Triton, fused into products with few rows",
         "route": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTOR_PAIRS} pairs of a token and an expert; "
-            "above by experts on the matrix units, prompts by torch's grouped_mm"
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units, prompts of wide ones by torch's grouped_mm"
         ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
@@ -274,8 +275,7 @@ class KernelOps(PlainOps):
 
     def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
         """See `contract.BlockOps.adds_shared`."""
-        pairs = x.numel() // x.shape[-1] * mixture.router.chosen
-        return shares_launches(mixture, w, pairs)
+        return shares_launches(mixture, w, x.numel() // x.shape[-1])
 
     @named("experts")
     def experts(
@@ -303,11 +303,11 @@ class KernelOps(PlainOps):
         config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
         """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        pairs, chosen, norm = routing.experts.numel(), routing.experts.shape[-1], by.norm
-        if norm is not None and not (experts.is_few(pairs) and linear.fuses_norm(norm)):
+        count, chosen, norm = x.numel() // x.shape[-1], routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
             x, norm = self.norm(x, norm), None
         if config is None:
-            key = experts.tuning_key(pairs, chosen, mixture, x.element_size())
+            key = experts.tuning_key(count, chosen, mixture, x.element_size())
             config = self.configurations.find(key)
         return experts.experts(
             x,
@@ -318,10 +318,10 @@ class KernelOps(PlainOps):
             partial=partial,
             dtype=torch.float32 if by.wide else None,
             config=config,
-            product=grouped_product if takes_groups(mixture, pairs, x) else None,
+            product=grouped_product if takes_groups(mixture, count * chosen, x) else None,
             counters=self._zeros(linear.MOST_TILES),
             sms=self.sms,
-            pdl=self.starts_early(pairs // chosen),
+            pdl=self.starts_early(count),
         )
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
@@ -590,9 +590,9 @@ def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
     known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
     if not known or isinstance(mixture.up, quantized.Packed):
         return False
-    total, _, width = mixture.up.shape
-    # Its rows of 16 bits begin at multiples of 16 bytes.
-    return pairs >= _GROUPED_PAIRS * total and width % 8 == 0 and mixture.features % 8 == 0
+    (total, _, width), features = mixture.up.shape, mixture.features
+    large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN
+    return large and width % 8 == 0 and features % 8 == 0  # its rows begin at 16 bytes
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ...contract import ALONE, Neighbours, Routing, Weights
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
-from . import primitives
+from . import mixtures, primitives
 from .kernels import KernelOps, reads_tables
 
 
@@ -103,8 +103,7 @@ class SplitKernelOps(KernelOps):
         by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
         y = super()._mixed(x, mixture._replace(down_bias=None), routing, by, partial, config)
         if bias is not None:
-            flat = Routing(*(part.flatten(0, -2) for part in routing))
-            added = primitives.chosen_bias(bias, flat).to(x.dtype).view(x.shape)
+            added = mixtures.biases(bias, routing).to(x.dtype)
             residual = added if residual is None else residual + added
         return self._sum(y, None, residual, x.dtype)
 
