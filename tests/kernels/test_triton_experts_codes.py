@@ -13,6 +13,7 @@ from .test_triton_experts import (
     EPS,
     FLOAT32,
     GPT_OSS,
+    TILES,
     counters,
     gain,
     make_routing,
@@ -21,6 +22,7 @@ from .test_triton_experts import (
 )
 from .test_triton_quantized import make as make_matrix
 
+from dualinfer.kernels.triton import experts as module  # isort: skip
 from dualinfer.kernels.triton.experts import (  # isort: skip
     ExpertsTileConfig,
     ExpertsVectorConfig,
@@ -82,6 +84,17 @@ def test_experts_in_float32_are_the_products_with_what_codes_mean(form, config):
     found = run(x, w, routing, residual=residual, config=config, **GPT_OSS)
     expected = wanted_of(x, meant, routing, residual, **GPT_OSS)
     assert_close(found, expected, FLOAT32, length=140)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8 tensor", "int4 zeros"])
+def test_many_rows_take_values_of_some_experts_after_others(form, monkeypatch):
+    w, meant = layer(form, 96, 40, FLOAT32)
+    x = 0.1 * normal(2, 6, 96, dtype=FLOAT32)
+    routing = make_routing(6, 5, 3)
+    monkeypatch.setattr(module, "_VALUES_LOAD", 1)
+    monkeypatch.setattr(module, "_VALUES_BYTES", 2 * 80 * 96 * 4)
+    found = run(x, w, routing, config=TILES, **GPT_OSS)
+    assert_close(found, wanted_of(x, meant, routing, **GPT_OSS), FLOAT32, length=136)
 
 
 @pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])

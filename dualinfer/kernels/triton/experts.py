@@ -6,7 +6,7 @@ the others. More tokens often choose the same experts: pairs of a token and an e
 order of experts, and go to the matrix units.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import triton
@@ -24,7 +24,16 @@ from .experts_tiles import (
 from .launch import launch, next_power_of_2
 from .linear import NormArguments, check_neighbours
 from .operands import dtype_name, empty
-from .quantized import CHUNKS, MASK, Packed, arrays_of, constants_of, in_order_of_nibbles, serves
+from .quantized import (
+    CHUNKS,
+    MASK,
+    Packed,
+    arrays_of,
+    constants_of,
+    in_order_of_nibbles,
+    serves,
+    values,
+)
 from .routing import Routing
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
@@ -32,6 +41,8 @@ MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 MOST_EXPERTS = 512
 _ORDER_BLOCK = 1024  # pairs that are counted at a time
 _GROUP = 8  # blocks of pairs that pass the same columns of weights one after another
+_VALUES_LOAD = 256  # pairs of an expert, on average, that are worth a matrix of its codes' values
+_VALUES_BYTES = 512 << 20  # of such matrices at a time
 _ROW_BLOCK = 1024  # columns that kernels between products have a program
 
 Product: TypeAlias = Callable[[Any, Any, Any], Any]
@@ -184,8 +195,9 @@ def experts(
     total = _shape(mixture.up)[0]
     order = make_order(routing.experts, total, config.m, counters, pdl=pdl)
     if product is None:
-        h = _tiles(rows, mixture, order, config, True, pdl)
-        results = _tiles(h, mixture, order, config, False, pdl)
+        by_values = _makes_values(mixture, count, chosen)
+        h = _tiles(rows, mixture, order, config, True, by_values, pdl)
+        results = _tiles(h, mixture, order, config, False, by_values, pdl)
     else:
         taken = _gathered(rows, order, chosen, pdl)
         h = _between(product(taken, mixture.up, order.ends), mixture, order, routing, pdl)
@@ -309,7 +321,13 @@ def make_order(experts: Any, total: int, m: int, counters: Any, *, pdl: bool = F
 
 
 def _tiles(
-    x: Any, mixture: Mixture, order: Order, config: ExpertsTileConfig, up: bool, pdl: bool
+    x: Any,
+    mixture: Mixture,
+    order: Order,
+    config: ExpertsTileConfig,
+    up: bool,
+    by_values: bool,
+    pdl: bool,
 ) -> Any:
     """Products of pairs with gate and up, of x by tokens, or with down, in the order of experts."""
     pairs = order.pairs.numel()
@@ -325,9 +343,15 @@ def _tiles(
     how = {"CHOSEN": pairs // x.shape[0] if up else 0, "BLOCK_M": config.m, "BLOCK_N": n}
     how |= {"GROUP": _GROUP, "STAGES": config.stages, **ends, "num_warps": warps, "pdl": pdl}
     if not isinstance(weight, Packed):
-        numbers = order.most, features, x.stride(0), limit
         how |= {"K": width, "BLOCK_K": config.k}
+        numbers = order.most, features, 0, _shape(weight)[0], x.stride(0), limit
         launch(tile_kernel, grid, x, weight, *about, *numbers, **how)
+        return y
+    if by_values:
+        how |= {"K": width, "BLOCK_K": config.k}
+        for first, known, matrix in _matrices(weight, x, pdl):
+            numbers = order.most, features, first, known, x.stride(0), limit
+            launch(tile_kernel, grid, x, matrix, *about, *numbers, **how)
         return y
     (_, *beside), apart, meant = _codes(weight)
     if weight.bits == 4:
@@ -339,6 +363,38 @@ def _tiles(
     how |= {**meant, "QUADS": quads}
     launch(codes_tile_kernel, grid, x, weight.data, *beside, *about, *numbers, **how)
     return y
+
+
+def _matrices(weight: Packed, x: Any, pdl: bool) -> Iterator[tuple[int, int, Any]]:
+    """The values of some experts after others, in x's dtype and in one memory.
+
+    Each time the number of the first, how many they are, and their matrices [rows, width].
+    """
+    total, rows, width = _shape(weight)
+    at_once = max(1, min(total, _VALUES_BYTES // (rows * width * x.element_size())))
+    memory = x.new_empty((at_once * rows, width))
+    for first in range(0, total, at_once):
+        known = min(at_once, total - first)
+        parts = (
+            None if part is None else part.narrow(0, first, known).reshape(-1, *part.shape[2:])
+            for part in weight[:4]
+        )
+        own = Packed(*parts, *weight[4:])._replace(rows=_block_rows(weight))
+        yield first, known, values(own, x, pdl=pdl, out=memory.narrow(0, 0, known * rows))
+
+
+def _block_rows(weight: Packed) -> int:
+    """Rows of an expert that share a scale."""
+    rows = weight.data.shape[1]
+    return min(weight.rows or rows, rows)
+
+
+def _makes_values(mixture: Mixture, tokens: int, chosen: int) -> bool:
+    """Whether tiles take matrices that codes were made into before, as they have many rows of x."""
+    weights = mixture.up, mixture.down
+    if not all(isinstance(w, Packed) and w.data.shape[1] % _block_rows(w) == 0 for w in weights):
+        return False
+    return next_power_of_2(tokens) * chosen >= _VALUES_LOAD * _shape(mixture.up)[0]
 
 
 def _gathered(x: Any, order: Order, chosen: int, pdl: bool) -> Any:
@@ -396,7 +452,7 @@ def tuning_key(tokens: int, chosen: int, mixture: Mixture, itemsize: int) -> Key
     total, _, width = _shape(mixture.up)
     shape = next_power_of_2(tokens), chosen, total, mixture.features, width
     bits, columns = 8 * itemsize, width
-    if isinstance(mixture.up, Packed):
+    if isinstance(mixture.up, Packed) and not _makes_values(mixture, tokens, chosen):
         bits, columns = mixture.up.bits, mixture.up.columns or width
     return "experts", *shape, itemsize, bits, columns, mixture.gated
 

@@ -64,13 +64,15 @@ def order_pairs_kernel(
 
 @triton.jit
 def tile_kernel(
-    x_ptr, weight_ptr, bias_ptr, order_ptr, ends_ptr, blocks_ptr, y_ptr, most, features, x_stride,
-    limit,
+    x_ptr, weight_ptr, bias_ptr, order_ptr, ends_ptr, blocks_ptr, y_ptr, most, features, first,
+    known, x_stride, limit,
     K: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [pairs, features] in the order of experts; a program has a tile of one block of pairs.
+
+    The weights are those of `known` experts from number `first` on; other blocks are left alone.
 
     x are tokens [T, K], or with CHOSEN 0 rows [pairs, K] in the order of experts. Programs of GROUP
     blocks follow one another for the same columns, so that these are read once.
@@ -83,7 +85,7 @@ def tile_kernel(
     block = wave + within % size
     wait_for_inputs(PDL)
     expert = tl.load(blocks_ptr + block).to(tl.int64)
-    if expert < 0:
+    if (expert < first) | (expert >= first + known):
         return
     m = tl.load(blocks_ptr + most + block) + tl.arange(0, BLOCK_M)
     end = tl.load(ends_ptr + expert)
@@ -95,7 +97,7 @@ def tile_kernel(
         row = tl.load(order_ptr + row) // CHOSEN
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     PARTS: tl.constexpr = 2 if GATED else 1
-    weight_ptr += expert * features * (K * PARTS)
+    weight_ptr += (expert - first) * features * (K * PARTS)
     w_at = weight_ptr + tl.minimum(n, features - 1).to(tl.int64)[:, None] * K + k[None, :]
     up_offset = tl.cast(features, tl.int64) * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

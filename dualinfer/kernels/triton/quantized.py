@@ -215,10 +215,13 @@ def linear(
     return y
 
 
-def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False) -> Any:
-    """The matrix [out, width] that a weight stands for, in `dtype`, by default that of `like`."""
+def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False, out: Any = None) -> Any:
+    """The matrix [out, width] that a weight stands for, in `dtype`, by default that of `like`.
+
+    It is written to `out`, contiguous, if that is given.
+    """
     features = weight.data.shape[0]
-    y = like.new_empty((features, weight.width), dtype=dtype or like.dtype)
+    y = like.new_empty((features, weight.width), dtype=dtype or like.dtype) if out is None else out
     per = 128 // weight.bits
     quads = min(next_power_of_2(triton.cdiv(weight.width, per)), 64)
     rows = max(1, _VALUES // (quads * per))
