@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
-from .caches import CacheView
+from .caches import CacheView, CrossView
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Leaf]
@@ -34,7 +34,11 @@ class Params(Protocol):
 
     @property
     def layers(self) -> Sequence[Weights]:
-        """The weights of each layer."""
+        """The weights of each layer; those of an encoder's layers follow."""
+        ...
+
+    def of_encoder(self, decoder: int) -> "Params":
+        """The weights of the encoder, whose layers follow those of a `decoder` of so many."""
         ...
 
 
@@ -87,7 +91,8 @@ class LayerAttention(NamedTuple):
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
-    queries and keys, and the part that this one's keys have in a sum over devices.
+    queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
+    is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
     """
 
     spec: Attention
@@ -96,6 +101,7 @@ class LayerAttention(NamedTuple):
     frequencies: Array | None = None
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
+    bias: Array | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -116,7 +122,8 @@ class LayerAttention(NamedTuple):
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
+        bias = w["relative_bias"] if spec.bias else None
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias)
 
 
 class BlockOps(Protocol):
@@ -238,6 +245,15 @@ class BlockOps(Protocol):
         """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
         ...
 
+    def convolve(
+        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+    ) -> Array:
+        """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
+
+        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        """
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
         ...
@@ -301,6 +317,32 @@ class Ops(BlockOps, Protocol):
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        """
+        ...
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: Array,
+        kv: Array,
+        mask: Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[Array, CrossView | None]:
+        """Attention of sequences to others, q [B, T, H D] to [B, T, H D], and the cache.
+
+        kv [B, S, 2 K D] are the others' keys, then values; of these bool `mask` [B, S] shows at
+        least one in each row, None all. With a cache the first `lengths` [B] of them are in the
+        result, in its int `slots` [B].
+        """
+        ...
+
+    def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
+        """Attention of one token a slot, q [N, 1, H D] to [N, 1, H D], to all that its slot keeps.
+
+        A slot that keeps nothing gives what is finite.
         """
         ...
 

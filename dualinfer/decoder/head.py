@@ -28,7 +28,8 @@ def outputs(
     if "pooler.weight" in params.outer:
         result["pooler_output"] = pooled(params, ops, last)
     if keep:
-        result["hidden_states"] = (*states[:-1], last)
+        name = "decoder_hidden_states" if spec.encoder else "hidden_states"
+        result[name] = (*states[:-1], last)
     return result
 
 

@@ -5,8 +5,12 @@ everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query he
 G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
@@ -48,16 +52,50 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
+class RelativeBias:
+    """A learned number for each head and bucket of distances, added to scaled scores (T5).
 
+    Distances of `most` tokens and more are alike. One bucket of `buckets` serves each of the first
+    distances, and those behind share the rest by their logarithm; with `both_ways` half of them are
+    for keys behind the query, else those have the bucket of distance 0.
+    """
+
+    buckets: int
+    most: int
+    both_ways: bool
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The bucket of each key that lies -most to most tokens behind the query.
+
+        HF's `_relative_position_bucket`, in the same float32 arithmetic.
+        """
+        buckets = self.buckets // 2 if self.both_ways else self.buckets
+        exact, found = buckets // 2, []
+        steps = np.float32(math.log(self.most / exact))
+        for behind in range(-self.most, self.most + 1):
+            away = abs(behind) if self.both_ways else max(-behind, 0)
+            bucket = away
+            if away >= exact:
+                part = np.log(np.float32(away) / np.float32(exact)) / steps
+                bucket = exact + int(part * np.float32(buckets - exact))
+            first = buckets if self.both_ways and behind > 0 else 0
+            found.append(first + min(bucket, buckets - 1))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer, to its own sequence or across to another one.
+
+    `window` counts the visible tokens, the query's own included.
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
     scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
-    the query at position p is times 1 + b ln(1 + floor(p / n)).
+    the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
     """
 
     heads: int
@@ -75,6 +113,7 @@ class Attention:
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
     softcap: float | None = None
+    bias: RelativeBias | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -138,6 +177,9 @@ class Experts:
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
+    With `cross` a second attention stands between the two, `pre` or `post`: its keys and values are
+    of what an encoder gives.
+
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
@@ -151,6 +193,7 @@ class Layer:
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    cross: Attention | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +220,10 @@ class ModelSpec:
     gives in their place (HF's Granite, not its Gemma). With `positions_from_mask` the positions
     that forward takes by default count real tokens only. If a model `packs`, positions that start
     anew separate sequences. `embed_width` is that of the embedding and of the head where a
-    projection lies between them and the layers (OPT-350m).
+    projection lies between them and the layers (OPT-350m). With an `encoder` this is a decoder that
+    attends across to what that gives of another sequence, and that begins with the id `start`, if
+    the model names one. With `mel` it reads log-mel spectrograms of so many bins in the place of
+    ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -198,6 +244,24 @@ class ModelSpec:
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
+    encoder: "ModelSpec | None" = None
+    start: int | None = None
+    mel: int = 0
+
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, then those of the encoder: numbers of layers in the weights are by these."""
+        return self.layers + (self.encoder.layers if self.encoder else ())
+
+    def number(self, part: "ModelSpec", index: int) -> int:
+        """The number in `all_layers` of a layer of `part`, this model or its encoder."""
+        return index + (len(self.layers) if self.encoder and not part.encoder else 0)
+
+    def with_layers(self, layers: Sequence[Layer]) -> "ModelSpec":
+        """The same model of other layers, given as `all_layers` has them."""
+        own, rest = tuple(layers[: len(self.layers)]), tuple(layers[len(self.layers) :])
+        encoder = replace(self.encoder, layers=rest) if self.encoder else None
+        return replace(self, layers=own, encoder=encoder)
 
     def extent(self, axis: str, layer: int | None = None) -> int:
         """Elements of an axis by its name; of a joined one, such as `q+k+v`, of all its parts.
@@ -223,20 +287,29 @@ class ModelSpec:
             "types": self.token_types,
             "one": 1,
         }
+        if self.encoder:
+            outer["source_positions"] = self.encoder.extent("positions")
+            outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
-        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
+        attention, mlp = self.all_layers[layer].attention, self.all_layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
+            "buckets": attention.bias.buckets if attention.bias else 0,
         }
         if isinstance(mlp, Experts):
             inner["experts"] = mlp.count
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def frames(self) -> int:
+        """Frames of every spectrogram that the model reads; 0 where it reads ids."""
+        return 2 * self.learned_positions if self.mel else 0
 
     @property
     def causal(self) -> bool:

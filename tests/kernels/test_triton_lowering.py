@@ -203,8 +203,10 @@ def decoding(
     heads["BLOCK_D"] = next_power_of_2(dim)
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
+    flags += ("CROSS",)
     flags = dict.fromkeys(flags, False)
-    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale"))
+    names = ("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale", "relative_ptr")
+    absent = dict.fromkeys(names)
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
@@ -227,7 +229,7 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
     for name, rows in (("q", config.block_m), ("k", config.block_n), ("v", config.block_n)):
         values[name] = f"tensordesc<x[1, 1, {rows}, {main}]>"
         values[f"{name}_rest"] = f"tensordesc<x[1, 1, {rows}, {rest}]>" if rest else None
-    names = ("mask", "segments", "positions", "slopes", "sinks")
+    names = ("mask", "segments", "positions", "slopes", "sinks", "relative")
     values |= dict.fromkeys(f"{name}_ptr" for name in names)
     values |= {"softcap": None, "alibi_scale": None, "window": None, "dtypes": dtypes}
     values |= {"num_warps": config.warps, "num_stages": config.stages}
@@ -362,6 +364,9 @@ VARIANTS: list[Variant] = [
     decoding(32, 8, 4, 128, **INTEGERS8, k_ptr="*i8", v_ptr="*i8"),
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
     decoding(1, 4, 2, 256, **INTEGERS8, k_ptr="*i8", v_ptr="*i8"),
+    decoding(1, 16, 1, 64, ROTARY=0, frequencies_ptr=None, relative_ptr="*x"),
+    decoding(1, 20, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),
+    decoding(32, 16, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
     attending(64, 2048),
     attending(80, 2048),
@@ -371,6 +376,8 @@ VARIANTS: list[Variant] = [
     attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
     attending(128, 2048, slopes_ptr="*fp32"),
     attending(64, 2048, **ROUNDED),
+    attending(64, 512, CAUSAL=False, mask_ptr="*i1", relative_ptr="*x"),
+    attending(64, 2048, relative_ptr="*x"),
     attending(128, 2048, window="i32"),
     attending(256, 2048),
     attending(256, 2048, softcap="fp32", window="i32"),

@@ -17,7 +17,7 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
     pass gives back for each token: they are there twice while they are put to those of others.
     """
     most = 1
-    for layer in spec.layers:
+    for layer in spec.all_layers:
         a, mlp = layer.attention, layer.mlp
         up = mlp.ffn * (3 if mlp.gated else 2)
         if isinstance(mlp, Experts):  # hidden values and results of all pairs lie side by side

@@ -100,6 +100,25 @@ def prompt_rows(
     return ids, where, rows
 
 
+def source_rows(
+    requests: Sequence[Request], count: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
+    """What an encoder reads for `count` rows, in buckets, and how many places are real, [B].
+
+    Ids [B, S] or spectrograms [B, 2 S, mel], of one length; () for none.
+    """
+    sources = [r.source for r in requests if r.source is not None]
+    if not sources:
+        return ()
+    longest, rest = max(map(len, sources)), sources[0].shape[1:]
+    width = longest if rest else bucket(longest, SMALLEST_PROMPT)
+    given = np.zeros((count, width, *rest), np.float32 if rest else np.int32)
+    lengths = np.ones(count, np.int32)
+    for i, source in enumerate(sources):
+        given[i, : len(source)], lengths[i] = source, requests[i].encoded
+    return given, lengths
+
+
 def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:
     """The prompts' embeddings in the bucket `shape` [B, T]: [B, T, W]; None where they are ids."""
     if requests[0].embeds is None:

@@ -9,6 +9,7 @@ from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import (
+    bart,
     bert,
     bloom,
     fairseq,
@@ -22,6 +23,8 @@ from . import (
     mpt,
     opt,
     relatives,
+    t5,
+    whisper,
 )
 from .fields import ConfigFields
 
@@ -31,6 +34,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq),
+        *(bart, t5, whisper),
     )
     for model_type in family.CLASSES
 }

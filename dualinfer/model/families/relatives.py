@@ -294,7 +294,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     behind = kind.placement
     if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
         behind = "pre"
-    placement = {"parallel": parallel, "shared_norm": parallel}
+    placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
     mlps: list[Mlp | Experts] = [mlp] * len(attentions)
     if fields.family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, len(attentions))
@@ -480,8 +480,9 @@ def _table(
     )
 
     def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
-        mixed = own is not None and isinstance(mlp, Experts)
-        return (*layer, *(mixtures.make_rows(own, mlp, hf) if mixed else dense))
+        if own is None or not isinstance(mlp, Experts):
+            return (*layer, *dense)
+        return (*layer, *mixtures.make_rows(own, mlp, hf))
 
     by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)}
     return replace(table, layers=tuple(by_kind[layer.mlp] for layer in spec.layers))

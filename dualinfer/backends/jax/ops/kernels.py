@@ -40,14 +40,14 @@ from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call, capability_of
-from ....model.spec import Experts, ModelSpec, Rope, Router
+from ....model.spec import Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
+from ...caches import CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import mixtures, primitives
@@ -72,7 +72,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
@@ -96,6 +96,7 @@ class KernelOps(PlainOps):
         ),
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": "Triton, split KV, of one token; XLA of more",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
@@ -476,7 +477,7 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
-        how |= {"pdl": turn["pdl"]} | scoring(layer)
+        how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         apart = by_cudnn or (cache is not None and known is None)
         with jax.named_scope("rotary"):
@@ -547,10 +548,37 @@ class KernelOps(PlainOps):
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
                 written=(*held, self._counters),
+                relative=layer.bias,
                 **_norms_of(layer),
                 **scoring(layer),
             )
         return y[:, None], _with(known, filled)
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        slots, kv_heads, reach, dim = cache.k.shape
+        shape = a.heads // kv_heads, dim, cache.k.dtype.itemsize
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        assert self._counters is not None
+        with jax.named_scope("cross_attention"):
+            y, (self._counters,) = call(
+                decode_attention.decode_attention,
+                q[:, 0],
+                cache[:2],
+                cache.lengths,
+                heads=a.heads,
+                scale=a.scale,
+                counters=self._counters,
+                cross=True,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(slots),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y[:, None]
 
     def advance(
         self,

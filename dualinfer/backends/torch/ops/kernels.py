@@ -35,15 +35,15 @@ from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.tuning import Configurations, Key
-from ....model.spec import Experts, ModelSpec, Router
+from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
+from ...caches import CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
@@ -71,7 +71,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
@@ -93,6 +93,7 @@ class KernelOps(PlainOps):
         ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "sampling": "Triton, threefry2x32",
     }
 
@@ -464,7 +465,7 @@ class KernelOps(PlainOps):
             "alibi": layer.slopes,
             "softcap": a.softcap,
         }
-        backends = attention_choice.sdpa_backends(q, **how)
+        backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
                 y = F.scaled_dot_product_attention(
@@ -477,7 +478,7 @@ class KernelOps(PlainOps):
                 ).transpose(1, 2)
         else:
             counted = positions if layer.slopes is not None else None
-            how["alibi_scale"] = layer.alibi_scale
+            how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
@@ -501,11 +502,8 @@ class KernelOps(PlainOps):
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
-            slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
-            shape = a.heads // kv_heads, dim, known.k.element_size()
-            reach = min(reach, a.window or reach)
-            key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
-            config = self.configurations.find(key)
+            reach = min(known.capacity, a.window or known.capacity)
+            config = self._decode_config(known.k, len(lengths), a.heads, reach)
         y = decode_attention.decode_attention(
             qkv[:, 0],
             known[:2],
@@ -519,12 +517,39 @@ class KernelOps(PlainOps):
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            relative=layer.bias,
             config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
             **_norms_of(layer),
         )
         return y[:, None], cache
+
+    def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
+        """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        shape = heads // kv_heads, dim, keys.element_size()
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        return self.configurations.find(key)
+
+    @named("cross_attention")
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        y = decode_attention.decode_attention(
+            q[:, 0],
+            cache[:2],
+            cache.lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
+            cross=True,
+            config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),
+            sms=self.sms,
+            pdl=self.starts_early(len(q)),
+        )
+        return y[:, None]
 
     def sample(
         self,
