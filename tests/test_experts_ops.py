@@ -1,5 +1,6 @@
 """Routers and experts of both backends' ops: by kernels, interpreted, against plain ones."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from dualinfer.backends.contract import NormOf  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
+from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.decoder.blocks import mixture as block  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
+from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
 from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 
@@ -79,7 +82,25 @@ def test_kernels_give_what_plain_ops_give(name, tokens, backend):
 
     found, wanted = run(fast), run(plain)
     assert relative_rms(found, wanted) < 1e-6
-    assert all("Triton" in fast.implementations[op] for op in ("route", "experts"))
+    assert all("Triton" in fast.implementations[op] for op in ("router", "experts"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
+def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, tokens, backend):
+    layer, split = LAYERS[name], SimpleNamespace(sum=lambda y: y * 2)
+    if backend == "torch":
+        put, plain = torch.tensor, PlainOps()
+        fast: Any = SplitKernelOps(torch.device("cpu"), Configurations(), split, None)
+    else:
+        put, plain, fast = jax.numpy.asarray, JaxPlainOps(), interpreted_ops()
+        fast = fast.using(fast.make_scratch(1))
+    plain.split = fast.split = split
+    w = weights(layer, put)
+    x = put(np.random.default_rng(1).standard_normal((1, tokens, E), np.float32))
+    norm = NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None)
+    found, wanted = (np.asarray(block(layer, w, ops, x, norm, x)) for ops in (fast, plain))
+    assert relative_rms(found, wanted) < 1e-6
 
 
 def test_an_expert_of_all_tokens_has_no_launches_of_its_own_for_few(monkeypatch):

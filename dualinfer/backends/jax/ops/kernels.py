@@ -89,7 +89,7 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
-        "route": "Triton, with norm and choice in one launch",
+        "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
             "units"
@@ -289,7 +289,7 @@ class KernelOps(PlainOps):
         if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
             x, norm = self.norm(x, norm), None
         key = routing.tuning_key(count, *matrix.shape, matrix.dtype.itemsize)
-        with jax.named_scope("route"):
+        with jax.named_scope("router"):
             found, (self._counters,) = call(
                 routing.route,
                 x,

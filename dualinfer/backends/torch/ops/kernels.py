@@ -86,7 +86,7 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
-        "route": "Triton, with norm and choice in one launch",
+        "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
             "units, prompts of wide ones by torch's grouped_mm"
@@ -241,7 +241,7 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.xielu`."""
         return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
 
-    @named("route")
+    @named("router")
     def route(
         self,
         x: torch.Tensor,
