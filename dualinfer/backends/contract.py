@@ -225,6 +225,13 @@ class BlockOps(Protocol):
         """
         ...
 
+    def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
+        """Whether `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
+
+        Else it comes as `partial`.
+        """
+        ...
+
     def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
         """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
         ...

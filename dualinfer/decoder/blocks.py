@@ -115,7 +115,7 @@ def mixture(
         norm=norm,
     )
     partial = None
-    if experts.shared:
+    if experts.shared and not ops.adds_shared(x, experts, w):
         by = Neighbours(None, norm, experts.activation, experts.gated)
         partial = ops.partial_product(
             ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]

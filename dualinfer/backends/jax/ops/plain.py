@@ -231,6 +231,10 @@ class PlainOps:
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
     def gate(
         self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
     ) -> jax.Array:

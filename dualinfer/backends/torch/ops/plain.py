@@ -207,6 +207,10 @@ class PlainOps:
         y = y.to(x.dtype)
         return y if by.residual is None else by.residual + y
 
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
     def gate(
         self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
     ) -> torch.Tensor:
