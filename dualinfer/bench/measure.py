@@ -121,7 +121,7 @@ def decode_row(
     steps = task.new_tokens - 1
     per_token = [(whole - first) * 1e3 / steps for first, whole in runs]
     ms = statistics.median(per_token)
-    weights = counts.weight_bytes
+    weights = counts.read_bytes(task.batch)
     kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
     limit_ms = (weights + kv) / (limits.read_bandwidth * task.tp) * 1e3
     return {
@@ -153,7 +153,8 @@ def _forward(
 ) -> dict[str, Any]:
     first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
-    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
+    nbytes = counts.read_bytes(task.batch * task.tokens)
+    row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
 
 
