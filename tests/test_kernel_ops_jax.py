@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.jax import ahead, steps  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
@@ -276,7 +277,7 @@ def test_no_step_copies_the_cache(step, engines, monkeypatch):
     _, plain = engines("llama-gqa", **CASES["llama-gqa"])
     runner = plain.runner
     ops = KernelOps(gpu(core_count=132))
-    buffers = jax.eval_shape(lambda: runner.make_buffers(4, 8192, 1))
+    buffers = jax.eval_shape(lambda: runner.make_buffers(Room(4, 8192), 1))
     args = *buffers, jax.ShapeDtypeStruct((2,) if step == "decode" else (), np.int32)
     function = getattr(steps.Steps(runner.spec, ops, on_gpu=True), step)
     jitted = jax.jit(grouping.grouped(function), donate_argnums=(1, 2))

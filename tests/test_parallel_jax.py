@@ -20,7 +20,7 @@ import dualinfer  # noqa: E402
 from dualinfer import api  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
-from dualinfer.backends.caches import check_room  # noqa: E402
+from dualinfer.backends.caches import Room, check_room  # noqa: E402
 from dualinfer.backends.jax import ahead, cache  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
@@ -435,9 +435,9 @@ def test_a_cache_must_have_room_in_every_process(others):
             return [message, json.dumps(other).encode()]
 
     least = 10 if others == 10 else 300
-    check_room(Two(), 2, 16, least, 300, "cpu:0")
+    check_room(Two(), Room(2, 16), least, 300, "cpu:0")
     with pytest.raises(OutOfMemoryError, match=rf"\b{least:,} "):
-        check_room(Two(), 2, 16, least + 1, 300, "cpu:0")
+        check_room(Two(), Room(2, 16), least + 1, 300, "cpu:0")
 
 
 def test_devices_that_cannot_be_are_refused(llama):

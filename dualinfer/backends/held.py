@@ -34,7 +34,7 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
     """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
     scheme, size = row.scheme, 0
     if scheme is None:
-        return prod(shard.shape(row)) * itemsize
+        return prod(shard.shape(row)) * (4 if row.wide else itemsize)
     row = fit_row(row, [shard])
     sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
     for part, axes in row.parts.items():
@@ -60,7 +60,9 @@ def _described(weights: Iterable[tuple[str, int, int]]) -> dict[str, str]:
 
 
 def _row_kind(row: Row, dtype: str) -> str:
-    return dtype if row.scheme is None else row.scheme.name
+    if row.scheme is not None:
+        return row.scheme.name
+    return "float32" if row.wide else dtype
 
 
 def _kind(leaf: Leaf) -> str:

@@ -32,6 +32,8 @@ class Shape:
         names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         name = next((n for n in names if n in self.fields), names[0])
         fields = self.fields | {name: count}
+        if "encoder_layers" in fields:
+            fields = self.fields | {"encoder_layers": count, "decoder_layers": count}
         if "attention_types" in fields:  # GPT-Neo's are listed
             fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
         return replace(self, fields=fields)
@@ -137,6 +139,53 @@ def _bert(hidden: int, layers: int, heads: int) -> Shape:
         "intermediate_size": 4 * hidden,
     }
     return Shape("BertForMaskedLM", "bert", "float16", fields)
+
+
+def _t5(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        **{"d_model": hidden, "d_ff": ffn, "num_layers": layers, "num_heads": heads, "d_kv": 64},
+        **{"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    }
+    return Shape("T5ForConditionalGeneration", "t5", "bfloat16", fields)
+
+
+def _bart(class_name: str, model_type: str, hidden: int, layers: int, **more: Any) -> Shape:
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("layers", layers),
+            ("attention_heads", hidden // 64),
+            ("ffn_dim", 4 * hidden),
+        )
+    }
+    fields = {"d_model": hidden, **sides, "decoder_start_token_id": 2, **more}
+    return Shape(class_name, model_type, "float16", fields)
+
+
+def _xlm_roberta(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "vocab_size": 250002,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "pad_token_id": 1,
+    }
+    return Shape("XLMRobertaModel", "xlm-roberta", "float16", fields)
+
+
+def _modernbert(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "global_attn_every_n_layers": 3,
+    }
+    return Shape("ModernBertModel", "modernbert", "bfloat16", fields)
 
 
 SHAPES: dict[str, Shape] = {
@@ -256,8 +305,20 @@ SHAPES: dict[str, Shape] = {
             "sliding_window": 4096,
         },
     ),
+    "flan-t5-large": _t5(1024, 2816, 24, 16),
+    "flan-t5-xl": _t5(2048, 5120, 24, 32),
+    "bart-large": _bart("BartForConditionalGeneration", "bart", 1024, 12, forced_eos_token_id=None),
+    "whisper-large-v3": _bart(
+        *("WhisperForConditionalGeneration", "whisper", 1280, 32),
+        num_mel_bins=128,
+        vocab_size=51866,
+    ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    "xlm-roberta-base": _xlm_roberta(768, 12, 12),
+    "xlm-roberta-large": _xlm_roberta(1024, 24, 16),
+    "modernbert-base": _modernbert(768, 1152, 22, 12),
+    "modernbert-large": _modernbert(1024, 2624, 28, 16),
 }
 
 
@@ -330,6 +391,6 @@ def open_model(name: str) -> Model:
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)
-    config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
+    config = AutoConfig.for_model(shape.model_type, **(_SPECIAL | shape.fields))
     config.architectures = [shape.class_name]
     return Model(name, config, shape.class_name, None, shape.dtype)

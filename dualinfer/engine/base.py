@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
-from ..errors import ArgumentError, ClosedError
+from ..errors import ArgumentError, ClosedError, UnsupportedError
+from ..model.embedding import TextEmbedding
 from ..model.kept_config import made
 from ..parallel.agreement import Peers
 from ..parallel.spmd import Call, Turns
@@ -23,7 +24,8 @@ class About:
     `peers` are the processes that share it, and the engine's to close. `config` and
     `generation_config` are the model's own, HF's objects, or None; `source` says where the weights
     are from, and `notes` what was decided for the user. `load_tokenizer` gives the model's
-    tokenizer, and is None where nothing tells where that lies. A module that was `made_here` is
+    tokenizer, and `load_embedding` how its folder embeds texts; they are None where nothing tells
+    where that lies. A module that was `made_here` is
     nobody else's: it was made of a checkpoint.
     """
 
@@ -35,6 +37,7 @@ class About:
     notes: Sequence[str]
     load_tokenizer: Callable[[], Any] | None = None
     made_here: bool = False
+    load_embedding: Callable[[], TextEmbedding] | None = None
 
 
 class InferenceEngine(TextCalls):
@@ -123,6 +126,14 @@ class InferenceEngine(TextCalls):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, without gradients."""
         raise NotImplementedError
+
+    def embed(self, inputs: Any, **options: Any) -> Any:
+        """One vector of each text; in fused mode alone."""
+        raise UnsupportedError(
+            f"embed() needs dualinfer's own forward pass, and this engine runs in {self._mode} "
+            "mode. Pass a folder or hub id of a family that fused mode knows, or "
+            "replace_with_kernel_inject=True."
+        )
 
     def can_generate(self) -> bool:
         """True if `generate` serves this model."""

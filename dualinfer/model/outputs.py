@@ -4,7 +4,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FIELDS = ("loss", "logits", "last_hidden_state", "pooler_output", "hidden_states")  # HF's order
+# In HF's order.
+FIELDS = (
+    *("loss", "logits", "start_logits", "end_logits"),
+    *("last_hidden_state", "pooler_output", "hidden_states"),
+    *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
+)
 
 
 _CLASSES = {

@@ -166,6 +166,11 @@ class _FusedEngine(_Engine):
         tokens.
         """
         runner = self.runner
+        if runner.spec.encoder:
+            raise UnsupportedError(
+                f"apply() is a function of one sequence; {runner.spec.architecture} reads two. "
+                "Call the engine itself."
+            )
         weights = read_tree(params, runner.params)
         inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
         forward = batch_by_rows(runner.pure_forward(output_hidden_states))

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import ModelSpec
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheSpec, CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...caches import CacheSpec, CacheView, CrossView
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from .. import sampler
 from ..parallel import Split
 from ..params import Params
 from ..profiling import span
 from ..sampler import SlotState
-from . import primitives
+from . import mixtures, primitives
 
 if TYPE_CHECKING:
     from ..exchange import Exchange
@@ -91,7 +91,7 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -123,6 +123,21 @@ class PlainOps:
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
 
+    def pool(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.like`."""
+        return x.to(other.dtype)
+
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
         y = self.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
@@ -148,6 +163,61 @@ class PlainOps:
             y = y + by.bias
         return y if by.residual is None else by.residual + y
 
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See `contract.BlockOps.partial_product`."""
+        return self.linear(*self._share_input(x, weight))
+
+    def _share_input(self, x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:
+        """A rank's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return primitives.SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        if partial is not None:
+            y = y + partial
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.to(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
+    def gate(
+        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        return (y * gate.sigmoid()).to(y.dtype)
+
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
@@ -159,6 +229,18 @@ class PlainOps:
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
@@ -173,7 +255,7 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
     def angles(
@@ -275,6 +357,8 @@ class PlainOps:
             alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2), cache
 
@@ -299,8 +383,36 @@ class PlainOps:
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2)[:, None], cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, k, v, mask, scale=a.scale).flatten(-2), cache
+
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        at = torch.arange(cache.capacity, device=q.device)
+        visible = at[None] < cache.lengths[:, None].clamp(min=1)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, *cache.read(), visible, scale=a.scale).flatten(-2)
 
     def sample(
         self,
@@ -327,6 +439,12 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    k, v = kv.unflatten(-1, (2, -1, a.head_dim)).unbind(2)
+    return k, v
 
 
 def last_of(
