@@ -1175,7 +1175,7 @@ def test_the_longest_text_fits(backend, hf_model):
     ("name", "field", "positions"),  # what a bucket exceeds, and what a cache's bucket is
     [
         ("gpt2", "n_positions", 40),
-        ("bloom", "seq_length", 40),
+        pytest.param("bloom", "seq_length", 40, marks=pytest.mark.slow),
         ("llama-mqa", "max_position_embeddings", 64),
     ],
 )

@@ -108,11 +108,11 @@ def _prepare_kernels(device: jax.Device) -> None:
     Whatever fails here fails again where the kernels are needed, and is told there.
     """
     with suppress(Exception):
-        from ...kernels.triton import ahead
+        from ...kernels.xla.handler import prepare
         from ...kernels.xla.launches import capability_of
         from .ops import kernels  # noqa: F401
 
-        ahead.prepare(capability_of(device))
+        prepare(capability_of(device))
 
 
 def _streaming(
