@@ -304,8 +304,8 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
     on_jax = engine_of("t5", "jax")
     with pytest.raises(UnsupportedError, match="reads two"):
         on_jax.apply(on_jax.params, ids)
+    sizes = {"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2}
     with pytest.raises(UnsupportedError, match="lengths of both sequences"):
-        sizes = {"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2}
         on_jax.compile(compile_kwargs=sizes)
     with pytest.raises(ConfigError, match="keep_module_on_host"):
         dualinfer.init_inference(
