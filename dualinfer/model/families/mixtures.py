@@ -22,7 +22,8 @@ class Mixture:
 
     `expert` are the parts of one expert in files, gate, up and down; none where files have all
     experts in one tensor too. `shared` is the module of the shared expert. `choice_bias` is a
-    tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change nothing at inference.
+    tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change
+    nothing at inference.
     """
 
     block: str = "mlp"
