@@ -44,13 +44,18 @@ NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
 
 
+def tiny(name: str, **changes: Any) -> Any:
+    """A tiny HF model, or mixture, with a small vocabulary."""
+    make = make_mixture if name in MIXTURES else make_model
+    return make(name, vocab_size=VOCAB, **changes)
+
+
 @pytest.fixture
 def engines(monkeypatch):
     """A function from a tiny model to engines of it: by the kernels, and by plain torch."""
 
     def make(name: str, **changes: Any):
-        make = make_mixture if name in MIXTURES else make_model
-        model = make(name, vocab_size=VOCAB, **changes)
+        model = tiny(name, **changes)
         options = {"dtype": "fp32", "replace_with_kernel_inject": True}
         plain = dualinfer.init_inference(model, use_triton=False, **options)
         with monkeypatch.context() as patch:
