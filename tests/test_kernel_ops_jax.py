@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,32 @@ def with_logits(
     first = len(prompts[0])
     assert sorted(by_position) == list(range(first, first + new))
     return text, np.stack([by_position[first + i] for i in range(new)], 1)
+
+
+def test_triton_is_looked_through_while_weights_are_read(monkeypatch):
+    """On a GPU, and only where its kernels are wanted."""
+    read = backend.load_params
+
+    def load(*args: Any) -> Any:
+        for thread in begun_threads():
+            thread.join()
+        order.append("weights")
+        return read(*args)
+
+    def begun_threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "dualinfer-triton"]
+
+    order: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: KernelOps(gpu(core_count=132)))
+        patch.setattr(backend, "runs_kernels", lambda device: True)
+        patch.setattr(backend, "_prepare_kernels", lambda device: order.append("Triton"))
+        patch.setattr(backend, "load_params", load)
+        model = make_model("llama-gqa", vocab_size=VOCAB)
+        dualinfer.init_inference(model, **OPTIONS).close()
+        assert order == ["Triton", "weights"]
+        dualinfer.init_inference(model, **OPTIONS | {"replace_with_kernel_inject": False}).close()
+    assert order == ["Triton", "weights", "weights"]
 
 
 # What is compiled

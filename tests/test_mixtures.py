@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -226,3 +227,37 @@ def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
     with dualinfer.init_inference(str(tmp_path), **how) as engine:
         assert any("fp4" in kind for kind in engine.report().weights)
         assert relative_rms(engine(ids).logits, expected) < 1e-5
+
+
+def test_bytes_of_active_experts_by_hand():
+    """OLMoE: 16 layers of 64 experts of 3 x 1024 x 2048, of which a token chooses 8."""
+    pytest.importorskip("typer")
+    from dualinfer.bench.counts import Counts
+    from dualinfer.bench.random_weights import plan_weights
+    from dualinfer.bench.shapes import open_model
+
+    counts = Counts.of(plan_weights(open_model("olmoe-1b-7b"), "bfloat16", None), "bfloat16")
+    expert, vocab = 3 * 1024 * 2048, 50304 * 2048
+    layer = 4 * 2048 * 2048 + 64 * 2048 + 4 * 2048  # attention, router and four norms
+    rest = 16 * layer + vocab + 2048
+    assert counts.weight_bytes == 2 * (rest + 16 * 64 * expert)
+    assert counts.read_bytes(1) == 2 * (rest + 16 * 8 * expert)
+    distinct = 64 * (1 - (1 - 8 / 64) ** 32)  # of 32 sequences
+    assert abs(counts.read_bytes(32) - 2 * (rest + 16 * distinct * expert)) <= 1
+    assert counts.body == 16 * (4 * 2048 * 2048 + 64 * 2048 + 8 * expert)
+
+
+def test_plan_says_what_a_step_reads_of_a_mixture(tmp_path):
+    testing = pytest.importorskip("typer.testing")
+    from dualinfer.cli.main import app
+
+    make("qwen3_moe").config.save_pretrained(tmp_path)
+    result = testing.CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["plan", str(tmp_path), "--tp", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "layers.0-1.experts.up.weight 5 x 38 x 60" in text
+    assert re.search(
+        r"active: a step reads [\d.]+ \w+ of [\d.]+ \w+ for one token, .* tokens", text
+    )

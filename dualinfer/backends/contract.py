@@ -225,6 +225,13 @@ class BlockOps(Protocol):
         """
         ...
 
+    def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
+        """Whether `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
+
+        Else it comes as `partial`.
+        """
+        ...
+
     def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
         """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
         ...
@@ -252,6 +259,27 @@ class BlockOps(Protocol):
 
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
+        ...
+
+    def pool(
+        self,
+        x: Array,
+        weights: Array,
+        segments: Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> Array:
+        """One vector of each of `count` segments of x [B, T, E]: float32 [B, count, E].
+
+        It is the sum of its tokens times their float32 `weights` [B, T], or with `largest` each
+        element's greatest value among the tokens whose weight is not 0. int `segments` [B, T] say
+        which tokens are whose, those from `count` on nobody's; without them a row is one. What has
+        no token gives 0.
+        """
+        ...
+
+    def like(self, x: Array, other: Array) -> Array:
+        """x in the dtype of `other`."""
         ...
 
     def gather_logits(self, logits: Array) -> Array:
@@ -301,9 +329,9 @@ class Ops(BlockOps, Protocol):
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
-        [B, T] number packed sequences, which do not see each other; int `positions` [B, T] are what
-        ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
-        start of its int `slots` [B].
+        [B, T] number packed sequences, from left to right, which do not see each other; int
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
+        are in the result from the start of its int `slots` [B].
         """
         ...
 

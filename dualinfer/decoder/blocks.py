@@ -71,7 +71,7 @@ def block(
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
-        x = attention(norm("attn_norm"), x, spend)
+        x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
             x = cross(x, norm("cross_norm"), x)
         return mlp(x, norm("mlp_norm"), x)
@@ -115,7 +115,7 @@ def mixture(
         norm=norm,
     )
     partial = None
-    if experts.shared:
+    if experts.shared and not ops.adds_shared(x, experts, w):
         by = Neighbours(None, norm, experts.activation, experts.gated)
         partial = ops.partial_product(
             ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]

@@ -118,7 +118,7 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -145,6 +145,21 @@ class PlainOps:
         return primitives.layer_norm(
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
+
+    def pool(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        segments: jax.Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> jax.Array:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.like`."""
+        return x.astype(other.dtype)
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
@@ -215,6 +230,10 @@ class PlainOps:
             y = y + mixtures.biases(bias, routing)
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
 
     def gate(
         self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None

@@ -18,26 +18,29 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    experts,
     head_norm,
     linear,
     quantized,
     rotary,
+    routing,
     sampling,
     thresholds,
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.eight_bit import EightBitConfig
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.tuning import Configurations, Key
-from ....model.spec import Attention, ModelSpec
+from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import EightBit, packed, rounds_input
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache
@@ -48,6 +51,8 @@ from ..sampler import SlotState
 from . import primitives
 from .plain import Chunk, PlainOps, last_of
 
+# Of an expert on average, and its ffn: from there torch's products are faster on an H100.
+_GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -81,6 +86,11 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
+        "router": "Triton, with norm and choice in one launch",
+        "experts": (
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units, prompts of wide ones by torch's grouped_mm"
+        ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
@@ -230,6 +240,90 @@ class KernelOps(PlainOps):
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `contract.BlockOps.xielu`."""
         return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
+
+    @named("router")
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
+        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+            return super().route(x, weight, router, norm=norm, **beside)
+        count = x.numel() // x.shape[-1]
+        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        matrix = weight.data
+        key = routing.tuning_key(count, *matrix.shape, matrix.element_size())
+        found = routing.route(
+            x,
+            matrix,
+            **beside,
+            **routing.arguments(router),
+            norm=NormArguments.of(norm),
+            counters=self._zeros(linear.MOST_TILES),
+            config=self.configurations.find(key),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
+        return Routing(*found)
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return shares_launches(mixture, w, x.numel() // x.shape[-1])
+
+    @named("experts")
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        if held is None:
+            return super().experts(x, mixture, w, routing, by, partial)
+        return self._mixed(x, held, routing, by, partial)
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: torch.Tensor | None,
+        config: ExpertsConfig | None = None,
+    ) -> torch.Tensor:
+        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
+        count, chosen, norm = x.numel() // x.shape[-1], routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        if config is None:
+            key = experts.tuning_key(count, chosen, mixture, x.element_size())
+            config = self.configurations.find(key)
+        return experts.experts(
+            x,
+            mixture,
+            cast(Any, routing),
+            norm=NormArguments.of(norm),
+            residual=by.residual,
+            partial=partial,
+            dtype=torch.float32 if by.wide else None,
+            config=config,
+            product=grouped_product if takes_groups(mixture, count * chosen, x) else None,
+            counters=self._zeros(linear.MOST_TILES),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
@@ -516,6 +610,21 @@ class KernelOps(PlainOps):
         if (rows, vocab) not in self._workspaces:
             self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
         return self._workspaces[rows, vocab]
+
+
+def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
+    """Whether torch's products of groups are faster than our tiles for so many pairs."""
+    known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
+    if not known or isinstance(mixture.up, quantized.Packed):
+        return False
+    (total, _, width), features = mixture.up.shape, mixture.features
+    large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN
+    return large and width % 8 == 0 and features % 8 == 0  # its rows begin at 16 bytes
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of x times the weights [X, out, in] of their groups, which end at `ends`."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:

@@ -157,6 +157,9 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        return self.ops.adds_shared(x, mixture, w)
+
     def gate(
         self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
     ) -> torch.Tensor:
@@ -166,6 +169,9 @@ class _Recorder:
         return x
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        return x
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
 
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
