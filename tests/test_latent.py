@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer.backends.caches import CacheSpec, cache_bytes, cache_specs
+from dualinfer.backends.caches import CacheSpec, Room, cache_bytes, cache_specs
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.random_weights import plan_weights
 from dualinfer.bench.shapes import open_model
@@ -32,10 +32,10 @@ CASE = "deepseek_v2, dense"
 def test_latents_take_a_tenth_of_what_heads_would():
     spec, table = open_model("deepseek-v2-lite").describe()
     specs = cache_specs(spec)
-    held = cache_bytes(specs, 32, 4096, 2)
+    held = cache_bytes(specs, Room(32, 4096), 2)
     assert held == 32 * 4096 * 27 * (512 + 64) * 2
     full = [CacheSpec("full", 16, 192, 192)] * 27
-    assert held <= cache_bytes(full, 32, 4096, 2) / 10
+    assert held <= cache_bytes(full, Room(32, 4096), 2) / 10
     counts = Counts.of(plan_weights(open_model("deepseek-v2-lite"), "bfloat16", None), "bfloat16")
     assert counts.read_bytes(1) == pytest.approx(2.45e9 * 2, rel=0.01)  # six of 64 experts
     assert counts.kv_bytes("bfloat16", 32, 4096, 2) == held

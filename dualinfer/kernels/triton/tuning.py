@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from . import attention_choice, decode_attention, eight_bit, latent, linear, quantized
+from . import (
+    attention_choice,
+    decode_attention,
+    eight_bit,
+    experts,
+    latent,
+    linear,
+    quantized,
+    routing,
+)
 from .tunable import Key, Kind, Tunable
 
 Config: TypeAlias = Any  # one of the kinds of the op
@@ -17,7 +26,16 @@ _OPS: Mapping[str, Tunable] = {
     tunable.op: tunable
     for tunable in (
         op.TUNABLE
-        for op in (linear, quantized, eight_bit, decode_attention, latent, attention_choice)
+        for op in (
+            linear,
+            quantized,
+            eight_bit,
+            decode_attention,
+            latent,
+            attention_choice,
+            routing,
+            experts,
+        )
     )
 }
 
