@@ -480,8 +480,9 @@ def _table(
     )
 
     def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
-        mixed = own is not None and isinstance(mlp, Experts)
-        return (*layer, *(mixtures.make_rows(own, mlp, hf) if mixed else dense))
+        if own is None or not isinstance(mlp, Experts):
+            return (*layer, *dense)
+        return (*layer, *mixtures.make_rows(own, mlp, hf))
 
     by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)}
     return replace(table, layers=tuple(by_kind[layer.mlp] for layer in spec.layers))
