@@ -164,6 +164,7 @@ def test_text_is_that_of_transformers(name, backend):
     ):
         wanted = text_of(model, **source, **GREEDY | more)
         assert engine.generate(**source, **GREEDY | more).tolist() == wanted, more
+    assert not any("one step at a time" in note for note in engine.report().notes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -195,14 +196,18 @@ def test_a_longer_source_beside_an_open_stream_changes_nothing_of_it(backend):
     stream = engine.stream(short, **GREEDY)
     first = [next(stream), next(stream)]
     assert engine.generate(long, **GREEDY).tolist() == alone[1:]  # the cross cache grows
+    hidden = GREEDY | {"suppress_tokens": alone[1][1:3], "begin_suppress_tokens": [5, 6, 7]}
+    wanted = text_of(model_of("t5"), input_ids=torch.tensor(long).long(), **hidden)
+    assert engine.generate(long, **hidden).tolist() == wanted != alone[1:]
     assert [alone[0][0], *first, *stream] == alone[0]
+    assert engine.generate(short, **GREEDY).tolist() == alone[:1]  # and shows them again
     made = engine.report().compilations
     for tokens in (65, 80, 90):  # of one bucket, as the first was
         engine.generate(long[:, :tokens], **GREEDY)
         assert engine.report().compilations - made <= (backend == "jax"), tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_what_the_host_does_with_logits_is_as_in_transformers(backend):
     model, engine, source = model_of("bart"), engine_of("bart", backend), source_of("bart")
     asked = GREEDY | {
@@ -296,6 +301,12 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
     ):
         with pytest.raises(error, match=said):
             call()
+    on_jax = engine_of("t5", "jax")
+    with pytest.raises(UnsupportedError, match="reads two"):
+        on_jax.apply(on_jax.params, ids)
+    sizes = {"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2}
+    with pytest.raises(UnsupportedError, match="lengths of both sequences"):
+        on_jax.compile(compile_kwargs=sizes)
     with pytest.raises(ConfigError, match="keep_module_on_host"):
         dualinfer.init_inference(
             model_of("t5"), backend="torch", **OPTIONS, keep_module_on_host=True
@@ -317,7 +328,7 @@ def test_a_model_that_asks_for_beams_says_how_to_go_on():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_kernels_give_what_plain_ops_give(backend, monkeypatch):
     """Interpreted: a bias in prompts and in steps, and a token's attention across."""
     pytest.importorskip("triton")

@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
@@ -17,7 +20,7 @@ from .models import on_backends, random_ids, relative_rms
 
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-QUICK = ("qwen2_moe, one layer dense", "glm4_moe")
+QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
 
 
 def remember_routes(backend, monkeypatch):
@@ -95,6 +98,8 @@ SHARED = [
         ("qwen2_moe", "jax", 3, True),
         ("qwen2_moe", "torch", 2, False),
         ("qwen2_moe", "jax", 2, False),
+        ("gpt_oss", "torch", 3, False),
+        ("gpt_oss", "jax", 3, False),
         ("glm4_moe", "torch", 2, False),
         ("glm4_moe", "jax", 3, False),
         ("mixtral", "torch", 3, False),
@@ -185,3 +190,74 @@ def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
     config = getattr(hf, f"{name}Config")(**{**SIZES, **own}).to_dict()
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**config, **fields})
+
+
+def test_quantizing_experts_that_lie_turned_is_refused():
+    with pytest.raises(dualinfer.UnsupportedError, match="columns before rows"):
+        dualinfer.init_inference(make("gpt_oss"), **FUSED, quant="int8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices"),
+    [("torch", 1), ("jax", 1), pytest.param("jax", 3, marks=pytest.mark.slow)],
+)
+def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
+    """MXFP4's blocks and scales, as transformers makes values of them."""
+    model = make("gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16)
+    random, tensors = torch.Generator().manual_seed(5), dict(model.state_dict())
+    for i, layer in enumerate(model.model.layers):
+        for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            shape, whole = (5, rows, columns // 32), f"model.layers.{i}.mlp.experts.{name}"
+            how = {"dtype": torch.uint8, "generator": random}
+            blocks = torch.randint(0, 256, (*shape, 16), **how)
+            scales = torch.randint(121, 126, shape, **how)
+            del tensors[whole]
+            tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            getattr(layer.mlp.experts, name).data.copy_(values)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router"]}
+    fields = model.config.to_dict() | {"quantization_config": quantization}
+    fields["architectures"] = ["GptOssForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ids = random_ids(2, 9, vocab=VOCAB)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    how = {"backend": backend, "tensor_parallel": {"tp_size": devices}, **FUSED}
+    with dualinfer.init_inference(str(tmp_path), **how) as engine:
+        assert any("fp4" in kind for kind in engine.report().weights)
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+
+
+def test_bytes_of_active_experts_by_hand():
+    """OLMoE: 16 layers of 64 experts of 3 x 1024 x 2048, of which a token chooses 8."""
+    pytest.importorskip("typer")
+    from dualinfer.bench.counts import Counts
+    from dualinfer.bench.random_weights import plan_weights
+    from dualinfer.bench.shapes import open_model
+
+    counts = Counts.of(plan_weights(open_model("olmoe-1b-7b"), "bfloat16", None), "bfloat16")
+    expert, vocab = 3 * 1024 * 2048, 50304 * 2048
+    layer = 4 * 2048 * 2048 + 64 * 2048 + 4 * 2048  # attention, router and four norms
+    rest = 16 * layer + vocab + 2048
+    assert counts.weight_bytes == 2 * (rest + 16 * 64 * expert)
+    assert counts.read_bytes(1) == 2 * (rest + 16 * 8 * expert)
+    distinct = 64 * (1 - (1 - 8 / 64) ** 32)  # of 32 sequences
+    assert abs(counts.read_bytes(32) - 2 * (rest + 16 * distinct * expert)) <= 1
+    assert counts.body == 16 * (4 * 2048 * 2048 + 64 * 2048 + 8 * expert)
+
+
+def test_plan_says_what_a_step_reads_of_a_mixture(tmp_path):
+    testing = pytest.importorskip("typer.testing")
+    from dualinfer.cli.main import app
+
+    make("qwen3_moe").config.save_pretrained(tmp_path)
+    result = testing.CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["plan", str(tmp_path), "--tp", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "layers.0-1.experts.up.weight 5 x 38 x 60" in text
+    assert re.search(
+        r"active: a step reads [\d.]+ \w+ of [\d.]+ \w+ for one token, .* tokens", text
+    )

@@ -93,6 +93,7 @@ class LayerAttention(NamedTuple):
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
     queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
     is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
+    `sinks` float32 [H] are logits that join the softmax of every query, and no value.
     """
 
     spec: Attention
@@ -102,6 +103,7 @@ class LayerAttention(NamedTuple):
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
     bias: Array | None = None
+    sinks: Array | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -123,7 +125,8 @@ class LayerAttention(NamedTuple):
             for name in ("q_norm", "k_norm")
         )
         bias = w["relative_bias"] if spec.bias else None
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias)
+        sinks = w.get("sinks")
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias, sinks)
 
 
 class BlockOps(Protocol):
@@ -258,6 +261,27 @@ class BlockOps(Protocol):
         """cap * tanh(logits / cap), computed in float32."""
         ...
 
+    def pool(
+        self,
+        x: Array,
+        weights: Array,
+        segments: Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> Array:
+        """One vector of each of `count` segments of x [B, T, E]: float32 [B, count, E].
+
+        It is the sum of its tokens times their float32 `weights` [B, T], or with `largest` each
+        element's greatest value among the tokens whose weight is not 0. int `segments` [B, T] say
+        which tokens are whose, those from `count` on nobody's; without them a row is one. What has
+        no token gives 0.
+        """
+        ...
+
+    def like(self, x: Array, other: Array) -> Array:
+        """x in the dtype of `other`."""
+        ...
+
     def gather_logits(self, logits: Array) -> Array:
         """Logits [..., V] of each device's share of the vocabulary, in their dtype."""
         ...
@@ -305,9 +329,9 @@ class Ops(BlockOps, Protocol):
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
-        [B, T] number packed sequences, which do not see each other; int `positions` [B, T] are what
-        ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
-        start of its int `slots` [B].
+        [B, T] number packed sequences, from left to right, which do not see each other; int
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
+        are in the result from the start of its int `slots` [B].
         """
         ...
 

@@ -71,7 +71,7 @@ def block(
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
-        x = attention(norm("attn_norm"), x, spend)
+        x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
             x = cross(x, norm("cross_norm"), x)
         return mlp(x, norm("mlp_norm"), x)

@@ -231,6 +231,12 @@ class GenerationOptions:
         is_one = len(ids) == 1 and isinstance(ids[0], int) and not isinstance(ids[0], bool)
         return ids[0] if is_one and ids[0] >= 0 else NO_TOKEN
 
+    def hidden(self, name: str, vocab: int) -> tuple[int, ...]:
+        """The ids that an option suppresses; NO_TOKEN alone where HF shall say what is wrong."""
+        ids = self.processed[name]
+        known = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
+        return tuple(i for i in dict.fromkeys(ids) if i < vocab) if known else (NO_TOKEN,)
+
     @property
     def stepwise(self) -> list[str]:
         """Arguments for which the host chooses each token, by name."""

@@ -222,8 +222,9 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it. A key whose `mask` [B, T] is False is seen by no query; queries and keys of
-    different `segments` [B, T] do not see each other. A query left with no key at all sees itself.
+    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False
+    is seen by no query; queries and keys of different `segments` [B, T] do not see each other. A
+    query left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -231,7 +232,7 @@ def visible_keys(
     if causal:
         seen = seen & (age >= 0)
     if window is not None:
-        seen = seen & (age < window)
+        seen = seen & ((age if causal else np.abs(age)) < window)
     if mask is not None:
         seen = seen & mask[:, None, :]
     if segments is not None:

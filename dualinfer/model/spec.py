@@ -89,6 +89,7 @@ class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
     `window` counts the visible tokens, the query's own included.
+    Without `causal` it counts as many on either side, the query's own in both (ModernBERT).
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
@@ -183,7 +184,8 @@ class Layer:
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`.
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`. A `bare` block,
+    always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
     attention: Attention
@@ -194,21 +196,36 @@ class Layer:
     shared_norm: bool = False
     residual_scale: float = 1.0
     cross: Attention | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True)
 class Head:
-    """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
+    """What makes scores of the last hidden state: for the vocabulary, or for `labels`.
 
-    A model without a projection of its own among its weights reads the input embedding as one.
-    A logit is times `scale`; then `softcap` c makes it c * tanh(logit / c).
+    `causal` and `masked` heads project to the vocabulary. One without a projection of its own among
+    its weights reads the input embedding as one. A logit is times `scale`; then `softcap` c makes
+    it c * tanh(logit / c). A head for labels scores a `sequence` as one, each `token`, a `choice`
+    among several sequences (by one label), or the `span` from where to where an answer goes (by
+    two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
+    before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
+    a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
     """
 
-    kind: Literal["causal", "masked"]
+    kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
     activation: Activation | None = None
     norm: Norm | None = None
     softcap: float | None = None
     scale: float = 1.0
+    labels: int = 0
+    pooling: Literal["first", "real", "last", "mean"] | None = None
+    late: bool = False
+
+    @property
+    def of_vocab(self) -> bool:
+        """True if the scores are logits of the vocabulary."""
+        return self.kind in ("causal", "masked")
 
 
 @dataclass(frozen=True)
@@ -218,12 +235,15 @@ class ModelSpec:
     The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
     embedded tokens, rounded to their dtype; with `scales_embeds` also embeddings that a caller
     gives in their place (HF's Granite, not its Gemma). With `positions_from_mask` the positions
-    that forward takes by default count real tokens only. If a model `packs`, positions that start
-    anew separate sequences. `embed_width` is that of the embedding and of the head where a
-    projection lies between them and the layers (OPT-350m). With an `encoder` this is a decoder that
-    attends across to what that gives of another sequence, and that begins with the id `start`, if
-    the model names one. With `mel` it reads log-mel spectrograms of so many bins in the place of
-    ids, two frames for each position, by two convolutions.
+    that forward takes by default count real tokens only; with `pad` they count the ids that are not
+    it, from `pad` + 1 on, and are `pad` elsewhere (RoBERTa). If a model `packs`, positions that
+    start anew separate sequences. `embed_width` is that of the embedding and of the head where a
+    projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
+    types and the norm of the embedding have it as well, and the projection with its bias comes
+    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
+    `encoder` this is a decoder that attends across to what that gives of another sequence, and that
+    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
+    so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -235,12 +255,15 @@ class ModelSpec:
     learned_positions: int = 0
     position_offset: int = 0
     positions_from_mask: bool = False
+    pad: int | None = None
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0
     scales_embeds: bool = False
     embed_width: int | None = None
+    factored: bool = False
+    pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
@@ -283,6 +306,8 @@ class ModelSpec:
             "embed": self.embed,
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
+            "inner": (self.factored and self.embed_width) or self.embed,
+            "labels": self.head.labels if self.head else 0,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "one": 1,
@@ -332,6 +357,22 @@ class ModelSpec:
     def can_generate(self) -> bool:
         """True for a causal model with a vocabulary head."""
         return self.causal and self.head is not None and self.head.kind == "causal"
+
+    @property
+    def has_logits(self) -> bool:
+        """True if the model scores the vocabulary."""
+        return self.head is not None and self.head.of_vocab
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that its table of positions has rows for; 0 without a table."""
+        return max(0, self.learned_positions - (0 if self.pad is None else self.pad + 1))
+
+    @property
+    def can_pack(self) -> bool:
+        """True if several sequences in one row give what each gives by itself."""
+        rounded = any(layer.attention.alibi_rounded for layer in self.layers)
+        return self.original is None and not rounded
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

@@ -53,6 +53,7 @@ class Steps:
         token_types: jax.Array | None,
         segments: jax.Array | None,
         embeds: jax.Array | None = None,
+        weights: jax.Array | None = None,
         kept: jax.Array | None = None,
         source: jax.Array | None = None,
         source_positions: jax.Array | None = None,
@@ -61,12 +62,14 @@ class Steps:
         x: jax.Array | None = None,
         *,
         keep: bool,
+        texts: int = 0,
+        largest: bool = False,
         layers: range | None = None,
         last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`; `last` [B] as in
+        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`; `last` [B] as in
         `contract.Ops.angles`. The `source` and what goes with it are what an encoder reads.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
@@ -111,25 +114,30 @@ class Steps:
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
-        result = {**decoder.outputs(*model, states, keep, kept), **of_encoder}
+        if texts:
+            assert weights is not None and segments is not None
+            how = texts, largest
+            result = decoder.embeddings(*model, states[-1], weights, segments, how)
+            return result, ops.given_up()
+        result = {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
 
     def forward_panels(
-        self, params: Params, *arrays: Any, keep: bool, rows: int
+        self, params: Params, *arrays: Any, keep: bool, rows: int, **how: Any
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
         # The last is the x of a part, and this is the whole pass.
-        by_row, kept = [*arrays[:6], *arrays[7:-1]], arrays[6]
+        by_row, kept = [*arrays[:7], *arrays[8:-1]], arrays[7]
 
         ids, positions, embeds = *by_row[:2], by_row[5]
         given = ids if embeds is None else embeds
         last = jnp.full(rows, given.shape[1] - 1 if positions is None else positions.max())
 
         def some(part: list[Any]) -> Any:
-            inputs: Any = (*part[:6], kept, *part[6:])
-            return self.forward(params, *inputs, keep=keep, last=last)
+            inputs: Any = (*part[:7], kept, *part[7:])
+            return self.forward(params, *inputs, keep=keep, last=last, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -152,6 +160,7 @@ class Steps:
         *,
         choose: bool = True,
         source: tuple[jax.Array, jax.Array] | tuple[()] = (),
+        first: jax.Array | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
@@ -159,7 +168,8 @@ class Steps:
         they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
         state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
-        of it goes to the cache.
+        of it goes to the cache. bool `first` [B, V] are tokens that no first one may be, beside
+        those that a row hides.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -180,7 +190,9 @@ class Steps:
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
-        scores = decoder.logits(*model, last, wide=True)
+        scores = _shown(decoder.logits(*model, last, wide=True), rows)
+        if first is not None:
+            scores = jnp.where(first, -jnp.inf, scores)
         if not choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
@@ -343,7 +355,7 @@ class Steps:
         """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers)
-        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        scores = _shown(decoder.logits(self.spec, params, ops, x[:, 0], wide=True), state)
         state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
         return cache, state, ops.scratch, tokens, rows
 
@@ -381,10 +393,15 @@ class Steps:
         return replace(cache, layers=filled), y
 
 
+def _shown(logits: jax.Array, state: SlotState) -> jax.Array:
+    """Logits [N, V], -inf where a token is hidden."""
+    return logits if state.hidden is None else jnp.where(state.hidden, -jnp.inf, logits)
+
+
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
     """The state with `rows` in `slots`; those of slots that there are not are dropped."""
     merged = {
-        name: column.at[slots].set(getattr(rows, name), mode="drop")
+        name: None if column is None else column.at[slots].set(getattr(rows, name), mode="drop")
         for name, column in state._asdict().items()
     }
     return SlotState(**merged)
@@ -392,24 +409,26 @@ def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
 
 @jit_few
 def cut(
-    batch: int, tokens: int, kept: int | None = None, read: int | None = None
+    batch: int, tokens: int, kept: int | None = None, read: int | None = None, flat: bool = False
 ) -> Callable[[Any], Any]:
     """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
 
-    Those of an encoder have the tokens that it `read`.
+    Those of an encoder have the tokens that it `read`. With `flat` there is one score of a token,
+    not several.
     """
 
     def part(name: str, value: Any) -> Any:
         count = tokens if kept is None or name != "logits" else kept
         count = read if name.startswith("encoder_") else count
-        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - 1]], value)
+        axes = int(not (flat and name.endswith("logits")))
+        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
 
     return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
 
 
 @jax.jit
 def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+    """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
     real = labels != NO_LABEL
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]

@@ -130,15 +130,17 @@ class TorchRunner:
             source = (source.ids, source.positions, source.mask, source.embeds)
         tensors = [
             None if array is None else torch.from_numpy(array)
-            for array in (*arrays, inputs.embeds, inputs.kept, *source)
+            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        keep = inputs.output_hidden_states
+        how = inputs.output_hidden_states, inputs.texts, inputs.largest
         with self._own_settings(inputs.positions.size), span("forward"):
             if self._calls is not None:
-                result = self._calls.run(outputs, (*tensors, keep), {})
+                result = self._calls.run(outputs, (*tensors, *how), {})
             else:
-                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
+            if inputs.choices:
+                result["logits"] = result["logits"].reshape(-1, inputs.choices)
             if inputs.labels is not None:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
@@ -153,11 +155,14 @@ class TorchRunner:
         segments: torch.Tensor | None,
         embeds: torch.Tensor | None,
         kept: torch.Tensor | None,
+        weights: torch.Tensor | None,
         source: torch.Tensor | None,
         source_positions: torch.Tensor | None,
         source_mask: torch.Tensor | None,
         source_embeds: torch.Tensor | None,
         keep: bool,
+        texts: int,
+        largest: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         params = self._passed
@@ -181,12 +186,15 @@ class TorchRunner:
             if keep:
                 of_encoder["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
-        return {**decoder.outputs(*model, states, keep, kept), **of_encoder}
+        if texts:
+            assert weights is not None and segments is not None
+            return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
+        return {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
-        """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+        """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
+            logits.reshape(-1, logits.shape[-1]).float(),
             torch.from_numpy(labels).to(self.device).flatten().long(),
             ignore_index=NO_LABEL,
             reduction="mean" if count is None else "sum",
@@ -227,6 +235,7 @@ class TorchRunner:
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
+        state.hide(slots, [r.hidden for r in requests])
         if features.penalty:
             self._mark_seen(requests, slots)
         read = sum(r.encoded for r in requests)
@@ -235,6 +244,9 @@ class TorchRunner:
             sources = None if self.spec.encoder is None else [r.source for r in requests]
             last = self._prompts.run(self._passed, self._cache, prompts, rows, sources)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
+        for row, request in enumerate(requests):
+            if ids := [*request.hidden, *request.hidden_at_first]:
+                scores[row, ids] = -torch.inf
         return rows, scores
 
     @in_order
@@ -368,7 +380,7 @@ class TorchRunner:
             return self.ops.attend_kept(a, q, cache[len(self.spec.layers) + i])
 
         x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
-        return decoder.logits(*model, x[:, 0], wide=True)
+        return state.shown(decoder.logits(*model, x[:, 0], wide=True))
 
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
@@ -392,13 +404,16 @@ class TorchRunner:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(room)
         eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
-        old = self._state
-        if old is None or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
+        old, hides = self._state, any(r.hidden for r in self._live.requests)
+        hides = hides or (old is not None and old.hidden is not None)
+        fits = old is not None and hides == (old.hidden is not None)
+        if old is None or not fits or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            self._state = SlotState.make(count, eos_width, self.spec.vocab, self.device)
+            what = count, eos_width, self.spec.vocab, self.device, hides
+            self._state = SlotState.make(*what)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
             self._row = torch.empty(count, **integers)

@@ -118,7 +118,7 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -145,6 +145,21 @@ class PlainOps:
         return primitives.layer_norm(
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
+
+    def pool(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        segments: jax.Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> jax.Array:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.like`."""
+        return x.astype(other.dtype)
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
@@ -447,4 +462,5 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}
+    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
+    return {"scale": a.scale, **shared, **alibi}

@@ -403,6 +403,27 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     return jax.nn.softmax(jnp.concatenate((scores, beside), axis=-1), axis=-1)[..., :-1]
 
 
+@jax.named_scope("pool")
+def pool(
+    x: jax.Array,
+    weights: jax.Array,
+    segments: jax.Array | None,
+    count: int,
+    largest: bool,
+) -> jax.Array:
+    """See `contract.BlockOps.pool`."""
+    x = x.astype(jnp.float32)
+    if segments is None:
+        segments = jnp.zeros(weights.shape, jnp.int32)
+    if largest:
+        nobody = jnp.where(weights != 0, segments, count)
+        out = jnp.full((x.shape[0], count, x.shape[2]), -jnp.inf)
+        out = out.at[jnp.arange(len(x))[:, None], nobody].max(x, mode="drop")
+        return jnp.where(jnp.isneginf(out), 0.0, out)
+    owner = jnp.arange(count)[None, :, None] == segments[:, None, :]
+    return einsum("bmt,bte->bme", jnp.where(owner, weights[:, None, :], 0.0), x)
+
+
 def visible_keys(
     tokens: int,
     causal: bool,
@@ -418,6 +439,8 @@ def visible_keys(
         visible &= at[None, :] <= rows[:, None]
     if window is not None:
         visible &= at[None, :] > rows[:, None] - window
+        if not causal:
+            visible &= at[None, :] < rows[:, None] + window
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:

@@ -464,6 +464,7 @@ class KernelOps(PlainOps):
             "segments": segments,
             "alibi": layer.slopes,
             "softcap": a.softcap,
+            "sinks": layer.sinks,
         }
         backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
         if backends:
@@ -517,6 +518,7 @@ class KernelOps(PlainOps):
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
             relative=layer.bias,
             config=config,
             sms=self.sms,

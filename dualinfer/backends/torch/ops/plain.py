@@ -91,7 +91,7 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -122,6 +122,21 @@ class PlainOps:
         return primitives.layer_norm(
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
+
+    def pool(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.like`."""
+        return x.to(other.dtype)
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
@@ -342,6 +357,7 @@ class PlainOps:
             alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
+            sinks=layer.sinks,
             relative=layer.bias,
         )
         return y.flatten(-2), cache
@@ -367,6 +383,7 @@ class PlainOps:
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
             relative=layer.bias,
         )
         return y.flatten(-2)[:, None], cache

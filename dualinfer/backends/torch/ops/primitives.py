@@ -397,6 +397,27 @@ def _dense_attention(
     return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
 
 
+@named("pool")
+def pool(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    segments: torch.Tensor | None,
+    count: int,
+    largest: bool,
+) -> torch.Tensor:
+    """See `contract.BlockOps.pool`. Sums are one product, whose order does not change by runs."""
+    x = x.float()
+    if segments is None:
+        segments = torch.zeros(weights.shape, dtype=torch.int64, device=x.device)
+    if largest:
+        nobody = torch.where(weights != 0, segments.long().clamp(max=count), count)
+        out = x.new_full((x.shape[0], count + 1, x.shape[2]), float("-inf"))
+        out = out.scatter_reduce(1, nobody[..., None].expand_as(x), x, "amax")[:, :count]
+        return torch.where(out.isneginf(), 0.0, out)
+    owner = torch.arange(count, device=x.device)[None, :, None] == segments[:, None, :]
+    return torch.where(owner, weights[:, None, :], 0.0) @ x
+
+
 def visible_keys(
     tokens: int,
     device: torch.device,
@@ -412,6 +433,8 @@ def visible_keys(
         visible = visible & (at[None, :] <= at[:, None])
     if window is not None:
         visible = visible & (at[None, :] > at[:, None] - window)
+        if not causal:
+            visible = visible & (at[None, :] < at[:, None] + window)
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:
