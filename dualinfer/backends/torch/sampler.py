@@ -6,6 +6,7 @@ threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class SlotState:
 
     def take(self, rows: slice | torch.Tensor) -> "SlotState":
         """Some rows: those of a slice share memory, those of an index [N] are copies."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return SlotState(**{n: None if x is None else x[rows] for n, x in columns.items()})
 
     def write(self, slots: torch.Tensor, rows: dict[str, np.ndarray]) -> None:

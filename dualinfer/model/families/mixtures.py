@@ -52,7 +52,12 @@ _DEEPSEEK = Mixture(
     shared="shared_experts",
     choice_bias="gate.e_score_correction_bias",
 )
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
+_DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
+_TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
+    "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
+    "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
         shared="shared_experts",
@@ -64,6 +69,7 @@ MIXTURES: Mapping[str, Mixture] = {
         unused=(r"(^|\.)mtp_",),
     ),
     "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
     "gpt_oss": Mixture(
         router="router",
         count="num_local_experts",
@@ -148,7 +154,24 @@ def _router(fields: ConfigFields) -> Router:
     family = fields.family
     if family in ("gpt_oss", "granitemoe"):
         return Router(0, "chosen")
-    if family in ("dots1", "glm4_moe"):
+    if family == "deepseek_v2":
+        fields.require("norm_topk_prob", False)  # HF's router does not read it
+        fields.require("scoring_func", "softmax")
+        fields.require("topk_method", "greedy", "group_limited_greedy")
+        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+        if fields.take("topk_method") != "group_limited_greedy":
+            groups = chosen = 1
+        total = fields.size(MIXTURES[family].count)
+        if total % groups or chosen > groups:
+            raise ModelError(
+                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
+                "expected groups of one size, and no more open ones than there are."
+            )
+        scale = fields.number("routed_scaling_factor")
+        return Router(0, groups=groups, groups_chosen=chosen, scale=scale)
+    if family in _DEEPSEEKS:
+        fields.require("scoring_func", "sigmoid")
+        fields.require("topk_method", "noaux_tc")
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
         total = fields.size(MIXTURES[family].count)
         if total % groups or total // groups < 2 or chosen > groups:
@@ -176,9 +199,8 @@ def _shared(fields: ConfigFields) -> int:
         return fields.size("shared_expert_intermediate_size")
     if fields.family == "hunyuan_v1_moe":
         return fields.size("intermediate_size")
-    name = {"dots1": "n_shared_experts", "glm4_moe": "n_shared_experts"}.get(fields.family)
-    if name is not None:
-        return fields.size(name) * fields.size("moe_intermediate_size")
+    if fields.family in _DEEPSEEKS:
+        return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
     if fields.family == "ernie4_5_moe" and fields.take("moe_num_shared_experts"):
         return fields.size("moe_num_shared_experts") * fields.size("moe_intermediate_size")
     return 0
@@ -187,7 +209,11 @@ def _shared(fields: ConfigFields) -> int:
 def _which(fields: ConfigFields, layers: int) -> list[bool]:
     """Of each layer whether it has a mixture."""
     family = fields.family
-    if family in ("dots1", "glm4_moe"):
+    if family == "glm4_moe_lite":
+        kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
+        return [kind == "sparse" for kind in kinds]
+    if family in _DEEPSEEKS:
+        fields.require("moe_layer_freq", 1)
         dense = fields.take("first_k_dense_replace", 0)
         if type(dense) is not int or dense < 0:
             raise ModelError(
