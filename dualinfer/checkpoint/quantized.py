@@ -25,6 +25,7 @@ from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
 from .adapters import AdaptedSource, Adapter
+from .stacked import show_experts
 
 
 class QuantizedSource:
@@ -188,11 +189,15 @@ def open_quantized(
     return quantized, replace(table, matrices=quantized.matrix)
 
 
+# A rounded one would choose other experts, or weigh all that the shared one gives, for few bytes.
+_PLAIN = ("router.weight", "shared.gate.weight")
+
+
 def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:
     """The matrices of a plain source, quantized when they are read.
 
     Those are the layers' and the head: it, and an embedding that is the head, are HEAD, and all
-    else that lies outside of the layers stays plain.
+    else that lies outside of the layers stays plain, as routers do.
     """
     stored = set(source.names())
     schemes: dict[str, tuple[BlockScheme | None, bool]] = {}
@@ -202,6 +207,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
             if row.layer is not None:
                 is_qkv = {*row.axes[0].split("+")} <= {"q", "k", "v"}
                 scheme = recipe.scheme if recipe.qkv or not is_qkv else None
+                scheme = None if row.local_name in _PLAIN else scheme
             else:
                 scheme = HEAD if row.name == "head.weight" or part.name in tied else None
             turned = row.permutation(part) != tuple(sorted(row.permutation(part)))
@@ -273,6 +279,7 @@ def open_as_held(
         if held is not None:
             matrices = replace(held, open=lambda name: None if name in merged else held(name))
     if recipe is not None:
+        source = show_experts(source, table)
         matrices = quantize(recipe, table, source)
     if matrices is None:
         return source, table, notes

@@ -607,7 +607,6 @@ VARIANTS += [
     *choosing_experts(8, 4096, 8, 2, 14336),
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, **GPT_OSS),
     *choosing_experts(1, 2048, 60, 4, 1408, shared=5632),
-    *choosing_experts(32, 2048, 128, 8, 768)[1:],
     *choosing_experts(2048, 2048, 128, 8, 768, router=GROUPS)[0:3],
     *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, **GPT_OSS)[2:],
 ]
@@ -615,10 +614,9 @@ MXFP4 = "fp4_e2m1", 32, "float8_e8m0fnu"
 VARIANTS += [
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
     *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
-    *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
+    *choosing_experts(512, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
-    *choosing_experts(64, 2048, 128, 8, 768, codes=INT8)[2:3],
     *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
 ]
 EIGHT = [

@@ -18,12 +18,12 @@ _SHARED = {"shared_gate": "gate_proj", "shared_up": "up_proj"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """What HF calls the parts of a mixture, and the fields of its config.
+    """What HF calls the parts of a mixture, and its fields of a config.
 
-    `expert` are the parts of one expert in files, gate, up and down; none where files have all
-    experts in one tensor too. `shared` is the module of the shared expert. `choice_bias` is a
-    tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change
-    nothing at inference.
+    `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
+    experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
+    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
+    change nothing at inference.
     """
 
     block: str = "mlp"
@@ -79,7 +79,6 @@ MIXTURES: Mapping[str, Mixture] = {
     "granitemoe": Mixture(
         block="block_sparse_moe",
         router="router",
-        expert=(),
         count="num_local_experts",
         ffn="intermediate_size",
         renames=(
@@ -288,9 +287,7 @@ def _gpt_oss_rows(experts: str) -> list[Row]:
 
 
 def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
-    """The tensors of one expert, with their axes; none where all are one tensor."""
-    if not names.expert:
-        return []
+    """The tensors of one expert, with their axes."""
     gate, up, down = (f"{experts}.{{x}}.{name}.weight" for name in names.expert)
     return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
 
@@ -298,7 +295,5 @@ def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
 def _stacked(ours: str, axes: str, whole: str, each: Sequence[tuple[str, str]]) -> Row:
     """The weight of all experts, which is one tensor `whole`, or several of `each` of them."""
     axes = f"experts {axes}"
-    name = f"experts.{ours}.weight"
-    if not each:
-        return row(name, axes, (whole, axes))
-    return replace(row(name, axes, *each), others=(Source(whole, tuple(axes.split())),))
+    own = row(f"experts.{ours}.weight", axes, *each)
+    return replace(own, others=(Source(whole, tuple(axes.split())),))
