@@ -29,6 +29,8 @@ MULTIPLIED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4}
 MULTIPLIED |= {"residual_multiplier": 0.3, "logits_scaling": 2.5}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 TURNS = ["sliding_attention", "full_attention"]
 # HF's class, and what makes it odd.
 CASES = {
@@ -47,6 +49,11 @@ CASES = {
     ),
     "olmoe": ("Olmoe", {**FIVE, "num_key_value_heads": 6}),
     "granitemoe": ("GraniteMoe", {**LOCAL, **MULTIPLIED}),
+    "gpt_oss": (
+        "GptOss",
+        {**LOCAL, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"rope_parameters": YARN, "swiglu_limit": 1.5},
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 2, **OF_LAYER}

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
@@ -18,7 +20,7 @@ from .models import on_backends, random_ids, relative_rms
 
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-QUICK = ("qwen2_moe, one layer dense", "glm4_moe")
+QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
 
 
 def remember_routes(backend, monkeypatch):
@@ -96,6 +98,8 @@ SHARED = [
         ("qwen2_moe", "jax", 3, True),
         ("qwen2_moe", "torch", 2, False),
         ("qwen2_moe", "jax", 2, False),
+        ("gpt_oss", "torch", 3, False),
+        ("gpt_oss", "jax", 3, False),
         ("glm4_moe", "torch", 2, False),
         ("glm4_moe", "jax", 3, False),
         ("mixtral", "torch", 3, False),
@@ -186,6 +190,38 @@ def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
     config = getattr(hf, f"{name}Config")(**{**SIZES, **own}).to_dict()
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**config, **fields})
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices"),
+    [("torch", 1), ("jax", 1), pytest.param("jax", 3, marks=pytest.mark.slow)],
+)
+def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
+    """MXFP4's blocks and scales, as transformers makes values of them."""
+    model = make("gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16)
+    random, tensors = torch.Generator().manual_seed(5), dict(model.state_dict())
+    for i, layer in enumerate(model.model.layers):
+        for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            shape, whole = (5, rows, columns // 32), f"model.layers.{i}.mlp.experts.{name}"
+            how = {"dtype": torch.uint8, "generator": random}
+            blocks = torch.randint(0, 256, (*shape, 16), **how)
+            scales = torch.randint(121, 126, shape, **how)
+            del tensors[whole]
+            tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            getattr(layer.mlp.experts, name).data.copy_(values)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router"]}
+    fields = model.config.to_dict() | {"quantization_config": quantization}
+    fields["architectures"] = ["GptOssForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ids = random_ids(2, 9, vocab=VOCAB)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    how = {"backend": backend, "tensor_parallel": {"tp_size": devices}, **FUSED}
+    with dualinfer.init_inference(str(tmp_path), **how) as engine:
+        assert any("fp4" in kind for kind in engine.report().weights)
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
 
 
 def test_bytes_of_active_experts_by_hand():

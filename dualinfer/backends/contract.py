@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
-from .caches import CacheView
+from .caches import CacheView, CrossView
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Leaf]
@@ -34,7 +34,11 @@ class Params(Protocol):
 
     @property
     def layers(self) -> Sequence[Weights]:
-        """The weights of each layer."""
+        """The weights of each layer; those of an encoder's layers follow."""
+        ...
+
+    def of_encoder(self, decoder: int) -> "Params":
+        """The weights of the encoder, whose layers follow those of a `decoder` of so many."""
         ...
 
 
@@ -87,7 +91,9 @@ class LayerAttention(NamedTuple):
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
-    queries and keys, and the part that this one's keys have in a sum over devices.
+    queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
+    is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
+    `sinks` float32 [H] are logits that join the softmax of every query, and no value.
     """
 
     spec: Attention
@@ -96,6 +102,8 @@ class LayerAttention(NamedTuple):
     frequencies: Array | None = None
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -116,7 +124,9 @@ class LayerAttention(NamedTuple):
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
+        bias = w["relative_bias"] if spec.bias else None
+        sinks = w.get("sinks")
+        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias, sinks)
 
 
 class BlockOps(Protocol):
@@ -215,6 +225,13 @@ class BlockOps(Protocol):
         """
         ...
 
+    def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
+        """Whether `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
+
+        Else it comes as `partial`.
+        """
+        ...
+
     def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
         """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
         ...
@@ -231,8 +248,38 @@ class BlockOps(Protocol):
         """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
         ...
 
+    def convolve(
+        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+    ) -> Array:
+        """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
+
+        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        """
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
+        ...
+
+    def pool(
+        self,
+        x: Array,
+        weights: Array,
+        segments: Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> Array:
+        """One vector of each of `count` segments of x [B, T, E]: float32 [B, count, E].
+
+        It is the sum of its tokens times their float32 `weights` [B, T], or with `largest` each
+        element's greatest value among the tokens whose weight is not 0. int `segments` [B, T] say
+        which tokens are whose, those from `count` on nobody's; without them a row is one. What has
+        no token gives 0.
+        """
+        ...
+
+    def like(self, x: Array, other: Array) -> Array:
+        """x in the dtype of `other`."""
         ...
 
     def gather_logits(self, logits: Array) -> Array:
@@ -282,9 +329,9 @@ class Ops(BlockOps, Protocol):
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
-        [B, T] number packed sequences, which do not see each other; int `positions` [B, T] are what
-        ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
-        start of its int `slots` [B].
+        [B, T] number packed sequences, from left to right, which do not see each other; int
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
+        are in the result from the start of its int `slots` [B].
         """
         ...
 
@@ -294,6 +341,32 @@ class Ops(BlockOps, Protocol):
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        """
+        ...
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: Array,
+        kv: Array,
+        mask: Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[Array, CrossView | None]:
+        """Attention of sequences to others, q [B, T, H D] to [B, T, H D], and the cache.
+
+        kv [B, S, 2 K D] are the others' keys, then values; of these bool `mask` [B, S] shows at
+        least one in each row, None all. With a cache the first `lengths` [B] of them are in the
+        result, in its int `slots` [B].
+        """
+        ...
+
+    def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
+        """Attention of one token a slot, q [N, 1, H D] to [N, 1, H D], to all that its slot keeps.
+
+        A slot that keeps nothing gives what is finite.
         """
         ...
 

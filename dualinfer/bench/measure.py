@@ -1,18 +1,20 @@
-"""The rows of decode, prefill and forward: times, and the fraction of the limit."""
+"""The rows of decode, prefill, forward and embed: times, and the fraction of the limit."""
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from .counts import Counts
 from .limits import Device, Limits
 from .shapes import Model
 from .systems import System
 
+_EMBED_WARM_UPS = 2
 _FORWARD_WARM_UPS = 6  # HF compiled records its graphs in the first ones
 
 
@@ -49,15 +51,27 @@ def measure(
     task: Task, model: Model, counts: Counts, system: System, device: Device, limits: Limits
 ) -> dict[str, Any]:
     """The row of one task; the system has the model loaded."""
-    ids = np.random.default_rng(0).integers(0, model.vocab, (task.batch, task.tokens))
+    random, more = np.random.default_rng(0), {}
+    ids = random.integers(0, model.vocab, (task.batch, task.tokens))
+    encoder = model.describe()[0].encoder
+    if encoder is not None and task.kind == "forward":
+        raise ArgumentError(
+            f"{task.model} has an encoder and a decoder, and forward would take ids of both. "
+            "Measure decode or prefill."
+        )
+    if encoder is not None and encoder.mel:  # every one is as long
+        ids = random.standard_normal((task.batch, encoder.mel, encoder.frames), np.float32)
+        task = replace(task, tokens=encoder.learned_positions)
+        more = {"tokens": task.tokens}
     rules: dict[str, Callable[..., dict[str, Any]]] = {
         "decode": _decode,
         "prefill": _prefill,
         "forward": _forward,
+        "embed": _embed,
     }
     device.start_peak()
     row = rules[task.kind](task, ids, counts, system, limits)
-    row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}
+    row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()} | more
     if task.resident is not None:
         row |= streaming_figures(row, row["system_facts"]["streamed_bytes"], device.host_rate())
     return row
@@ -81,14 +95,15 @@ def _decode(
     task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
 ) -> dict[str, Any]:
     """Each repeat: a generate of one token, then one of all; the difference is decoding alone."""
+    begins = task.tokens if counts.once is None else 1  # columns
 
     def seconds(new_tokens: int) -> float:
         start = time.perf_counter()
         columns = system.generate(ids, new_tokens)
         elapsed = time.perf_counter() - start
-        if columns != task.tokens + new_tokens:
+        if columns != begins + new_tokens:
             raise AssertionError(
-                f"{task.system} gave {columns - task.tokens} tokens, {new_tokens} asked for"
+                f"{task.system} gave {columns - begins} tokens, {new_tokens} asked for"
             )
         return elapsed
 
@@ -141,6 +156,29 @@ def _forward(
     nbytes = counts.read_bytes(task.batch * task.tokens)
     row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
+
+
+def text_lengths(texts: int, longest: int) -> np.ndarray:
+    """Tokens of so many texts, the same in every process: most short, some as long as may be.
+
+    A lognormal distribution, whose mean is 120 where the longest has 512 tokens.
+    """
+    drawn = np.random.default_rng(1).lognormal(np.log(longest * 0.17), 0.8, texts)
+    return np.clip(np.rint(drawn), 1, longest).astype(int)
+
+
+def _embed(
+    task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    """Vectors of `batch` texts of up to `tokens` tokens; the limit counts no padding."""
+    lengths = text_lengths(task.batch, task.tokens)
+    texts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    first, times = _times(system.embed(texts), _EMBED_WARM_UPS, task.repeats)
+    flops = sum(counts.flops(1, int(length), head_tokens=0) for length in lengths)
+    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
+    seconds, total = row["ms"] / 1e3, int(lengths.sum())
+    speeds = {"tokens_per_s": total / seconds, "texts_per_s": task.batch / seconds}
+    return row | speeds | {"text_tokens": total, "first_call_ms": first * 1e3}
 
 
 def _times(call: Callable[[], Any], warm_ups: int, repeats: int) -> tuple[float, list[float]]:

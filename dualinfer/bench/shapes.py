@@ -29,9 +29,11 @@ class Shape:
 
     def with_layers(self, count: int) -> "Shape":
         """The same shape in another depth."""
-        names = ("num_hidden_layers", "n_layer", "num_layers")
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         name = next((n for n in names if n in self.fields), names[0])
         fields = self.fields | {name: count}
+        if "encoder_layers" in fields:
+            fields = self.fields | {"encoder_layers": count, "decoder_layers": count}
         if "attention_types" in fields:  # GPT-Neo's are listed
             fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
         return replace(self, fields=fields)
@@ -139,6 +141,53 @@ def _bert(hidden: int, layers: int, heads: int) -> Shape:
     return Shape("BertForMaskedLM", "bert", "float16", fields)
 
 
+def _t5(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        **{"d_model": hidden, "d_ff": ffn, "num_layers": layers, "num_heads": heads, "d_kv": 64},
+        **{"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    }
+    return Shape("T5ForConditionalGeneration", "t5", "bfloat16", fields)
+
+
+def _bart(class_name: str, model_type: str, hidden: int, layers: int, **more: Any) -> Shape:
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("layers", layers),
+            ("attention_heads", hidden // 64),
+            ("ffn_dim", 4 * hidden),
+        )
+    }
+    fields = {"d_model": hidden, **sides, "decoder_start_token_id": 2, **more}
+    return Shape(class_name, model_type, "float16", fields)
+
+
+def _xlm_roberta(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "vocab_size": 250002,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "pad_token_id": 1,
+    }
+    return Shape("XLMRobertaModel", "xlm-roberta", "float16", fields)
+
+
+def _modernbert(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "global_attn_every_n_layers": 3,
+    }
+    return Shape("ModernBertModel", "modernbert", "bfloat16", fields)
+
+
 SHAPES: dict[str, Shape] = {
     "tiny": _llama(1001, 96, 200, 2, 6, 3, max_position_embeddings=512),
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096),
@@ -164,6 +213,24 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt-oss-20b": Shape(
+        *("GptOssForCausalLM", "gpt_oss", "bfloat16"),
+        {
+            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
+            **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+            **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+            **{"sliding_window": 128, "max_position_embeddings": 131072},
+            "rope_parameters": _rope(
+                150000.0,
+                rope_type="yarn",
+                factor=32.0,
+                original_max_position_embeddings=4096,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+    ),
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -256,6 +323,14 @@ SHAPES: dict[str, Shape] = {
             "sliding_window": 4096,
         },
     ),
+    "flan-t5-large": _t5(1024, 2816, 24, 16),
+    "flan-t5-xl": _t5(2048, 5120, 24, 32),
+    "bart-large": _bart("BartForConditionalGeneration", "bart", 1024, 12, forced_eos_token_id=None),
+    "whisper-large-v3": _bart(
+        *("WhisperForConditionalGeneration", "whisper", 1280, 32),
+        num_mel_bins=128,
+        vocab_size=51866,
+    ),
     "mixtral-8x7b": Shape(
         *("MixtralForCausalLM", "mixtral", "bfloat16"),
         {
@@ -305,6 +380,10 @@ SHAPES: dict[str, Shape] = {
     ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    "xlm-roberta-base": _xlm_roberta(768, 12, 12),
+    "xlm-roberta-large": _xlm_roberta(1024, 24, 16),
+    "modernbert-base": _modernbert(768, 1152, 22, 12),
+    "modernbert-large": _modernbert(1024, 2624, 28, 16),
 }
 
 
@@ -377,6 +456,6 @@ def open_model(name: str) -> Model:
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)
-    config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
+    config = AutoConfig.for_model(shape.model_type, **(_SPECIAL | shape.fields))
     config.architectures = [shape.class_name]
     return Model(name, config, shape.class_name, None, shape.dtype)

@@ -89,7 +89,7 @@ def make_plan_table(
     itemsize = numpy_dtype(dtype).itemsize
     codes = None if settings is None else settings.kv_cache_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
-    layers = spec.layers
+    layers = spec.all_layers
     # Rows of the same axes have the same shapes in layers that are one object.
     kinds = [
         (
@@ -104,14 +104,16 @@ def make_plan_table(
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
     shown = [replace(planned[kind], name=row.name) for kind, row in zip(kinds, rows, strict=True)]
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
+    products = sum(2 + (layer.cross is not None) for layer in layers)
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
+    from_vocab += spec.encoder is not None and not spec.encoder.mel
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(rows, shown)),
         devices=tuple(_part(shard, itemsize, counts, codes) for shard in plan.shards),
         whole=sum(row.size for row in shown),
-        sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
+        sums=0 if size == 1 else products + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
         notes=(*_notes(plan, rows), *_cache_notes(spec, codes)),

@@ -8,12 +8,17 @@ POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
 _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
 _WINDOW, _ORIGINAL = 5, 64
-_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_FFN = (
+    *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
+)
 _OTHERS = {
     **dict.fromkeys(_FFN, 200),
     **dict.fromkeys(("sliding_window", "window_size"), _WINDOW),
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
+    **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
@@ -25,6 +30,12 @@ _EXPERTS = {
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _KV = ("num_key_value_heads", "num_kv_heads")
+
+
+def text_config(config: Any) -> Any:
+    """The part of a HF config that describes a language model, or an encoder with its decoder."""
+    both = getattr(config, "is_encoder_decoder", False)
+    return config if both else config.get_text_config(decoder=True)
 
 
 def tiny_config(config: Any) -> Any:
@@ -60,6 +71,8 @@ def tiny_config(config: Any) -> Any:
         if name in values:
             few = 1 if values[name] == 1 else _KV_HEADS
             values[name] = new_heads if values[name] in (None, heads) else few
+    if values.get("decoder_attention_heads") is not None:
+        values["decoder_attention_heads"] = new_heads // 2
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
     width = values.get("word_embed_proj_dim")
@@ -68,6 +81,9 @@ def tiny_config(config: Any) -> Any:
     if isinstance(values.get("rope_parameters"), Mapping):
         values["rope_parameters"] = _tiny_rope(values["rope_parameters"])
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    for name in ("decoder_layers", "num_decoder_layers"):
+        if values.get(name) is not None:
+            values[name] = 2
     for name in ("architectures", "torch_dtype", "dtype", "quantization_config", "model_type"):
         values.pop(name, None)
     return type(config)(**values)

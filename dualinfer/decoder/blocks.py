@@ -5,14 +5,24 @@ from collections.abc import Callable
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
 from ..model.spec import XIELU, Experts, Layer
 
-# Attention of a layer, by its number, over packed queries, keys and values.
+# Attention of a layer, by its number, over packed queries, keys and values; across, over queries.
 Attend = Callable[[int, Array], Array]
 
 
 def block(
-    layer: Layer, w: Weights, ops: BlockOps, x: Array, index: int, attend: Attend, spend: bool
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+    spend: bool,
+    across: Attend | None = None,
 ) -> Array:
-    """One layer's output; with `spend` its input may be overwritten."""
+    """One layer's output; with `spend` its input may be overwritten.
+
+    `across` attends to what an encoder gave, where the layer does.
+    """
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -25,6 +35,13 @@ def block(
         y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
+
+    def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """Attention across; the residual may be overwritten."""
+        assert across is not None
+        q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
+        by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
+        return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
@@ -54,7 +71,9 @@ def block(
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
-        x = attention(norm("attn_norm"), x, spend)
+        x = attention(None if layer.bare else norm("attn_norm"), x, spend)
+        if layer.cross:
+            x = cross(x, norm("cross_norm"), x)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
@@ -64,7 +83,14 @@ def block(
         x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
         return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
     x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
+    if layer.cross:
+        x = ops.norm(cross(x, None, None), norm("cross_norm"), residual=x)
     return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)
+
+
+def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
+    """Keys and values [B, S, 2 K D] that a layer keeps of what an encoder gave, [B, S, E]."""
+    return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
 
 
 def mixture(
@@ -89,7 +115,7 @@ def mixture(
         norm=norm,
     )
     partial = None
-    if experts.shared:
+    if experts.shared and not ops.adds_shared(x, experts, w):
         by = Neighbours(None, norm, experts.activation, experts.gated)
         partial = ops.partial_product(
             ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]

@@ -222,8 +222,9 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it. A key whose `mask` [B, T] is False is seen by no query; queries and keys of
-    different `segments` [B, T] do not see each other. A query left with no key at all sees itself.
+    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False
+    is seen by no query; queries and keys of different `segments` [B, T] do not see each other. A
+    query left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -231,7 +232,7 @@ def visible_keys(
     if causal:
         seen = seen & (age >= 0)
     if window is not None:
-        seen = seen & (age < window)
+        seen = seen & ((age if causal else np.abs(age)) < window)
     if mask is not None:
         seen = seen & mask[:, None, :]
     if segments is not None:
@@ -254,6 +255,7 @@ def attention(
     positions: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    relative: Array | None = None,
 ) -> Array:
     """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
 
@@ -262,8 +264,9 @@ def attention(
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
     default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
     position, with each position and each product rounded to bfloat16 (Falcon). `sinks` [H] is a
-    score of no value at all, which takes its part of the softmax. All in this order, before the
-    mask.
+    score of no value at all, which takes its part of the softmax. `relative` [H, 2M+1] adds its
+    column M + n for a key that lies n tokens behind the query, the first or the last column for one
+    that lies farther (T5, Raffel et al., 2020). All in this order, before the mask.
     """
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -278,6 +281,9 @@ def attention(
             if alibi is not None:
                 at = np.arange(tokens) if positions is None else positions[b].astype(np.int64)
                 scores = scores + _alibi(alibi[h], alibi_scale, at[None, :], at[:, None])
+            if relative is not None:
+                at = np.arange(tokens)
+                scores = scores + _relative(relative[h], at[None, :] - at[:, None])
             weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
             out[b, :, h] = weights @ values
     return out.astype(np.float32)
@@ -293,6 +299,12 @@ def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
         return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
 
     return scale * (at(keys) - at(queries))
+
+
+def _relative(row: Array, behind: Array) -> Array:
+    """What a head's row [2M+1] adds for keys so many tokens behind the query."""
+    most = len(row) // 2
+    return _wide(row)[np.clip(behind, -most, most) + most]
 
 
 def _capped(scores: Array, softcap: float | None) -> Array:
@@ -369,13 +381,14 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    relative: Array | None = None,
 ) -> Array:
     """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
     sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
-    `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`; a token's position is its place
-    in the cache.
+    `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`; a token's position
+    is its place in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -389,7 +402,25 @@ def decode_attention(
             scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
             if alibi is not None:
                 scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
+            if relative is not None:
+                scores = scores + _relative(relative[h], np.arange(start, end) - (end - 1))
             out[n, h] = _weights(scores, sinks, h) @ values
+    return out.astype(np.float32)
+
+
+def cross_attention(q: Array, k: Array, v: Array, visible: Array | None, *, scale: float) -> Array:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, one at least in each row; None shows all.
+    """
+    batch, _, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = np.empty(q.shape, np.float64)
+    for b in range(batch):
+        shown = slice(None) if visible is None else visible[b]
+        for h in range(heads):
+            keys, values = _wide(k[b, h // group, shown]), _wide(v[b, h // group, shown])
+            out[b, :, h] = _softmax(_wide(q[b, :, h]) @ keys.T * scale) @ values
     return out.astype(np.float32)
 
 

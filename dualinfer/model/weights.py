@@ -147,13 +147,15 @@ class Row:
     """One of our weights: its axes, and the stored tensors that make it.
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
-    that lie side by side are joined along its fused axis, in order. A row without sources is
-    `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the
-    number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
-    sources are tensors of several parts; a part has those of the row's axes that its sources have.
-    `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
-    has the axes of the `whole`. `others` are the tensors that a source may have in the place of
-    all of `sources`. A `wide` row is float32 whatever the model computes in.
+    that lie side by side are joined along its fused axis, in order, with zeros in the place of a
+    part that none has. A row without sources is `constant` everywhere, or the table that this makes
+    of a shape: HF computes it. `layer` is the number of the layer that it belongs to, None for
+    none. Of a quantized row, by its `scheme`, sources are tensors of several parts; a part has
+    those of the row's axes that its sources have. `blocks` are the rows and columns that have one
+    scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
+    array has these elements of the last axis alone, in this order, as often as they are named.
+    `others` are the tensors that a source may have in the place of all of `sources`. A `wide` row
+    is float32 whatever the model computes in.
     """
 
     name: str
@@ -164,6 +166,7 @@ class Row:
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
+    picks: tuple[int, ...] = ()
     others: tuple[Source, ...] = ()
     wide: bool = False
 
@@ -203,10 +206,10 @@ class Row:
         """Its name without that of its layer."""
         return self.name if self.layer is None else self.name.split(".", 2)[2]
 
-    def of_layer(self, layer: int) -> "Row":
-        """The row of a layer, of this one as a template: `{i}` in HF's names is its number."""
+    def of_layer(self, layer: int, number: int) -> "Row":
+        """The row of a layer, of this one as a template: `{i}` in HF's names is its `number`."""
         sources, others = (
-            tuple(replace(s, name=s.name.replace("{i}", str(layer))) for s in own)
+            tuple(replace(s, name=s.name.replace("{i}", str(number))) for s in own)
             for own in (self.sources, self.others)
         )
         name = f"layers.{layer}.{self.name}"
@@ -383,6 +386,16 @@ def get_leaf(group: Mapping[str, Leaf], row: Row) -> Leaf:
     return next(piece for piece in held.pieces if piece.axes[0] == row.axes[0])
 
 
+def encoder_weights(outer: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The weights outside of an encoder's layers, by their names in a model of its own.
+
+    They are those of the whole model whose names begin so, and the embedding, which it shares.
+    """
+    own = {n.removeprefix("encoder."): w for n, w in outer.items() if n.startswith("encoder.")}
+    shared = {n: w for n, w in outer.items() if n == "embed.weight"}
+    return {**shared, **own}
+
+
 def join_axis(axes: Sequence[str]) -> int:
     """Index of the axis along which several tensors are joined."""
     return next((i for i, axis in enumerate(axes) if "+" in axis), 0)
@@ -409,12 +422,13 @@ class WeightTable:
 
     `spec` says how long the axes are. `outer` are the rows outside of the layers, and `layers` each
     layer's as a template, whose names leave out the layer and whose HF names have `{i}` in its
-    place: one and the same where layers are alike. `base` is HF's prefix of the headless model;
-    files saved without a head lack it. `renames` are (ours, theirs) pieces of names that older
-    files use. `unused` are patterns of tensors that belong to the family and change no result here.
-    `tied` are rows that HF ties to another tensor, with that tensor's name: a file may hold both,
-    and where they differ HF unties them. `optional` is a part, by the start of our names, that a
-    checkpoint may lack as a whole. `matrices` are the quantized weights of a checkpoint.
+    place: one and the same where layers are alike. Those of an encoder follow the others. `base` is
+    HF's prefix of the headless model; files saved without a head lack it. `renames` are (ours,
+    theirs) pieces of names that older files use. `unused` are patterns of tensors that belong to
+    the family and change no result here. `tied` are rows that HF ties to another tensor, with that
+    tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
+    by the start of our names, that a checkpoint may lack as a whole. `matrices` are the quantized
+    weights of a checkpoint.
     """
 
     spec: ModelSpec
@@ -430,7 +444,12 @@ class WeightTable:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every row: those outside of the layers, then each layer's."""
-        inner = (row.of_layer(i) for i, layer in enumerate(self.layers) for row in layer)
+        own = len(self.spec.layers)
+        inner = (
+            row.of_layer(i, i if i < own else i - own)
+            for i, layer in enumerate(self.layers)
+            for row in layer
+        )
         return tuple(own for row in (*self.outer, *inner) for own in self._resolve(row))
 
     @cached_property

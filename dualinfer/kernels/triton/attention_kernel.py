@@ -76,6 +76,21 @@ def _meant(
 
 
 @triton.jit
+def _first(segments_ptr, at, end, LATER: tl.constexpr):
+    """The first key of the segment of key `at`, or with LATER of the segment behind it."""
+    segment = tl.load(segments_ptr + at)
+    low = at * 0
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        there = tl.load(segments_ptr + middle)
+        before = there <= segment if LATER else there < segment
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
 def _tanh(x, ACCURATE: tl.constexpr):
     power = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2|x|)
     y = (1 - power) / (1 + power)
@@ -101,7 +116,7 @@ def _scores(
     k, k_rest, k_strides = keys
     mask_ptr, segments_ptr, positions_ptr = per_key
     b, head, end = place
-    scale, softcap, slope, alibi_scale, window = scoring
+    scale, softcap, slope, alibi_scale, window, relative_ptr, most = scoring
     columns = n + tl.arange(0, BLOCK_N)
     tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     tile = _meant(tile, k_strides, b, head, n, end, q.dtype, BLOCK_N, DIM)
@@ -123,6 +138,10 @@ def _scores(
             ahead = sloped(slope, k_position)[None, :] - sloped(slope, q_position)[:, None]
             bias = ahead * alibi_scale
         s = s * (scale if softcap is None else softcap) + bias
+    if relative_ptr is not None:
+        behind = tl.minimum(tl.maximum(columns[None, :] - rows[:, None], -most), most)
+        bias = tl.load(relative_ptr + behind + most).to(tl.float32) * 1.4426950408889634
+        s = s * (scale if softcap is None else softcap) + bias
     if SEES == _ITSELF:
         s = tl.where((columns[None, :] == rows[:, None]) & blind[:, None], s, float("-inf"))
     if SEES == _SOME:
@@ -131,6 +150,8 @@ def _scores(
             seen = seen & (columns[None, :] <= rows[:, None])
         if window is not None:
             seen = seen & (columns[None, :] > rows[:, None] - window)
+            if not CAUSAL:
+                seen = seen & (columns[None, :] < rows[:, None] + window)
         if mask_ptr is not None:
             shown = tl.load(mask_ptr + columns, mask=columns < end, other=0)
             seen = seen & (shown != 0)[None, :]
@@ -177,8 +198,8 @@ def _add(
 @triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
-    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
-    k_scale_ptr, v_scale_ptr,
+    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
+    table_stride, k_scale_ptr, v_scale_ptr,
     scale, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
@@ -241,6 +262,13 @@ def attention_kernel(
     if window is not None:
         lo = tl.maximum(start + m + 1 - window, 0) // BLOCK_N * BLOCK_N
         full_lo = tl.maximum(tl.cdiv(start + m + BLOCK_M - window, BLOCK_N) * BLOCK_N, lo)
+        if not CAUSAL:
+            hi = tl.minimum(hi, start + m + BLOCK_M - 1 + window)
+            full_hi = tl.minimum(end, start + m + window) // BLOCK_N * BLOCK_N
+    if segments_ptr is not None:  # keys before the first query's segment, and after the last one's
+        lo = tl.maximum(lo, _first(segments_ptr, start + m, end, 0) // BLOCK_N * BLOCK_N)
+        last = tl.minimum(start + m + BLOCK_M, end) - 1
+        hi = tl.minimum(hi, _first(segments_ptr, last, end, 1))
     if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
         full_lo = lo
         full_hi = lo
@@ -253,13 +281,17 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
     place = (b, kv_head, end)
-    scoring = (scale, softcap, None, None, window)
+    scoring = (scale, softcap, None, None, window, None, most)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head)
         if alibi_scale is None:
             slope *= 1.4426950408889634
-        scoring = (scale, softcap, slope, alibi_scale, window)
+        scoring = (scale, softcap, slope, alibi_scale, window, None, most)
+        factor = 1.0
+    if relative_ptr is not None:
+        relative_ptr += head * (2 * most + 1)
+        scoring = (scale, softcap, None, None, window, relative_ptr, most)
         factor = 1.0
     for i in range(0, masked):
         n = tl.where(i < lower, lo + i * BLOCK_N, full_hi + (i - lower) * BLOCK_N)

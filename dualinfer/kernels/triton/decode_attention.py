@@ -84,16 +84,16 @@ def _encoded(x, CODES: tl.constexpr):
 @triton.jit
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
-    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, k_scale_ptr,
-    v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride, token_stride,
-    capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
+    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
+    k_scale_ptr, v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride,
+    token_stride, capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     TWO_TABLES: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    CODES: tl.constexpr, PDL: tl.constexpr,
+    CODES: tl.constexpr, CROSS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     PARTS: tl.constexpr = (GROUP + EACH - 1) // EACH
@@ -108,7 +108,10 @@ def _decode_attention_kernel(
     g = tl.arange(0, BLOCK_G)
     dtype = qkv_ptr.dtype.element_ty
     # Nothing in front of this kernel in a step writes lengths or the cache's older tokens.
-    length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
+    if CROSS:  # a slot that keeps nothing is nobody's, and gives what is finite
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + slot), 1), capacity).to(tl.int32)
+    else:
+        length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
     if ROTARY > 0:
         turn_of = d % (ROTARY // 2)
         partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
@@ -149,10 +152,12 @@ def _decode_attention_kernel(
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=real, other=0.0)
+    if relative_ptr is not None:
+        relative_ptr += q_heads[:, None] * (2 * most + 1) + most
     top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    if split == SPLITS - 1:  # the new token
+    if (split == SPLITS - 1) & (not CROSS):  # the new token
         row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
         new = d[None, :] < DIM
         k_at = qkv_ptr + row[:, None] * DIM
@@ -191,6 +196,10 @@ def _decode_attention_kernel(
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
+        if relative_ptr is not None:
+            column = tl.zeros((BLOCK_G, 1), tl.int32)
+            bias = tl.load(relative_ptr + column, mask=real[:, None], other=0.0)
+            score += tl.sum(bias.to(tl.float32), 1)
         top = score
         total += 1.0
         acc += v_new.to(tl.float32) if CODES is None else v_new * _unit(CODES)
@@ -236,6 +245,10 @@ def _decode_attention_kernel(
         else:
             ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
             score += ahead * alibi_scale
+        if relative_ptr is not None:
+            behind = tl.maximum(s - length, -most)[None, :]
+            bias = tl.load(relative_ptr + behind, mask=real[:, None], other=0.0)
+            score += bias.to(tl.float32)
         score = tl.where((s < last)[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         kept = tl.exp(top - higher)
@@ -300,6 +313,7 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    relative: Any = None,
     inv_freq: Any = None,
     scaling: float = 1.0,
     interleaved: bool = False,
@@ -309,6 +323,7 @@ def decode_attention(
     norm_unit_offset: bool = False,
     norm_turned: bool = False,
     original: int = 0,
+    cross: bool = False,
     config: DecodeConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -322,19 +337,21 @@ def decode_attention(
     views [N, K, S, D] with D contiguous. A full slot overwrites its last place. With `table` int32
     [N, blocks] the cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's
     axes before D, of codes (codes.py).
-    `window`, `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`.
+    `window`, `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`.
     `counters` int32, one a program (N K or MOST_PARTS suffice), are 0, and are again when the
-    launch has ended.
+    launch has ended. With `cross` qkv are queries alone, [N, H D], and attend to the lengths[n]
+    places that slot n keeps: nothing is written, and of the options none but `scale` is known.
     """
     keys, values = cache
     _, kv_heads, _, dim = keys.shape
     slots, capacity = slots_and_room(keys, table)
     table, table_stride, size = table_arguments(table, keys)
+    most = check_relative(relative, heads)
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
     each = _heads_each(slots * kv_heads, group, sms)
     programs = slots * kv_heads * triton.cdiv(group, each)
-    _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, original)
+    _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, original, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
         kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
@@ -354,6 +371,8 @@ def decode_attention(
         *(
             alibi,
             sinks,
+            relative,
+            most,
             table,
             *held,
             original,
@@ -374,7 +393,7 @@ def decode_attention(
         **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
-        **{"SIZE": size, "CODES": codes},
+        **{"SIZE": size, "CODES": codes, "CROSS": cross},
         num_warps=config.warps,
         pdl=pdl,
     )
@@ -385,6 +404,16 @@ def _heads_each(pairs: int, group: int, sms: int) -> int:
     """Queries of a KV head that a program has: all, or what the matrix units take at a time."""
     few = group <= _FEW_HEADS or pairs >= sms or pairs * triton.cdiv(group, _FEW_HEADS) > MOST_PARTS
     return group if few else _FEW_HEADS
+
+
+def check_relative(relative: Any, heads: int) -> int:
+    """M of biases [H, 2M+1]; 0 for none. ValueError for what is neither."""
+    if relative is None:
+        return 0
+    rows, width = relative.shape
+    if rows != heads or width % 2 == 0 or not relative.is_contiguous():
+        raise ValueError(f"relative {tuple(relative.shape)}: ({heads}, 2M+1) is expected.")
+    return width // 2
 
 
 def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
@@ -456,10 +485,11 @@ def _check(
     programs: int,
     inv_freq: Any,
     original: int,
+    cross: bool,
 ) -> None:
     """Raise ValueError for arguments that the kernel would misread."""
     _, kv_heads, _, dim = keys.shape
-    width = (heads + 2 * kv_heads) * dim
+    width = (heads if cross else heads + 2 * kv_heads) * dim
     if tuple(qkv.shape) != (slots, width) or qkv.stride(1) != 1:
         raise ValueError(
             f"qkv {tuple(qkv.shape)} does not fit {heads} heads and a cache {tuple(keys.shape)}: "

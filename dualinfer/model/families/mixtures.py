@@ -22,7 +22,8 @@ class Mixture:
 
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
     experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
-    is a tensor of `choice_axes`. `ignored` fields change nothing at inference.
+    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
+    change nothing at inference.
     """
 
     block: str = "mlp"
@@ -31,6 +32,7 @@ class Mixture:
     shared: str = "shared_expert"
     choice_bias: str | None = None
     choice_axes: str = "experts"
+    router_bias: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
     ffn: str = "moe_intermediate_size"
@@ -62,6 +64,12 @@ MIXTURES: Mapping[str, Mixture] = {
         unused=(r"(^|\.)mtp_",),
     ),
     "glm4_moe": _DEEPSEEK,
+    "gpt_oss": Mixture(
+        router="router",
+        count="num_local_experts",
+        ffn="intermediate_size",
+        router_bias=True,
+    ),
     "granitemoe": Mixture(
         block="block_sparse_moe",
         router="router",
@@ -102,8 +110,18 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
             )
         gated = shared > 0 and fields.family == "qwen2_moe"
         mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
+        if fields.family == "gpt_oss":
+            mixture = _clamped(fields, mixture)
         by_layer.append(mixture if is_mixture else dense)
     return by_layer
+
+
+def _clamped(fields: ConfigFields, mixture: Experts) -> Experts:
+    """GPT-OSS's experts: gates and ups within a limit, gate * sigmoid(1.702 gate) * (up + 1)."""
+    fields.require("hidden_act", "silu")
+    fields.require("swiglu_alpha", 1.702)  # that of the activation
+    limit = 7.0 if fields.take("swiglu_limit") is None else fields.number("swiglu_limit")
+    return replace(mixture, activation="quick_gelu", limit=limit, offset=1.0)
 
 
 def _name_of_count(fields: ConfigFields) -> str:
@@ -128,7 +146,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family == "granitemoe":
+    if family in ("gpt_oss", "granitemoe"):
         return Router(0, "chosen")
     if family in ("dots1", "glm4_moe"):
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
@@ -200,7 +218,10 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
 def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
     """The rows of a mixture in a layer by HF's name, which ends in a dot."""
     hf = f"{layer}{names.block}"
-    rows = make.linear("router", f"{hf}.{names.router}", "experts embed", bias=False)
+    bias = names.router_bias
+    rows = make.linear("router", f"{hf}.{names.router}", "experts embed", bias)
+    if bias:
+        return rows + _gpt_oss_rows(f"{hf}.experts")
     if names.choice_bias:
         source = (f"{hf}.{names.choice_bias}", names.choice_axes)
         rows.append(replace(row("router.choice_bias", names.choice_axes, source), wide=True))
@@ -216,6 +237,27 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
     if mixture.shared_gated:
         rows += make.linear("shared.gate", f"{hf}.shared_expert_gate", "one embed", bias=False)
     return rows
+
+
+def _gpt_oss_rows(experts: str) -> list[Row]:
+    """GPT-OSS's: columns before rows, gates and ups by turns; a matrix each where it is mxfp4."""
+    up, down = "experts gate+up embed", "experts embed up"
+    turns, each = "gate+up/ffn", f"{experts}.{{x}}"
+    rows = [
+        row("experts.up.weight", up, (f"{each}.gate_up_proj.weight", f"{turns} embed")),
+        row("experts.down.weight", down, (f"{each}.down_proj.weight", "embed up")),
+    ]
+    wholes = (
+        Source(f"{experts}.gate_up_proj", ("experts", "embed", turns)),
+        Source(f"{experts}.down_proj", ("experts", "up", "embed")),
+    )
+    rows = [replace(own, others=(one,)) for own, one in zip(rows, wholes, strict=True)]
+    biases = (f"{experts}.gate_up_proj_bias", f"experts {turns}"), (f"{experts}.down_proj_bias",)
+    return [
+        *rows,
+        row("experts.up.bias", "experts gate+up", biases[0]),
+        row("experts.down.bias", "experts embed", (*biases[1], "experts embed")),
+    ]
 
 
 def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:

@@ -147,6 +147,10 @@ _KINDS = {
         qk_norm="use_qk_norm",
         ignored=("num_nextn_predict_layers", "num_mtp_layers"),  # layers behind those that answer
     ),
+    "gpt_oss": _Kind(
+        *("GptOss",),
+        ignored=("initial_context_length",),
+    ),
     "granite": _Kind("Granite", mlp_bias="mlp_bias"),
     "granitemoe": _Kind("GraniteMoe"),
     "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
@@ -294,7 +298,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     behind = kind.placement
     if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
         behind = "pre"
-    placement = {"parallel": parallel, "shared_norm": parallel}
+    placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
     mlps: list[Mlp | Experts] = [mlp] * len(attentions)
     if fields.family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, len(attentions))
@@ -395,8 +399,8 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     if family in ("starcoder2", "phi3", "ministral3", "mixtral", "qwen3_moe"):
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
-    listed = ("cohere2", "cwm", "exaone4", "ministral", "olmo3", "smollm3", "dots1", "qwen2_moe")
-    if family not in listed:
+    turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
+    if family not in (*turning, "cohere2", "exaone4", "olmo3", "smollm3"):
         return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
@@ -410,7 +414,7 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
                 f"{count} layers."
             )
         return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
-    everywhere = family in ("cwm", "ministral", "dots1", "qwen2_moe")
+    everywhere = family in turning
     everywhere |= family == "exaone4" and fields.take("sliding_window") is None
     return [(w, "" if everywhere or w is not None else None) for w in windows]
 
@@ -458,6 +462,9 @@ def _table(
     elif kind.qk_norm:
         layer += [r for x in "qk" for r in make.plain_norm(norm, f"{x}_norm", "head_dim")]
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
+    if fields.family == "gpt_oss":
+        sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
+        layer.append(replace(sinks, wide=True))
     dense = _dense_rows(kind, hf, mlp_bias, spec.layers[0].mlp.activation == "xielu")
     own = mixtures.MIXTURES.get(fields.family)
     outer = _norm(kind, norm, "final_norm", f"model.{kind.final_norm}")

@@ -22,32 +22,35 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    experts,
     filters,
     head_norm,
     linear,
     quantized,
     rotary,
+    routing,
     sampling,
     thresholds,
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
+from ....kernels.triton.experts import Mixture
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call, capability_of
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import EightBit, packed, rounds_input
+from ...caches import CacheView, CrossView
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import primitives
+from . import mixtures, primitives
 from .cudnn import cudnn_serves
 from .plain import PlainOps, last_of, scoring, turns
 
@@ -69,7 +72,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
@@ -86,8 +89,14 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
+        "router": "Triton, with norm and choice in one launch",
+        "experts": (
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units"
+        ),
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": "Triton, split KV, of one token; XLA of more",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
@@ -262,6 +271,111 @@ class KernelOps(PlainOps):
                 capability=self.capability,
             )[0]
 
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
+        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+            return super().route(x, weight, router, norm=norm, **beside)
+        count, matrix = math.prod(x.shape[:-1]), weight.data
+        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        key = routing.tuning_key(count, *matrix.shape, matrix.dtype.itemsize)
+        with jax.named_scope("router"):
+            found, (self._counters,) = call(
+                routing.route,
+                x,
+                matrix,
+                **beside,
+                **routing.arguments(router),
+                norm=NormArguments.of(norm),
+                counters=self._counters,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return Routing(*found)
+
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return shares_launches(mixture, w, math.prod(x.shape[:-1]))
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        if held is None:
+            return super().experts(x, mixture, w, routing, by, partial)
+        return self._mixed(x, held, routing, by, partial)
+
+    def _mixed(
+        self,
+        x: jax.Array,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: jax.Array | None,
+    ) -> jax.Array:
+        """What all experts make of x, with all that is added."""
+        if self.split is None:
+            return self._of_this_device(x, mixture, routing, by, partial)
+        bias, own = mixture.down_bias, mixture._replace(down_bias=None)
+        y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        y = self.split.sum(y)
+        if bias is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def _of_this_device(
+        self,
+        x: jax.Array,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: jax.Array | None,
+    ) -> jax.Array:
+        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
+        count, chosen, norm = math.prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
+        with jax.named_scope("experts"):
+            y, (self._counters,) = call(
+                experts.experts,
+                x,
+                mixture,
+                routing,
+                norm=NormArguments.of(norm),
+                residual=by.residual,
+                partial=partial,
+                dtype="float32" if by.wide else None,
+                config=self.configurations.find(key),
+                counters=self._counters,
+                sms=self.sms,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y
+
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
         x, weight = self._share_input(x, weight)
@@ -363,7 +477,7 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
-        how |= {"pdl": turn["pdl"]} | scoring(layer)
+        how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         apart = by_cudnn or (cache is not None and known is None)
         with jax.named_scope("rotary"):
@@ -434,10 +548,37 @@ class KernelOps(PlainOps):
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
                 written=(*held, self._counters),
+                relative=layer.bias,
                 **_norms_of(layer),
                 **scoring(layer),
             )
         return y[:, None], _with(known, filled)
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        slots, kv_heads, reach, dim = cache.k.shape
+        shape = a.heads // kv_heads, dim, cache.k.dtype.itemsize
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        assert self._counters is not None
+        with jax.named_scope("cross_attention"):
+            y, (self._counters,) = call(
+                decode_attention.decode_attention,
+                q[:, 0],
+                cache[:2],
+                cache.lengths,
+                heads=a.heads,
+                scale=a.scale,
+                counters=self._counters,
+                cross=True,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(slots),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y[:, None]
 
     def advance(
         self,

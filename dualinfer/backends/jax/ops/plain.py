@@ -10,9 +10,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Experts, ModelSpec, Rope, Router
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
-from ...caches import CacheSpec, CacheView
+from ...caches import CacheSpec, CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from .. import sampler
 from ..exchange import Exchange
@@ -118,7 +118,7 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -145,6 +145,21 @@ class PlainOps:
         return primitives.layer_norm(
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
+
+    def pool(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        segments: jax.Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> jax.Array:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.like`."""
+        return x.astype(other.dtype)
 
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
@@ -216,6 +231,10 @@ class PlainOps:
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
     def gate(
         self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
     ) -> jax.Array:
@@ -235,6 +254,18 @@ class PlainOps:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
 
+    def convolve(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array,
+        stride: int,
+        activation: Activation,
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
+
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
@@ -246,10 +277,10 @@ class PlainOps:
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
         a = spec.layers[index].attention
-        slopes = self.split.slopes(index) if self.split else None
+        slopes = self.split.slopes(spec, index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
     def angles(
@@ -338,6 +369,7 @@ class PlainOps:
             mask=mask,
             segments=segments,
             positions=positions,
+            relative=layer.bias,
             **scoring(layer),
         )
         return y.reshape(*y.shape[:2], -1), cache
@@ -353,8 +385,37 @@ class PlainOps:
         """See `contract.Ops.attend_token`."""
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
-        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
+        y = primitives.decode_attention(
+            q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer)
+        )
         return y.reshape(len(lengths), 1, -1), cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: jax.Array,
+        kv: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        return y.reshape(q.shape), cache
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        return y.reshape(q.shape)
 
     def sample(
         self,
@@ -385,6 +446,11 @@ class PlainOps:
         return state._replace(seen=sampler.mark(state.seen, out))
 
 
+def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    return [x.reshape(*x.shape[:2], -1, a.head_dim) for x in jnp.split(kv, 2, axis=-1)]
+
+
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
     if spec.original is None:
@@ -396,4 +462,5 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}
+    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
+    return {"scale": a.scale, **shared, **alibi}

@@ -18,29 +18,32 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    experts,
     head_norm,
     linear,
     quantized,
     rotary,
+    routing,
     sampling,
     thresholds,
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.eight_bit import EightBitConfig
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.tuning import Configurations, Key
-from ....model.spec import ModelSpec
+from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import EightBit, packed, rounds_input
+from ...caches import CacheView, CrossView
+from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
@@ -48,6 +51,8 @@ from ..sampler import SlotState
 from . import primitives
 from .plain import Chunk, PlainOps, last_of
 
+# Of an expert on average, and its ffn: from there torch's products are faster on an H100.
+_GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -66,7 +71,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
@@ -81,8 +86,14 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
+        "router": "Triton, with norm and choice in one launch",
+        "experts": (
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units, prompts of wide ones by torch's grouped_mm"
+        ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "sampling": "Triton, threefry2x32",
     }
 
@@ -230,6 +241,90 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.xielu`."""
         return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
 
+    @named("router")
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
+        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+            return super().route(x, weight, router, norm=norm, **beside)
+        count = x.numel() // x.shape[-1]
+        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        matrix = weight.data
+        key = routing.tuning_key(count, *matrix.shape, matrix.element_size())
+        found = routing.route(
+            x,
+            matrix,
+            **beside,
+            **routing.arguments(router),
+            norm=NormArguments.of(norm),
+            counters=self._zeros(linear.MOST_TILES),
+            config=self.configurations.find(key),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
+        return Routing(*found)
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return shares_launches(mixture, w, x.numel() // x.shape[-1])
+
+    @named("experts")
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        if held is None:
+            return super().experts(x, mixture, w, routing, by, partial)
+        return self._mixed(x, held, routing, by, partial)
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: torch.Tensor | None,
+        config: ExpertsConfig | None = None,
+    ) -> torch.Tensor:
+        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
+        count, chosen, norm = x.numel() // x.shape[-1], routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        if config is None:
+            key = experts.tuning_key(count, chosen, mixture, x.element_size())
+            config = self.configurations.find(key)
+        return experts.experts(
+            x,
+            mixture,
+            cast(Any, routing),
+            norm=NormArguments.of(norm),
+            residual=by.residual,
+            partial=partial,
+            dtype=torch.float32 if by.wide else None,
+            config=config,
+            product=grouped_product if takes_groups(mixture, count * chosen, x) else None,
+            counters=self._zeros(linear.MOST_TILES),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
+
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
         count, (features, width) = x.numel() // x.shape[-1], weight.shape
@@ -369,8 +464,9 @@ class KernelOps(PlainOps):
             "segments": segments,
             "alibi": layer.slopes,
             "softcap": a.softcap,
+            "sinks": layer.sinks,
         }
-        backends = attention_choice.sdpa_backends(q, **how)
+        backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
                 y = F.scaled_dot_product_attention(
@@ -383,7 +479,7 @@ class KernelOps(PlainOps):
                 ).transpose(1, 2)
         else:
             counted = positions if layer.slopes is not None else None
-            how["alibi_scale"] = layer.alibi_scale
+            how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
             pairs = q.shape[0] * a.heads
             shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
             config = self.configurations.find(attention_choice.tuning_key(*shape))
@@ -407,11 +503,8 @@ class KernelOps(PlainOps):
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
-            slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
-            shape = a.heads // kv_heads, dim, known.k.element_size()
-            reach = min(reach, a.window or reach)
-            key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
-            config = self.configurations.find(key)
+            reach = min(known.capacity, a.window or known.capacity)
+            config = self._decode_config(known.k, len(lengths), a.heads, reach)
         y = decode_attention.decode_attention(
             qkv[:, 0],
             known[:2],
@@ -425,12 +518,40 @@ class KernelOps(PlainOps):
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
             config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
             **_norms_of(layer),
         )
         return y[:, None], cache
+
+    def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
+        """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        shape = heads // kv_heads, dim, keys.element_size()
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        return self.configurations.find(key)
+
+    @named("cross_attention")
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        y = decode_attention.decode_attention(
+            q[:, 0],
+            cache[:2],
+            cache.lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
+            cross=True,
+            config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),
+            sms=self.sms,
+            pdl=self.starts_early(len(q)),
+        )
+        return y[:, None]
 
     def sample(
         self,
@@ -489,6 +610,21 @@ class KernelOps(PlainOps):
         if (rows, vocab) not in self._workspaces:
             self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
         return self._workspaces[rows, vocab]
+
+
+def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
+    """Whether torch's products of groups are faster than our tiles for so many pairs."""
+    known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
+    if not known or isinstance(mixture.up, quantized.Packed):
+        return False
+    (total, _, width), features = mixture.up.shape, mixture.features
+    large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN
+    return large and width % 8 == 0 and features % 8 == 0  # its rows begin at 16 bytes
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of x times the weights [X, out, in] of their groups, which end at `ends`."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheSpec, CacheView
+from ...caches import CacheSpec, CacheView, CrossView
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from .. import sampler
 from ..parallel import Split
@@ -91,7 +91,7 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width:
+        if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -122,6 +122,21 @@ class PlainOps:
         return primitives.layer_norm(
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
+
+    def pool(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.like`."""
+        return x.to(other.dtype)
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `contract.BlockOps.linear`."""
@@ -192,6 +207,10 @@ class PlainOps:
         y = y.to(x.dtype)
         return y if by.residual is None else by.residual + y
 
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
     def gate(
         self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
     ) -> torch.Tensor:
@@ -211,6 +230,18 @@ class PlainOps:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
 
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
         return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
@@ -224,7 +255,7 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
     def angles(
@@ -326,6 +357,8 @@ class PlainOps:
             alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2), cache
 
@@ -350,8 +383,36 @@ class PlainOps:
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2)[:, None], cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, k, v, mask, scale=a.scale).flatten(-2), cache
+
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        at = torch.arange(cache.capacity, device=q.device)
+        visible = at[None] < cache.lengths[:, None].clamp(min=1)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, *cache.read(), visible, scale=a.scale).flatten(-2)
 
     def sample(
         self,
@@ -378,6 +439,12 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    k, v = kv.unflatten(-1, (2, -1, a.head_dim)).unbind(2)
+    return k, v
 
 
 def last_of(

@@ -17,7 +17,7 @@ from ...caches import CacheView
 from ...schemes import BlockArithmetic
 from ..profiling import named
 
-_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
 IMPLEMENTATIONS = {
     "matmul": "torch.nn.functional.linear",
     "embed": "torch.nn.functional.embedding",
@@ -28,8 +28,9 @@ IMPLEMENTATIONS = {
     "activation": "torch.nn.functional",
     "router": "plain torch",
     "experts": "plain torch, one expert after another",
-    "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
-    "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "cross_attention": SDPA,
     "sampling": "plain torch, threefry2x32",
 }
 
@@ -241,6 +242,14 @@ def xielu(
     return torch.where(y > 0, above, below).to(x.dtype)
 
 
+@named("convolution")
+def convolution(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
+) -> torch.Tensor:
+    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
+    return F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=1).transpose(1, 2).contiguous()
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
@@ -264,13 +273,15 @@ def attention(
     positions: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
     `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
     would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
     `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them.
+    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is
+    as in `relative_bias`.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
@@ -284,6 +295,12 @@ def attention(
     windowed = window is not None and window < q.shape[1]
     if mask is not None or segments is not None or windowed:
         visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
+    if relative is not None:
+        at = torch.arange(q.shape[1], device=q.device)[None]
+        bias = relative_bias(relative, at, at).to(q.dtype)
+        if visible is None and causal:
+            visible = visible_keys(q.shape[1], q.device, causal, None, None, None)
+        visible = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -311,6 +328,41 @@ def alibi_bias(
         return (slopes[:, None] * positions.bfloat16().float()[:, None]).bfloat16().float()
 
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
+
+
+def relative_bias(table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """What distances add to scores, [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
+    and the last are also for those that lie farther.
+    """
+    most = table.shape[1] // 2
+    away = (keys[:, None, :] - queries[:, :, None]).clamp(-most, most) + most
+    return table[:, away].transpose(0, 1)
+
+
+@named("cross_attention")
+def cross_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, None all.
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k,
+        v,
+        attn_mask=None if visible is None else visible[:, None, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[1],
+    )
+    return out.transpose(1, 2)
 
 
 def _dense_attention(
@@ -345,6 +397,27 @@ def _dense_attention(
     return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
 
 
+@named("pool")
+def pool(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    segments: torch.Tensor | None,
+    count: int,
+    largest: bool,
+) -> torch.Tensor:
+    """See `contract.BlockOps.pool`. Sums are one product, whose order does not change by runs."""
+    x = x.float()
+    if segments is None:
+        segments = torch.zeros(weights.shape, dtype=torch.int64, device=x.device)
+    if largest:
+        nobody = torch.where(weights != 0, segments.long().clamp(max=count), count)
+        out = x.new_full((x.shape[0], count + 1, x.shape[2]), float("-inf"))
+        out = out.scatter_reduce(1, nobody[..., None].expand_as(x), x, "amax")[:, :count]
+        return torch.where(out.isneginf(), 0.0, out)
+    owner = torch.arange(count, device=x.device)[None, :, None] == segments[:, None, :]
+    return torch.where(owner, weights[:, None, :], 0.0) @ x
+
+
 def visible_keys(
     tokens: int,
     device: torch.device,
@@ -360,6 +433,8 @@ def visible_keys(
         visible = visible & (at[None, :] <= at[:, None])
     if window is not None:
         visible = visible & (at[None, :] > at[:, None] - window)
+        if not causal:
+            visible = visible & (at[None, :] < at[:, None] + window)
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:
@@ -394,11 +469,12 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
     The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
-    `alibi_bias`.
+    `alibi_bias`, `relative` as in `attention`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -415,12 +491,18 @@ def decode_attention(
         query = q[:, :, None]
         out = _dense_attention(query, keys, values, mask, scale, bias, softcap, sinks)
         return out[:, :, 0].to(dtype)
+    visible = visible[:, None, None, :]
+    if relative is not None:
+        bias = relative_bias(relative, at[None], lengths[:, None] - 1).to(q.dtype)
+        visible = bias.view(slots, kv_heads, -1, cache.capacity).masked_fill(
+            ~visible, float("-inf")
+        )
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(
         q.view(slots, kv_heads, heads // kv_heads, dim),
         keys,
         values,
-        attn_mask=visible[:, None, None, :],
+        attn_mask=visible,
         scale=scale,
     )
     return out.reshape(slots, heads, dim).to(dtype)

@@ -10,7 +10,7 @@ import torch
 from .... import decoder
 from ....kernels.triton import attention, attention_choice, decode_attention, tuning
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Experts, ModelSpec, Router
+from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
 from ...schemes import eight_bit, rounds_input
@@ -157,6 +157,9 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        return self.ops.adds_shared(x, mixture, w)
+
     def gate(
         self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
     ) -> torch.Tensor:
@@ -168,8 +171,21 @@ class _Recorder:
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x
 
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x
+
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         return x
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         return logits
@@ -187,7 +203,8 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
         return qkv[..., : spec.layers[i].attention.qkv_sizes[0]].contiguous()
 
     with torch.inference_mode():
-        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
+        how: dict[str, Any] = {"across": lambda i, q: q}
+        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend, **how)[-1]
         if spec.head is not None:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
