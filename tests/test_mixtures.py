@@ -192,11 +192,6 @@ def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
         describe_model({**config, **fields})
 
 
-def test_quantizing_experts_that_lie_turned_is_refused():
-    with pytest.raises(dualinfer.UnsupportedError, match="columns before rows"):
-        dualinfer.init_inference(make("gpt_oss"), **FUSED, quant="int8")
-
-
 @pytest.mark.parametrize(
     ("backend", "devices"),
     [("torch", 1), ("jax", 1), pytest.param("jax", 3, marks=pytest.mark.slow)],

@@ -110,6 +110,24 @@ def test_a_stacked_tensor_is_shown_as_matrices_by_any_part(tmp_path):
     assert not any(name.endswith(("gate_up_proj", "down_proj")) for name in shown.names())
 
 
+def test_experts_that_lie_turned_are_quantized_row_by_row():
+    """GPT-OSS's [X, in, out]: the codes are those of each expert's transpose."""
+    model = make("gpt_oss", **SIZES)
+    source, plan = opened(model, "int8")
+    rows = {row.local_name: row for row, _ in plan.rows if row.layer == 1}
+    assert rows["experts.up.weight"].scheme is not None
+    experts = model.model.layers[1].mlp.experts
+    for part in ("gate_up_proj", "down_proj"):
+        matrix = source.matrix(f"model.layers.1.mlp.experts.2.{part}.weight")
+        wanted = getattr(experts, part)[2].T.detach().numpy()
+        assert matrix.shape == wanted.shape
+        assert relative_rms(dequantize(matrix), wanted) < 0.02
+    with dualinfer.init_inference(model, backend="torch", quant="int8", **FUSED) as engine:
+        found = np.asarray(engine(IDS).logits)
+    with torch.no_grad():
+        assert 1e-4 < relative_rms(found, model(torch.tensor(IDS)).logits.numpy()) < 0.1
+
+
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory):
     """A checkpoint of compressed-tensors, int8 by rows, and the HF model that it means."""

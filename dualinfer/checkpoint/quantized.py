@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointError, ConfigError, UnsupportedError, counted
+from ..errors import CheckpointError, ConfigError, counted
 from ..model.load_plan import TensorSource
 from ..model.weights import FLOATS, WeightTable
 from ..quantization import (
@@ -230,21 +230,6 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
     return Opener(matrix)
 
 
-def _check_turned(source: TensorSource, table: WeightTable) -> None:
-    """Raise UnsupportedError where all experts are one tensor that has columns before rows."""
-    stored = set(source.names())
-    for row in table.rows:
-        for whole in row.others:
-            turned = row.permutation(whole) != tuple(sorted(row.permutation(whole)))
-            name = next((n for n in table.candidates(whole.name) if n in stored), None)
-            if turned and name is not None:
-                raise UnsupportedError(
-                    f"quant is given, and {name} of {source.description} holds all experts with "
-                    "columns before rows, which are not quantized on load. Leave quant unset, or "
-                    "pass the checkpoint in mxfp4, whose experts have 4 bits."
-                )
-
-
 def open_as_held(
     source: TensorSource,
     table: WeightTable,
@@ -262,7 +247,6 @@ def open_as_held(
     own, stored = quantization_of(config), read_quantization(config)
     matrices = source.matrices() if isinstance(source, HoldsMatrices) else None
     if recipe is not None:
-        _check_turned(source, table)
         if own is not None or matrices is not None:
             method = "GGUF" if own is None else find_method(own)
             raise ConfigError(

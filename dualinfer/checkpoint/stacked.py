@@ -9,12 +9,13 @@ from ..model.weights import Row, Source, WeightTable
 
 
 class _Part(NamedTuple):
-    """A matrix in a tensor: where its `expert` lies, and which of its rows or columns it takes."""
+    """The matrix of an `expert` in a tensor: its rows from `start` on, or all of it, `turned`."""
 
     name: str
     expert: int
     start: int
     shape: tuple[int, int]
+    turned: bool
 
 
 class StackedSource:
@@ -38,15 +39,16 @@ class StackedSource:
         name = next((n for n in table.candidates(whole.name) if n in self._stored), None)
         if name is None:
             return
-        _, joined, _ = whole.axes
-        names = joined.split("+")
+        names = whole.axes[1].split("+")
         sizes = [table.spec.extent(axis, row.layer) for axis in names]
         starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
         for source in row.sources:
             shape = table.shape(row, source.axes)
             assert source.index is not None and len(shape) == 2
-            own = starts.get(source.axes[0], 0)
-            self.matrices[source.name] = _Part(name, source.index, own, (shape[0], shape[1]))
+            turned = source.axes == whole.axes[:0:-1]  # GPT-OSS's, which has columns before rows
+            start = 0 if turned else starts.get(source.axes[0], 0)
+            own = name, source.index, start, (shape[0], shape[1]), turned
+            self.matrices[source.name] = _Part(*own)
 
     def names(self) -> Iterable[str]:
         """Names of each expert's matrices, and of all that is no expert's."""
@@ -71,9 +73,11 @@ class StackedSource:
         if part is None:
             return self._source.read(name, index)
         rows, columns = index or (slice(None), slice(None))
+        expert = slice(part.expert, part.expert + 1)
+        if part.turned:
+            return self._source.read(part.name, (expert, columns, rows))[0].T
         start, stop, _ = rows.indices(part.shape[0])
         own = slice(part.start + start, part.start + max(start, stop))
-        expert = slice(part.expert, part.expert + 1)
         return self._source.read(part.name, (expert, own, columns))[0]
 
 

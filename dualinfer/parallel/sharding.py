@@ -239,7 +239,8 @@ class Shard:
                 by_axis[read.axes[joint]] = own[-1]
         axis = join_axis(row.axes_of(source))
         names = _parts(row.axes[axis]) if row.axes else []
-        if len(names) > 1 and len(by_axis) < len(names) and all(n in names for n in by_axis):
+        is_part = len(by_axis) < len(names) and all(n in names for n in by_axis)
+        if by_axis and len(names) > 1 and is_part:
             shapes = {
                 n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names
             }
