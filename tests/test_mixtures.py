@@ -257,7 +257,7 @@ def test_plan_says_what_a_step_reads_of_a_mixture(tmp_path):
     )
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert "layers.0-1.experts.up.weight 5 x 38 x 60" in text
+    assert "layers.0-1.experts.up.weight [5, 38, 60]" in text
     assert re.search(
         r"active: a step reads [\d.]+ \w+ of [\d.]+ \w+ for one token, .* tokens", text
     )

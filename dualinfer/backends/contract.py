@@ -75,6 +75,17 @@ class Neighbours(NamedTuple):
 ALONE = Neighbours()
 
 
+class LatentQkv(NamedTuple):
+    """What latent attention takes in the place of packed queries, keys and values.
+
+    Queries [B, T, H D], the turning elements at the end of each head, and what all heads share,
+    [B, T, rank + turning], before its norm and its rotary embedding (`spec.Latent`).
+    """
+
+    queries: Array
+    shared: Array
+
+
 class Routing(NamedTuple):
     """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
 
@@ -93,7 +104,10 @@ class LayerAttention(NamedTuple):
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
     queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
     is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
-    `sinks` float32 [H] are logits that join the softmax of every query, and no value.
+    `sinks` float32 [H] are logits that join the softmax of every query, and no value. `latent_norm`
+    and `kv` are of latent attention: this weight [H (D - turning) + H value_dim, rank] makes each
+    head's key, and then its value, of a latent vector, and is never quantized, since ops read it in
+    two ways.
     """
 
     spec: Attention
@@ -104,6 +118,8 @@ class LayerAttention(NamedTuple):
     whole: tuple[int, int, Array | float] | None = None
     bias: Array | None = None
     sinks: Array | None = None
+    latent_norm: NormOf | None = None
+    kv: Weight | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -126,7 +142,11 @@ class LayerAttention(NamedTuple):
         )
         bias = w["relative_bias"] if spec.bias else None
         sinks = w.get("sinks")
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole, bias, sinks)
+        latent_norm = kv = None
+        if spec.latent is not None:
+            latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
+        own = frequencies, slopes, whole, bias, sinks
+        return cls(spec, q_norm, k_norm, *own, latent_norm, kv)
 
 
 class BlockOps(Protocol):
@@ -317,7 +337,7 @@ class Ops(BlockOps, Protocol):
     def attend(
         self,
         layer: LayerAttention,
-        qkv: Array,
+        qkv: Array | LatentQkv,
         angles: Any,
         *,
         mask: Array | None = None,
@@ -328,6 +348,8 @@ class Ops(BlockOps, Protocol):
     ) -> tuple[Array, CacheView | None]:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
+        For latent attention `qkv` is a pair, and the result [B, T, H value_dim].
+
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
         [B, T] number packed sequences, from left to right, which do not see each other; int
         `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
@@ -336,9 +358,16 @@ class Ops(BlockOps, Protocol):
         ...
 
     def attend_token(
-        self, layer: LayerAttention, qkv: Array, angles: Any, cache: CacheView, lengths: Array
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: Array,
     ) -> tuple[Array, CacheView]:
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
+
+        For latent attention `qkv` is a pair, and the result [N, 1, H value_dim].
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
         """

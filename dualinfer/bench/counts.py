@@ -151,8 +151,9 @@ class Counts:
             elif attention.window is not None:
                 most = min(attention.window, tokens)
                 visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
-            attended += attention.heads * attention.head_dim * visible
-        return batch * (2 * dense + 4 * attended)
+            query, _, value = attention.head_widths
+            attended += attention.heads * (query + value) * visible
+        return batch * 2 * (dense + attended)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAME = {"kimi_k2": "deepseek_v3"}  # names of makers for a family that transformers has
 _LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
 
 
@@ -48,6 +49,9 @@ def read_written(folder: Path) -> dict[str, Any]:
     if not os.path.isfile(folder / "config.json") and is_meta_folder(folder):
         return read_meta_config(folder)
     written = read_json(folder / "config.json")
+    model_type = written.get("model_type")
+    if isinstance(model_type, str) and model_type in _SAME:
+        written["model_type"] = _SAME[model_type]
     beside = folder / modelopt.FILE
     if not written.get("quantization_config") and os.path.isfile(beside):
         written["quantization_config"] = modelopt.from_file(read_json(beside))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import cache_specs, describe_caches, token_bytes
+from ..backends.caches import LAYOUTS, cache_specs, check_kinds, describe_caches, token_bytes
 from ..backends.held import describe_rows, held_bytes, read_share
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
@@ -116,7 +116,7 @@ def make_plan_table(
         sums=0 if size == 1 else products + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
-        notes=(*_notes(plan, rows), *_cache_notes(spec, codes)),
+        notes=(*_notes(plan, rows), *_cache_notes(spec, codes, size)),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
         streaming=tuple(
@@ -196,10 +196,16 @@ def _part(
     return DevicePart(weights, cache, tuple(shard.held()))
 
 
-def _cache_notes(spec: ModelSpec, codes: str | None) -> Iterator[str]:
-    """What the cache keeps where that is codes."""
-    if codes is not None and spec.causal:
-        kinds = describe_caches(cache_specs(spec, codes))
+def _cache_notes(spec: ModelSpec, codes: str | None, size: int) -> Iterator[str]:
+    """What the cache keeps where that is codes, or what all heads share."""
+    if not spec.causal:
+        return
+    specs = cache_specs(spec, codes)
+    check_kinds(specs, LAYOUTS, "torch")
+    if size > 1 and any(own.kind == "latent" for own in specs):
+        yield "cache: latent vectors, which all heads read, so that each device holds all of them"
+    if codes is not None:
+        kinds = describe_caches(specs)
         yield f"cache: {kinds}, with a float32 scale for each token and KV head, which is counted"
 
 

@@ -30,6 +30,8 @@ _EXPERTS = {
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _KV = ("num_key_value_heads", "num_kv_heads")
+_LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
+_LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 
 def text_config(config: Any) -> Any:
@@ -75,6 +77,8 @@ def tiny_config(config: Any) -> Any:
         values["decoder_attention_heads"] = new_heads // 2
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
+    if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
+        values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2

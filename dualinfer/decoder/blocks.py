@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
+from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
 from ..model.spec import XIELU, Experts, Layer
 
-# Attention of a layer, by its number, over packed queries, keys and values; across, over queries.
+# Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
+# latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
 
 
@@ -29,12 +30,26 @@ def block(
 
     def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
-        qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
+        if layer.attention.latent is not None:
+            qkv = latent(x, norm)
+        else:
+            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None:
             qkv = ops.clip(qkv, layer.attention.clip)
         y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
+
+    def latent(x: Array, norm: NormOf | None) -> LatentQkv:
+        """Queries of `x`, and what keys and values of all heads are made of."""
+        assert layer.attention.latent is not None
+        shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
+        if layer.attention.latent.query_rank:
+            x = ops.linear(
+                x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
+            )
+            norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
+        return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 
     def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention across; the residual may be overwritten."""

@@ -133,6 +133,11 @@ def gated_activation(x: Array, kind: str) -> Array:
     return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
 
 
+def head_product(x: Array, weight: Array) -> Array:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return np.einsum("nhd,hod->nho", _wide(x), _wide(weight)).astype(np.float32)
+
+
 def route(
     x: Array,
     weight: Array,
@@ -259,7 +264,8 @@ def attention(
 ) -> Array:
     """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
 
-    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
+    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]; values may have
+    another width than keys, and the result has it then. Query head h reads
     KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
     default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
@@ -273,7 +279,7 @@ def attention(
     seen = np.broadcast_to(
         visible_keys(tokens, causal, window, mask, segments), (batch, tokens, tokens)
     )
-    out = np.empty(q.shape, np.float64)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), np.float64)
     for b in range(batch):
         for h in range(heads):
             keys, values = _wide(k[b, :, h // group]), _wide(v[b, :, h // group])

@@ -52,6 +52,29 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values of.
+
+    A token has one latent vector of `rank` elements, normed by `norm`, and `turning` elements of a
+    key that all heads share and that the rotary embedding turns. A head's key is its own projection
+    of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
+    elements, is another projection. Queries have turning elements at their end likewise. They come
+    from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    """
+
+    rank: int
+    turning: int
+    value_dim: int
+    norm: Norm
+    query_rank: int = 0
+
+    @property
+    def width(self) -> int:
+        """What a token is kept in: the latent vector and the shared part of a key."""
+        return self.rank + self.turning
+
+
+@dataclass(frozen=True)
 class RelativeBias:
     """A learned number for each head and bucket of distances, added to scaled scores (T5).
 
@@ -97,6 +120,8 @@ class Attention:
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
+    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
+    that of queries and keys.
     """
 
     heads: int
@@ -115,12 +140,20 @@ class Attention:
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
+    latent: Latent | None = None
+
+    @property
+    def head_widths(self) -> tuple[int, int, int]:
+        """Elements of one head in the projections to queries, keys and values, in that order."""
+        if self.latent is None:
+            return self.head_dim, self.head_dim, self.head_dim
+        return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Widths of the query, key and value blocks in the fused projection, in that order."""
-        kv = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv, kv
+        """Widths of the query, key and value blocks in projections, in that order."""
+        q, k, v = self.head_widths
+        return self.heads * q, self.kv_heads * k, self.kv_heads * v
 
 
 @dataclass(frozen=True)
@@ -326,6 +359,8 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
         }
+        if (own := attention.latent) is not None:
+            inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
             inner["experts"] = mlp.count
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)

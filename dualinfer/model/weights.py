@@ -155,7 +155,8 @@ class Row:
     scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
     array has these elements of the last axis alone, in this order, as often as they are named.
     `others` are the tensors that a source may have in the place of all of `sources`. A `wide` row
-    is float32 whatever the model computes in.
+    is float32 whatever the model computes in, and a `dense` one is never quantized: what a
+    checkpoint quantizes of it is read as what its codes mean.
     """
 
     name: str
@@ -166,6 +167,7 @@ class Row:
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
+    dense: bool = False
     picks: tuple[int, ...] = ()
     others: tuple[Source, ...] = ()
     wide: bool = False
@@ -467,7 +469,7 @@ class WeightTable:
         """The rows of the tensors that a checkpoint of this model holds."""
         if any("{x}" in source.name for source in row.sources):
             row = row.stacked(self.spec.extent(row.axes[0], row.layer))
-        if self.matrices is None or not row.is_weight:
+        if self.matrices is None or not row.is_weight or row.dense:
             return (row,)
         return row.quantized(self._find)
 

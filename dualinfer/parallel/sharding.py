@@ -97,21 +97,21 @@ class Shard:
         """What this device holds of the axes that people know; nothing where it holds all."""
         if self.size == 1:
             return []
-        head_dim = self.spec.all_layers[layer].attention.head_dim
-        units = (
-            ("query heads", "q", head_dim),
-            ("KV heads", "k", head_dim),
-            ("MLP width", "ffn", 1),
-            ("vocabulary", "vocab", 1),
-        )
+        is_latent = self.spec.all_layers[layer].attention.latent is not None
+        axes = {
+            "query heads": "heads",
+            **({"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}),
+            "MLP width": "ffn",
+            "vocabulary": "vocab",
+        }
         return [
             Held(
                 name,
-                self.share(axis, layer).real // unit,
-                self.share(axis, layer).extent // unit,
-                self.table.spec.extent(axis, layer) // unit,
+                self.share(axis, layer).real,
+                self.share(axis, layer).extent,
+                self.table.spec.extent(axis, layer),
             )
-            for name, axis, unit in units
+            for name, axis in axes.items()
         ]
 
     def describe(self) -> str:
@@ -474,11 +474,10 @@ class _Cut(NamedTuple):
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
-        head_dim = layer.attention.head_dim
-        kv = self.key.times(head_dim)
+        q, k, v = layer.attention.head_widths
         return {
             **{"heads": self.query, "kv_heads": self.key},
-            **{"q": self.query.times(head_dim), "k": kv, "v": kv},
+            **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
             **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }

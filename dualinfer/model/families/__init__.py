@@ -12,6 +12,7 @@ from . import (
     bart,
     bert,
     bloom,
+    deepseek,
     fairseq,
     falcon,
     gemma,
@@ -36,7 +37,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert),
-        *(bart, t5, whisper),
+        *(bart, t5, whisper, deepseek),
     )
     for model_type in family.CLASSES
 }

@@ -18,12 +18,12 @@ _SHARED = {"shared_gate": "gate_proj", "shared_up": "up_proj"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """What HF calls the parts of a mixture, and the fields of its config.
+    """What HF calls the parts of a mixture, and its fields of a config.
 
-    `expert` are the parts of one expert in files, gate, up and down; none where files have all
-    experts in one tensor too. `shared` is the module of the shared expert. `choice_bias` is a
-    tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change
-    nothing at inference.
+    `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
+    experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
+    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
+    change nothing at inference.
     """
 
     block: str = "mlp"
@@ -52,7 +52,12 @@ _DEEPSEEK = Mixture(
     shared="shared_experts",
     choice_bias="gate.e_score_correction_bias",
 )
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
+_DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
+_TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
+    "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
+    "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
         shared="shared_experts",
@@ -64,6 +69,7 @@ MIXTURES: Mapping[str, Mixture] = {
         unused=(r"(^|\.)mtp_",),
     ),
     "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
     "gpt_oss": Mixture(
         router="router",
         count="num_local_experts",
@@ -73,7 +79,6 @@ MIXTURES: Mapping[str, Mixture] = {
     "granitemoe": Mixture(
         block="block_sparse_moe",
         router="router",
-        expert=(),
         count="num_local_experts",
         ffn="intermediate_size",
         renames=(
@@ -149,7 +154,24 @@ def _router(fields: ConfigFields) -> Router:
     family = fields.family
     if family in ("gpt_oss", "granitemoe"):
         return Router(0, "chosen")
-    if family in ("dots1", "glm4_moe"):
+    if family == "deepseek_v2":
+        fields.require("norm_topk_prob", False)  # HF's router does not read it
+        fields.require("scoring_func", "softmax")
+        fields.require("topk_method", "greedy", "group_limited_greedy")
+        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+        if fields.take("topk_method") != "group_limited_greedy":
+            groups = chosen = 1
+        total = fields.size(MIXTURES[family].count)
+        if total % groups or chosen > groups:
+            raise ModelError(
+                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
+                "expected groups of one size, and no more open ones than there are."
+            )
+        scale = fields.number("routed_scaling_factor")
+        return Router(0, groups=groups, groups_chosen=chosen, scale=scale)
+    if family in _DEEPSEEKS:
+        fields.require("scoring_func", "sigmoid")
+        fields.require("topk_method", "noaux_tc")
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
         total = fields.size(MIXTURES[family].count)
         if total % groups or total // groups < 2 or chosen > groups:
@@ -177,9 +199,8 @@ def _shared(fields: ConfigFields) -> int:
         return fields.size("shared_expert_intermediate_size")
     if fields.family == "hunyuan_v1_moe":
         return fields.size("intermediate_size")
-    name = {"dots1": "n_shared_experts", "glm4_moe": "n_shared_experts"}.get(fields.family)
-    if name is not None:
-        return fields.size(name) * fields.size("moe_intermediate_size")
+    if fields.family in _DEEPSEEKS:
+        return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
     if fields.family == "ernie4_5_moe" and fields.take("moe_num_shared_experts"):
         return fields.size("moe_num_shared_experts") * fields.size("moe_intermediate_size")
     return 0
@@ -188,7 +209,11 @@ def _shared(fields: ConfigFields) -> int:
 def _which(fields: ConfigFields, layers: int) -> list[bool]:
     """Of each layer whether it has a mixture."""
     family = fields.family
-    if family in ("dots1", "glm4_moe"):
+    if family == "glm4_moe_lite":
+        kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
+        return [kind == "sparse" for kind in kinds]
+    if family in _DEEPSEEKS:
+        fields.require("moe_layer_freq", 1)
         dense = fields.take("first_k_dense_replace", 0)
         if type(dense) is not int or dense < 0:
             raise ModelError(
@@ -262,9 +287,7 @@ def _gpt_oss_rows(experts: str) -> list[Row]:
 
 
 def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
-    """The tensors of one expert, with their axes; none where all are one tensor."""
-    if not names.expert:
-        return []
+    """The tensors of one expert, with their axes."""
     gate, up, down = (f"{experts}.{{x}}.{name}.weight" for name in names.expert)
     return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
 
@@ -272,7 +295,5 @@ def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
 def _stacked(ours: str, axes: str, whole: str, each: Sequence[tuple[str, str]]) -> Row:
     """The weight of all experts, which is one tensor `whole`, or several of `each` of them."""
     axes = f"experts {axes}"
-    name = f"experts.{ours}.weight"
-    if not each:
-        return row(name, axes, (whole, axes))
-    return replace(row(name, axes, *each), others=(Source(whole, tuple(axes.split())),))
+    own = row(f"experts.{ours}.weight", axes, *each)
+    return replace(own, others=(Source(whole, tuple(axes.split())),))

@@ -25,6 +25,7 @@ from ....kernels.triton import (
     experts,
     filters,
     head_norm,
+    latent,
     linear,
     quantized,
     rotary,
@@ -44,10 +45,18 @@ from ....model.spec import Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
-from ..cache import BlockCache, CrossCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import mixtures, primitives
@@ -62,6 +71,9 @@ def unserved(spec: ModelSpec) -> str | None:
     dim = max(layer.attention.head_dim for layer in spec.layers)
     if dim > attention.LARGEST_HEAD:
         return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    if max(ranks, default=0) > latent.LARGEST_RANK:
+        return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
@@ -72,7 +84,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
@@ -97,6 +109,7 @@ class KernelOps(PlainOps):
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
+        "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
@@ -447,10 +460,78 @@ class KernelOps(PlainOps):
         """The cache, if kernels know its kind."""
         return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheView | None]:
+        """See `PlainOps._latents`; by one launch."""
+        a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
+        assert a.latent is not None and norm is not None and rope is not None
+        held = [] if cache is None else [cast(LatentCache, cache).shared]
+        with jax.named_scope("rotary"):
+            _, (queries, shared, *filled) = call(
+                latent.turn_latents,
+                *qkv,
+                angles if lengths is None else lengths[:, None],
+                heads=a.heads,
+                rank=a.latent.rank,
+                norm=norm.weight,
+                eps=norm.spec.eps,
+                inv_freq=_frequencies(rope),
+                scaling=rope.scaling,
+                interleaved=rope.interleaved,
+                cache=held[0] if held else None,
+                slots=slots,
+                pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+                capability=self.capability,
+                written=(*qkv, *held),
+            )
+        q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
+        return q, shared, LatentCache(*filled) if held else None
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        mask: jax.Array | None,
+        segments: jax.Array | None,
+    ) -> tuple[jax.Array, CacheView | None]:
+        """`attend` with latent attention: keys and values of each head are made, of one width."""
+        a = layer.spec
+        q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+        k, v = self._of_latents(layer, shared)
+        width = v.shape[-1]
+        most = max(width, a.head_dim)
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in (q, k, v))
+        batch, tokens = q.shape[:2]
+        shape = q.dtype.itemsize, most, tokens, batch * a.heads, a.causal
+        with jax.named_scope("attention"):
+            y, _ = call(
+                attention.attention,
+                *(q, k, v),
+                scale=a.scale,
+                causal=a.causal,
+                mask=mask,
+                segments=segments,
+                sms=self.sms,
+                config=self.configurations.find(attention_choice.tuning_key(*shape)),
+                pdl=self.starts_early(batch * tokens),
+                capability=self.capability,
+            )
+        return y[..., :width].reshape(batch, tokens, -1), cache
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         *,
         mask: jax.Array | None = None,
@@ -460,6 +541,8 @@ class KernelOps(PlainOps):
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
@@ -512,12 +595,14 @@ class KernelOps(PlainOps):
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_token_to_latents(layer, qkv, cache, lengths)
         known = self._known(cache)
         if known is None:
             rope, growth = layer.spec.rope, layer.spec.growth
@@ -553,6 +638,32 @@ class KernelOps(PlainOps):
                 **scoring(layer),
             )
         return y[:, None], _with(known, filled)
+
+    def _attend_token_to_latents(
+        self, layer: LayerAttention, qkv: LatentQkv, cache: CacheView, lengths: jax.Array
+    ) -> tuple[jax.Array, CacheView]:
+        """Each head's value of one new token a slot, [N, 1, H value_dim], and the cache."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
+        shape = a.heads, a.latent.rank, q.dtype.itemsize
+        key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+        with jax.named_scope("decode_attention"):
+            y, _ = call(
+                latent.decode_latents,
+                q.reshape(qkv.queries.shape),
+                cast(LatentCache, written).shared,
+                lengths,
+                layer.kv.data,
+                heads=a.heads,
+                turning=a.latent.turning,
+                scale=a.scale,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(len(lengths)),
+                capability=self.capability,
+            )
+        return y[:, None], cast(CacheView, written)
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""

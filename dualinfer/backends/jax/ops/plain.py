@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from ....model.spec import Activation, Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from .. import sampler
 from ..exchange import Exchange
 from ..parallel import Split
@@ -343,10 +351,64 @@ class PlainOps:
         )
         return a.reshape(q.shape), b.reshape(k.shape)
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheView | None]:
+        """Turned queries [B, T, H, D], what heads share [B, T, rank + turning], and the cache.
+
+        That is what is cached: at the start of `slots`, or at `lengths` of them all.
+        """
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.latent_norm is not None and a.rope is not None
+        cos, sin = angles[a.rope]
+        q = qkv.queries.reshape(*qkv.queries.shape[:-1], a.heads, a.head_dim)
+        q, turning = jnp.split(q, (a.head_dim - latent.turning,), axis=-1)
+        vector, key = jnp.split(qkv.shared, (latent.rank,), axis=-1)
+        turn = a.rope.interleaved
+        q = jnp.concatenate((q, primitives.rotary(turning, cos, sin, turn)), axis=-1)
+        key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
+        shared = jnp.concatenate((PlainOps.norm(self, vector, layer.latent_norm), key), axis=-1)
+        if cache is not None and lengths is not None:
+            cache = primitives.append(cache, shared, shared, lengths)
+        elif cache is not None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, shared[:, :, None], shared[:, :, None])
+        return q, shared, cache
+
+    def _of_latents(self, layer: LayerAttention, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.kv is not None
+        vectors, key = jnp.split(shared, (latent.rank,), axis=-1)
+        k, v = jnp.split(self.linear(vectors, layer.kv), (a.qkv_sizes[1],), axis=-1)
+        k, v = (x.reshape(*x.shape[:-1], a.heads, -1) for x in (k, v))
+        key = jnp.broadcast_to(key[:, :, None], (*k.shape[:3], latent.turning))
+        return jnp.concatenate((k, key), axis=-1), v
+
+    def _absorbed(self, layer: LayerAttention, q: jax.Array) -> jax.Array:
+        """Queries [N, H, D] as they meet what heads share: [N, H, rank + turning]."""
+        latent = layer.spec.latent
+        assert latent is not None
+        own, turning = jnp.split(q, (q.shape[-1] - latent.turning,), axis=-1)
+        keys, _ = matrices_of(layer)
+        own = primitives.head_product(own, keys.swapaxes(-1, -2))
+        return jnp.concatenate((own, turning), axis=-1)
+
+    def _values_of(self, layer: LayerAttention, y: jax.Array) -> jax.Array:
+        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        _, values = matrices_of(layer)
+        return primitives.head_product(y, values).reshape(len(y), 1, -1)
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         *,
         mask: jax.Array | None = None,
@@ -356,6 +418,13 @@ class PlainOps:
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `contract.Ops.attend`; slots that the cache does not have are left out."""
+        if isinstance(qkv, LatentQkv):
+            q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            scale, causal = layer.spec.scale, layer.spec.causal
+            y = primitives.attention(q, k, v, scale=scale, causal=causal, **how)
+            return y.reshape(*y.shape[:2], -1), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -377,12 +446,20 @@ class PlainOps:
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `contract.Ops.attend_token`."""
+        if isinstance(qkv, LatentQkv):
+            latent = layer.spec.latent
+            assert latent is not None
+            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
+            assert written is not None
+            q = self._absorbed(layer, q[:, 0])
+            y = primitives.decode_attention(q, written, lengths + 1, scale=layer.spec.scale)
+            return self._values_of(layer, y[..., : latent.rank]), written
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
         y = primitives.decode_attention(
@@ -444,6 +521,15 @@ class PlainOps:
     def ended(self, state: SlotState, out: jax.Array) -> SlotState:
         """The state after some steps, which gave the tokens `out` [R, N]."""
         return state._replace(seen=sampler.mark(state.seen, out))
+
+
+def matrices_of(layer: LayerAttention) -> tuple[jax.Array, jax.Array]:
+    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]."""
+    assert layer.kv is not None
+    keys, values = jnp.split(layer.kv.data, (layer.spec.qkv_sizes[1],))
+    heads = layer.spec.heads
+    k, v = (x.reshape(heads, -1, x.shape[-1]) for x in (keys, values))
+    return k, v
 
 
 def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:

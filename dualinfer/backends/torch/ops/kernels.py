@@ -20,6 +20,7 @@ from ....kernels.triton import (
     embedding,
     experts,
     head_norm,
+    latent,
     linear,
     quantized,
     rotary,
@@ -39,11 +40,19 @@ from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
-from ..cache import BlockCache, CrossCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
@@ -61,6 +70,9 @@ def unserved(spec: ModelSpec) -> str | None:
     dim = max(layer.attention.head_dim for layer in spec.layers)
     if dim > attention.LARGEST_HEAD:
         return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    if max(ranks, default=0) > latent.LARGEST_RANK:
+        return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
@@ -71,7 +83,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
@@ -94,6 +106,7 @@ class KernelOps(PlainOps):
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
+        "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32",
     }
 
@@ -424,11 +437,62 @@ class KernelOps(PlainOps):
         """The cache, if kernels know its kind."""
         return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
+        a, rope = layer.spec, layer.spec.rope
+        assert a.latent is not None and layer.latent_norm is not None and rope is not None
+        latent.turn_latents(
+            *qkv,
+            angles if lengths is None else lengths[:, None],
+            heads=a.heads,
+            rank=a.latent.rank,
+            norm=layer.latent_norm.weight,
+            eps=layer.latent_norm.spec.eps,
+            inv_freq=layer.frequencies,
+            scaling=rope.scaling,
+            interleaved=rope.interleaved,
+            cache=None if cache is None else cast(LatentCache, cache).shared,
+            slots=slots,
+            pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+        )
+        return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        chunk: Chunk | None,
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """`attend` with latent attention: each head's keys and values are made, of one width.
+
+        Those of the pieces before a chunk are made anew, of what is cached.
+        """
+        q, shared = self._latents(layer, qkv, angles, cache, slots)
+        if chunk is not None and chunk.start:
+            held = cast(LatentCache, cache).shared
+            shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
+        k, v = self._of_latents(layer, shared)
+        width, dim = v.shape[-1], layer.spec.head_dim
+        q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
+        return self._attention(layer, q, k, v, how)[..., :width]
+
     @named("attention")
     def attend(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         *,
         mask: torch.Tensor | None = None,
@@ -439,8 +503,11 @@ class KernelOps(PlainOps):
         chunk: Chunk | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
-        a = layer.spec
         start = chunk.start if chunk else 0
+        how: dict[str, Any] = {"start": start, "mask": mask, "segments": segments}
+        if isinstance(qkv, LatentQkv):
+            y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
+            return y.flatten(-2), cache
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
@@ -456,20 +523,27 @@ class KernelOps(PlainOps):
             assert slots is not None and not start, "of kinds that kernels know"
             primitives.write(cache, slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
-        how: dict[str, Any] = {
-            "start": start,
-            "causal": a.causal,
-            "window": a.window,
-            "mask": mask,
-            "segments": segments,
-            "alibi": layer.slopes,
-            "softcap": a.softcap,
-            "sinks": layer.sinks,
-        }
+        how["positions"] = positions if layer.slopes is not None else None
+        return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
+
+    def _attention(
+        self,
+        layer: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: dict[str, Any],
+        table: torch.Tensor | None = None,
+        scales: Any = None,
+    ) -> torch.Tensor:
+        """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours."""
+        a, positions = layer.spec, how.pop("positions", None)
+        how = {"causal": a.causal, "window": a.window, **how}
+        how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
         backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
-                y = F.scaled_dot_product_attention(
+                return F.scaled_dot_product_attention(
                     q.transpose(1, 2),
                     k.transpose(1, 2),
                     v.transpose(1, 2),
@@ -477,27 +551,26 @@ class KernelOps(PlainOps):
                     scale=a.scale,
                     enable_gqa=a.heads != a.kv_heads,
                 ).transpose(1, 2)
-        else:
-            counted = positions if layer.slopes is not None else None
-            how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
-            pairs = q.shape[0] * a.heads
-            shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
-            config = self.configurations.find(attention_choice.tuning_key(*shape))
-            how |= {"positions": counted, "config": config, "table": table, "scales": scales}
-            y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
-        return y.flatten(-2), cache
+        how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
+        shape = q.element_size(), q.shape[3], q.shape[1], q.shape[0] * a.heads, a.causal
+        config = self.configurations.find(attention_choice.tuning_key(*shape))
+        how |= {"positions": positions, "config": config, "table": table, "scales": scales}
+        return attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
 
     @named("decode_attention")
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
-        config: decode_attention.DecodeConfig | None = None,
+        config: Any = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        if isinstance(qkv, LatentQkv):
+            args = layer, qkv, cast(Any, cache), lengths
+            return self._attend_token_to_latents(*args, config), cache
         known = self._known(cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
@@ -526,6 +599,36 @@ class KernelOps(PlainOps):
             **_norms_of(layer),
         )
         return y[:, None], cache
+
+    def _attend_token_to_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        cache: LatentCache,
+        lengths: torch.Tensor,
+        config: latent.LatentConfig | None,
+    ) -> torch.Tensor:
+        """Each head's value of one new token a slot, [N, 1, H value_dim]."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        if config is None:
+            shape = a.heads, a.latent.rank, cache.shared.element_size()
+            key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+            config = self.configurations.find(key)
+        self._latents(layer, qkv, None, cache, None, lengths)
+        y = latent.decode_latents(
+            qkv.queries,
+            cache.shared,
+            lengths,
+            layer.kv.data,
+            heads=a.heads,
+            turning=a.latent.turning,
+            scale=a.scale,
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(len(lengths)),
+        )
+        return y[:, None]
 
     def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
         """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""

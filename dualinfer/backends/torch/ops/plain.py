@@ -10,7 +10,15 @@ from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView, CrossView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from .. import sampler
 from ..parallel import Split
 from ..params import Params
@@ -320,10 +328,65 @@ class PlainOps:
         )
         return a.view_as(q), b.view_as(k)
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turned queries [B, T, H, D], and what heads share [B, T, rank + turning], as is cached.
+
+        It goes to the cache, if there is one: to the start of `slots`, or at `lengths` of them all.
+        """
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.latent_norm is not None and a.rope is not None
+        cos, sin = angles[a.rope]
+        q = qkv.queries.unflatten(-1, (a.heads, a.head_dim))
+        q, turning = q.split((a.head_dim - latent.turning, latent.turning), -1)
+        vector, key = qkv.shared.split((latent.rank, latent.turning), -1)
+        turn = a.rope.interleaved
+        q = torch.cat((q, primitives.rotary(turning, cos, sin, turn)), -1)
+        key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
+        shared = torch.cat((PlainOps.norm(self, vector, layer.latent_norm), key), -1)
+        if cache is not None and lengths is not None:
+            primitives.append(cache, shared, shared, lengths)
+        elif cache is not None:
+            assert slots is not None
+            primitives.write(cache, slots, shared[:, :, None], shared[:, :, None])
+        return q, shared
+
+    def _of_latents(
+        self, layer: LayerAttention, shared: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.kv is not None
+        vectors, key = shared.split((latent.rank, latent.turning), -1)
+        _, keys, values = a.qkv_sizes
+        k, v = self.linear(vectors.contiguous(), layer.kv).split((keys, values), -1)
+        k, v = k.unflatten(-1, (a.heads, -1)), v.unflatten(-1, (a.heads, -1))
+        return torch.cat((k, key[:, :, None].expand(*k.shape[:3], -1)), -1), v
+
+    def _absorbed(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        """Queries [N, H, D] as they meet what heads share: [N, H, rank + turning]."""
+        latent = layer.spec.latent
+        assert latent is not None
+        own, turning = q.split((q.shape[-1] - latent.turning, latent.turning), -1)
+        keys, _ = matrices_of(layer)
+        return torch.cat((primitives.head_product(own, keys.mT), turning), -1)
+
+    def _values_of(self, layer: LayerAttention, y: torch.Tensor) -> torch.Tensor:
+        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        _, values = matrices_of(layer)
+        return primitives.head_product(y, values).flatten(-2)[:, None]
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         *,
         mask: torch.Tensor | None = None,
@@ -339,6 +402,12 @@ class PlainOps:
         """
         assert chunk is None, "plain ops take whole prompts"
         a = layer.spec
+        if isinstance(qkv, LatentQkv):
+            q, shared = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            y = primitives.attention(q, k, v, scale=a.scale, causal=a.causal, **how)
+            return y.flatten(-2), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -365,13 +434,19 @@ class PlainOps:
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_token`; the cache is written in place."""
         a = layer.spec
+        if isinstance(qkv, LatentQkv):
+            assert a.latent is not None
+            q, _ = self._latents(layer, qkv, angles, cache, None, lengths)
+            q = self._absorbed(layer, q[:, 0])
+            y = primitives.decode_attention(q, cache, lengths + 1, scale=a.scale)
+            return self._values_of(layer, y[..., : a.latent.rank]), cache
         q, k, v = self._heads(layer, qkv, angles)
         primitives.append(cache, k[:, 0], v[:, 0], lengths)
         y = primitives.decode_attention(
@@ -439,6 +514,14 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def matrices_of(layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]; views."""
+    assert layer.kv is not None
+    _, keys, values = layer.spec.qkv_sizes
+    k, v = layer.kv.data.split((keys, values))
+    return k.unflatten(0, (layer.spec.heads, -1)), v.unflatten(0, (layer.spec.heads, -1))
 
 
 def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,6 +31,7 @@ IMPLEMENTATIONS = {
     "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "cross_attention": SDPA,
+    "latent_attention": f"{SDPA} over latent vectors, a head's matrices before and behind it",
     "sampling": "plain torch, threefry2x32",
 }
 
@@ -139,6 +140,12 @@ def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         return F.linear(x, weight.data, bias)
     y = SCHEMES.product(x, weight, x.dtype)
     return y if bias is None else y + bias
+
+
+@named("head_product")
+def head_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return (x.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 @named("embed")
@@ -277,11 +284,11 @@ def attention(
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is
-    as in `relative_bias`.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
@@ -394,7 +401,7 @@ def _dense_attention(
         beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
         scores = torch.cat((scores, beside), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
+    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, -1)
 
 
 @named("pool")
