@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,7 +81,7 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     spec = shard.spec
     attention = {layer.attention for layer in spec.layers}
 
-    def constant(values: tuple[float, ...]) -> torch.Tensor:
+    def constant(values: tuple[Any, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}

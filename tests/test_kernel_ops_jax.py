@@ -45,7 +45,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
 ]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
+OPTIONS: dict[str, Any] = {
+    "backend": "jax",
+    "dtype": "fp32",
+    "replace_with_kernel_inject": True,
+}
 
 
 @pytest.fixture
