@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,6 +32,7 @@ from .checkpoint.saving import (
     save_checkpoint,
     save_folder,
 )
+from .checkpoint.sentence import read_text_embedding
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
@@ -50,6 +51,7 @@ from .errors import (
     shown,
     warn_caller,
 )
+from .model.embedding import TextEmbedding
 from .model.families import describe_model, knows_family
 from .model.hf_module import (
     check_parts,
@@ -260,6 +262,15 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
     return None
 
 
+def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
+    """What reads how the model's folder embeds texts; None where it lies in none."""
+    place = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
+    is_folder = isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place))
+    if not is_folder:
+        return None
+    return partial(read_text_embedding, Path(os.path.expanduser(place)))
+
+
 def _class_name(model: Any) -> str:
     return type(model[0] if isinstance(model, tuple) else model).__name__
 
@@ -387,6 +398,7 @@ def _make_fused_engine(
             engine_type = backends.engine_type(settings.backend, FusedEngine)
             load = _tokenizer_of(model, settings)
             about = About(settings, peers, config, own, source.description, notes, load)
+            about = replace(about, load_embedding=_embedding_of(model))
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))

@@ -31,7 +31,7 @@ from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
-from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures
+from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures, text_lengths
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import (
     RandomMatrix,
@@ -87,9 +87,11 @@ def test_counts_of_a_tiny_llama_by_hand(llama):
 
 
 SMALLEST = ("llama-3.2-1b", "gpt2", "opt-125m", "gpt-neo-125m", "bloom-560m", "bert-base")
+LARGE = ("gpt-j-6b", "pythia-6.9b", "gemma-2-2b", "gemma-3-4b", "phi-4-mini", "falcon-7b")
+LARGE += ("olmo-2-7b:2", "starcoder2-7b:2")
 
 
-@pytest.mark.parametrize("name", [*SMALLEST, "gpt-j-6b", "pythia-6.9b", "gemma-2-2b"])
+@pytest.mark.parametrize("name", [*SMALLEST, *LARGE])
 def test_read_weights_are_hf_parameters_without_embeddings(name):
     model = open_model(name)
     with torch.device("meta"):
@@ -112,7 +114,8 @@ def test_every_shape_is_a_hf_config_of_its_class(name):
 def test_every_shape_comes_in_any_depth(name):
     spec, table = open_model(f"{name}:2").describe()
     assert len(spec.layers) == 2
-    assert {row.layer for row in table.rows} == {None, 0, 1}
+    assert spec.encoder is None or len(spec.encoder.layers) == 2
+    assert {row.layer for row in table.rows} == {None, *range(len(spec.all_layers))}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 20, 63, 1000])
@@ -142,6 +145,9 @@ def test_flops_count_visible_pairs(tokens, window):
 def test_flops_of_a_bidirectional_layer_count_all_pairs():
     counts = Counts(0, 0, 0, 0, attention=(attention(causal=False),))
     assert counts.flops(1, 10, 10) == 4 * 100 * 6 * 8
+    counts = Counts(0, 0, 0, 0, attention=(attention(3, causal=False),))
+    pairs = sum(abs(i - j) < 3 for i in range(10) for j in range(10))
+    assert counts.flops(1, 10, 10) == 4 * pairs * 6 * 8
 
 
 def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama):
@@ -402,6 +408,24 @@ def test_bench_forward_beside_hf(tmp_path):
     for row in rows:
         check_row(row, "forward")
         assert row["dtype"] == "bfloat16"
+
+
+def test_bench_embed_counts_tokens_that_are_no_padding(tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(
+        *("embed", "--shape", "tiny", "--prompt", 40, "--batch", 9, "--repeats", 2),
+        *("--peer", "hf-eager", "--json", out),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["torch", "hf-eager"]
+    total = int(text_lengths(9, 40).sum())
+    for row in rows:
+        assert row["text_tokens"] == total
+        assert row["tokens_per_s"] == pytest.approx(total / row["ms"] * 1e3)
+        assert 0 < row["of_limit"] < 2
+    lengths = text_lengths(4000, 512)
+    assert 110 < lengths.mean() < 130 and lengths.max() == 512
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
-from .models import CASES, VOCAB, make_model, random_ids, relative_rms  # noqa: E402
+from .models import CASES, VOCAB, make_model, random_ids, relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),  # engines serve several tests
@@ -117,7 +117,8 @@ def answers(engines):
 
 
 @pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-@pytest.mark.parametrize("name", MAIN)
+# How GPT-2's and GPT-J's weights are cut is torch's plan as well, over all models.
+@pytest.mark.parametrize("name", slow_but([n for n in MAIN if n not in ("gpt2", "gptj")], MAIN))
 def test_answers_are_those_of_one_device(name, devices, answers):
     logits, text = answers(name, devices)
     expected, expected_text = answers(name, 1)

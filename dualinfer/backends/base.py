@@ -27,7 +27,10 @@ class ForwardInputs:
     int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
     the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids,
     or embeddings, positions and mask of its encoder's sequences; spectrograms
-    float32 [B, 2 S, mel] are its embeddings.
+    float32 [B, 2 S, mel] are its embeddings. float32 `weights` [B, T] are those of the tokens that
+    a head pools. Of `choices` sequences in a row each, a head's scores are put side by side. With
+    `texts` the result is their embeddings alone: so many of each row, as `segments` number them,
+    the sum of tokens times `weights`, or the `largest` value of each element.
     """
 
     ids: np.ndarray | None
@@ -41,6 +44,10 @@ class ForwardInputs:
     labels: np.ndarray | None = None
     loss_count: float | None = None
     source: "ForwardInputs | None" = None
+    weights: np.ndarray | None = None
+    choices: int | None = None
+    texts: int = 0
+    largest: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,6 +152,9 @@ class Runner(Protocol):
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
+
+        Of a head for labels, `logits` [B, labels], [B, T, labels] or [B / choices, choices], or
+        `start_logits` and `end_logits` [B, T]. Of texts, float32 `embeddings` [B, texts, E].
 
         `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
         embedding, each layer's output, the last one after the final norm. With labels there is a

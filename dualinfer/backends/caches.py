@@ -26,6 +26,8 @@ CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}  # floats as the bytes that 
 class CacheSpec:
     """One layer's cache: its kind, and the sizes of the keys and values that it keeps.
 
+    Those of a latent one are of the one head that all query heads read: its value is the first
+    `value_dim` elements of its key, and not kept twice.
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None.
     """
 
@@ -79,6 +81,11 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
     return values, (Buffer(shape, dtype="float32"),) * 2 if dtype else ()
 
 
+def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """What all heads share of every token, [N, S, rank + turning], on each device all of it."""
+    return (Buffer((slots, tokens, spec.key_dim), heads=None),)
+
+
 def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """Keys and values of what an encoder gave, [N, K, S, D] each, and how many are real, [N]."""
     values, _ = _held(spec, slots, tokens)
@@ -90,6 +97,7 @@ LAYOUTS: dict[str, Layout] = {
     "full": full_layout,
     "blocks": blocks_layout,
     "cross": cross_layout,
+    "latent": latent_layout,
 }
 WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
@@ -105,6 +113,8 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
 
 def kind_of(layer: Layer) -> str:
     """The kind of a causal layer's cache. Layers with a window mask a full one."""
+    if layer.attention.latent is not None:
+        return "latent"
     return "full"
 
 
@@ -119,6 +129,8 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
 
 
 def _sizes(a: Attention) -> tuple[int, int, int]:
+    if a.latent is not None:
+        return 1, a.latent.width, a.latent.rank
     return a.kv_heads, a.head_dim, a.head_dim
 
 
@@ -205,7 +217,8 @@ class CacheView(Protocol):
 
     Where arrays are memory, `write` and `append` change them and give the same view back; where
     they are values, the result has taken its place. Kernels reach into the arrays of the kinds
-    that they know by name; everything else asks the view.
+    that they know by name; everything else asks the view. For a latent cache K is 1, keys are what
+    all heads share, and values are these, too.
     """
 
     @property
@@ -297,6 +310,7 @@ def served(
 
     Kernels serve those that they know, plain ops all others; `knows` None: there are no kernels.
     """
+    by_kernels, by_plain = _with_latents(by_kernels, specs), _with_latents(by_plain, specs)
     if not any(spec.kind == "cross" for spec in specs):
         by_kernels = {op: how for op, how in by_kernels.items() if op != "cross_attention"}
     if knows is None or all(map(knows, specs)):
@@ -307,3 +321,14 @@ def served(
     if any(map(knows, specs)):
         attention = f"{by_kernels['decode_attention']}; {attention}"
     return {**by_kernels, "rotary": rotary, "decode_attention": attention}
+
+
+def _with_latents(ops: Mapping[str, str], specs: Sequence[CacheSpec]) -> dict[str, str]:
+    """What serves each op, attention to latent caches as decode_attention."""
+    ops = dict(ops)
+    latent, kinds = ops.pop("latent_attention"), {spec.kind for spec in specs}
+    if kinds == {"latent"}:
+        ops["decode_attention"] = latent
+    elif "latent" in kinds:
+        ops["decode_attention"] += f"; {latent}"
+    return ops

@@ -157,7 +157,8 @@ def heads_of(a: Attention) -> str:
 def prompts_work(a: Attention, batch: int, tokens: int, itemsize: int) -> tuple[str, int, int]:
     """Description, bytes and FLOPs of the attention of whole prompts."""
     most = min(a.window or tokens, tokens)
-    visible = most * (most + 1) // 2 + (tokens - most) * most if a.causal else tokens * tokens
+    visible = most * (most + 1) // 2 + (tokens - most) * most
+    visible = visible if a.causal else 2 * visible - tokens  # of each pair on either side
     kind = "causal" if a.causal else "bidirectional"
     kind += f", window {a.window:,}" if a.window else ""
     kind += f", soft cap {a.softcap:g}" if a.softcap else ""

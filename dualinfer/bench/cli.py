@@ -1,4 +1,4 @@
-"""`dualinfer bench decode | prefill | forward | ops`."""
+"""`dualinfer bench decode | prefill | forward | embed | ops`."""
 
 import importlib.util
 import sys
@@ -29,8 +29,9 @@ app = typer.Typer(
     help="Measure speed as a fraction of what the device can do.",
 )
 
-_FIGURES_OF_MODELS = ("decode", "prefill", "forward")
+_FIGURES_OF_MODELS = ("decode", "prefill", "forward", "embed")
 
+_TEXTS = 1024  # of `embed`, where nobody says how many
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[
     str | None,
@@ -159,6 +160,19 @@ def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: 
     """
     tasks = _tasks("forward", model, "bert-large", 128, 0, repeats, asked)
     _bench("forward", tasks, asked.json, asked.plot)
+
+
+@app.command(cls=Command)
+@with_options(_Measured)
+def embed(model: ModelArgument = None, repeats: RepeatsOption = 10, *, asked: _Measured) -> None:
+    """Vectors of --batch texts of up to --prompt tokens each, most of them short.
+
+    dualinfer packs them into rows; peers pad them in batches of 32, by their lengths. Tokens that
+    are no padding count.
+    """
+    asked = replace(asked, batch=asked.batch or [_TEXTS])
+    tasks = _tasks("embed", model, "bert-base", 512, 0, repeats, asked)
+    _bench("embed", tasks, asked.json, asked.plot)
 
 
 @app.command(cls=Command)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..arrays import numpy_dtype
 from ..backends.caches import CacheSpec, Room, cache_bytes, cache_specs, token_bytes
-from ..backends.held import describe_rows, held_bytes
+from ..backends.held import describe_rows, held_bytes, read_share
 from ..model.load_plan import LoadPlan
-from ..model.spec import Attention
+from ..model.spec import Attention, Experts
 from ..model.weights import Row
 from ..parallel.sharding import whole
 from ..quantization import BlockScheme
@@ -27,12 +27,13 @@ _LOOKED_UP = (
 class Counts:
     """Weights, attention and caches of one model.
 
-    `weight_bytes` are those of all weights that a step reads, as they are held: codes and scales of
-    quantized ones; those looked up row by row (the embeddings) left out, a tied head counted.
-    Those of an encoder, and what makes keys and values of its output, are no step's: `once` counts
-    what is computed once for each sequence that it reads, and `cross` are the caches of that.
-    `held_bytes` are those of all that there are. `body` are the elements of matrices that every
-    token is multiplied with, `head` those of the head, `pooler` of what runs once a sequence.
+    `weight_bytes` are those of all weights that a step may read, as they are held: codes and scales
+    of quantized ones; those looked up row by row (the embeddings) left out, a tied head counted.
+    `mixtures` are those among them of layers' experts. Those of an encoder, and what makes keys and
+    values of its output, are no step's: `once` counts what is computed once for each sequence that
+    it reads, and `cross` are the caches of that. `held_bytes` are those of all that there are.
+    `body` are the elements of matrices that a token is multiplied with, `head` those of the head,
+    `pooler` of what runs once a sequence.
     """
 
     weight_bytes: int
@@ -44,6 +45,7 @@ class Counts:
     held_bytes: int = 0
     once: "Counts | None" = None
     cross: tuple[CacheSpec, ...] = ()
+    mixtures: tuple["Mixture", ...] = ()
 
     @classmethod
     def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
@@ -68,7 +70,8 @@ class Counts:
         matrices = {name for name, row in read.items() if len(row.axes) > 1}
 
         def total(parts: Iterable[str]) -> int:
-            return sum(prod(table.shape((held | read)[name])) for name in parts)
+            rows = [(held | read)[name] for name in parts]
+            return sum(round(prod(table.shape(r)) * read_share(spec, r, 1)) for r in rows)
 
         def size_of(rows: Iterable[Row]) -> int:
             return sum(held_bytes(one, row, size) for row in rows)
@@ -90,7 +93,22 @@ class Counts:
             held_bytes=size_of(held.values()),
             once=once,
             cross=tuple(cache for cache in caches if cache.kind == "cross"),
+            mixtures=tuple(
+                Mixture(mlp.count, mlp.router.chosen, held_bytes(one, row, size))
+                for row in read.values()
+                if read_share(spec, row, 1) < 1
+                and row.layer is not None
+                and isinstance(mlp := spec.layers[row.layer].mlp, Experts)
+            ),
         )
+
+    def read_bytes(self, tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens is expected to read.
+
+        Of a mixture those of the experts that are chosen, where each token takes its own by lot.
+        """
+        unread = sum(own.size * (1 - own.chosen / own.count) ** tokens for own in self.mixtures)
+        return round(self.weight_bytes - unread)
 
     def kv_bytes(self, dtype: str, batch: int, prompt: int, new_tokens: int) -> float:
         """Bytes of cached keys and values that a decode step reads, the mean over all steps.
@@ -114,8 +132,9 @@ class Counts:
         """Multiplications and additions over `batch` sequences of `tokens` tokens.
 
         The head runs for the last `head_tokens` of each. Attention counts what is visible: causal,
-        a token sees itself and those before it, within the window. Where an encoder reads these
-        tokens, the decoder's are as many as the head's, and each sees all of them.
+        a token sees itself and those before it, within the window; else as many after it. Where an
+        encoder reads these tokens, the decoder's are as many as the head's, and each sees all of
+        them.
         """
         if self.once:
             heads = sum(cache.kv_heads * cache.key_dim for cache in self.cross)
@@ -129,8 +148,21 @@ class Counts:
             if attention.causal:
                 most = tokens if attention.window is None else min(attention.window, tokens)
                 visible = most * (most + 1) // 2 + (tokens - most) * most
-            attended += attention.heads * attention.head_dim * visible
-        return batch * (2 * dense + 4 * attended)
+            elif attention.window is not None:
+                most = min(attention.window, tokens)
+                visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
+            query, _, value = attention.head_widths
+            attended += attention.heads * (query + value) * visible
+        return batch * 2 * (dense + attended)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A matrix of all experts of a layer: `count` of them, `chosen` by a token, and its bytes."""
+
+    count: int
+    chosen: int
+    size: int
 
 
 def describe_held(plan: LoadPlan, dtype: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The rows of decode, prefill and forward: times, and the fraction of the limit."""
+"""The rows of decode, prefill, forward and embed: times, and the fraction of the limit."""
 
 import statistics
 import time
@@ -14,6 +14,7 @@ from .limits import Device, Limits
 from .shapes import Model
 from .systems import System
 
+_EMBED_WARM_UPS = 2
 _FORWARD_WARM_UPS = 6  # HF compiled records its graphs in the first ones
 
 
@@ -52,7 +53,7 @@ def measure(
     """The row of one task; the system has the model loaded."""
     random, more = np.random.default_rng(0), {}
     ids = random.integers(0, model.vocab, (task.batch, task.tokens))
-    encoder = model.describe()[0].encoder
+    encoder = None if counts.once is None else model.describe()[0].encoder
     if encoder is not None and task.kind == "forward":
         raise ArgumentError(
             f"{task.model} has an encoder and a decoder, and forward would take ids of both. "
@@ -66,6 +67,7 @@ def measure(
         "decode": _decode,
         "prefill": _prefill,
         "forward": _forward,
+        "embed": _embed,
     }
     device.start_peak()
     row = rules[task.kind](task, ids, counts, system, limits)
@@ -119,7 +121,7 @@ def decode_row(
     steps = task.new_tokens - 1
     per_token = [(whole - first) * 1e3 / steps for first, whole in runs]
     ms = statistics.median(per_token)
-    weights = counts.weight_bytes
+    weights = counts.read_bytes(task.batch)
     kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
     limit_ms = (weights + kv) / (limits.read_bandwidth * task.tp) * 1e3
     return {
@@ -151,8 +153,32 @@ def _forward(
 ) -> dict[str, Any]:
     first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
-    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
+    nbytes = counts.read_bytes(task.batch * task.tokens)
+    row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
+
+
+def text_lengths(texts: int, longest: int) -> np.ndarray:
+    """Tokens of so many texts, the same in every process: most short, some as long as may be.
+
+    A lognormal distribution, whose mean is 120 where the longest has 512 tokens.
+    """
+    drawn = np.random.default_rng(1).lognormal(np.log(longest * 0.17), 0.8, texts)
+    return np.clip(np.rint(drawn), 1, longest).astype(int)
+
+
+def _embed(
+    task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    """Vectors of `batch` texts of up to `tokens` tokens; the limit counts no padding."""
+    lengths = text_lengths(task.batch, task.tokens)
+    texts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    first, times = _times(system.embed(texts), _EMBED_WARM_UPS, task.repeats)
+    flops = sum(counts.flops(1, int(length), head_tokens=0) for length in lengths)
+    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
+    seconds, total = row["ms"] / 1e3, int(lengths.sum())
+    speeds = {"tokens_per_s": total / seconds, "texts_per_s": task.batch / seconds}
+    return row | speeds | {"text_tokens": total, "first_call_ms": first * 1e3}
 
 
 def _times(call: Callable[[], Any], warm_ups: int, repeats: int) -> tuple[float, list[float]]:

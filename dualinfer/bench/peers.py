@@ -27,6 +27,9 @@ def make_peer(name: str, model: Model, dtype: str, kind: str) -> Any:
     )
 
 
+_BATCH = 32  # texts, as sentence-transformers takes them
+
+
 class HfEager:
     """HF's own module and its own generate."""
 
@@ -81,6 +84,37 @@ class HfEager:
             if tensor.is_cuda:
                 torch.cuda.synchronize()
             return outputs
+
+        return run
+
+    def _embedder(self) -> Callable[..., Any]:
+        """The module without its head."""
+        return self._module.base_model
+
+    def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
+        """As sentence-transformers: texts by length, padded in batches of 32, mean pooling."""
+        import torch
+
+        texts = sorted(texts, key=len, reverse=True)
+        batches = []
+        for first in range(0, len(texts), _BATCH):
+            part = texts[first : first + _BATCH]
+            ids = np.zeros((len(part), len(part[0])), np.int64)
+            for row, text in zip(ids, part, strict=True):
+                row[: len(text)] = text
+            lengths = np.array([[len(text)] for text in part])
+            batches.append((ids, (np.arange(ids.shape[1]) < lengths).astype(np.int64)))
+        module = self._embedder()
+
+        def run() -> Any:
+            vectors = []
+            with torch.no_grad():
+                for ids, mask in batches:
+                    seen = self._put(mask)
+                    out = module(self._put(ids), attention_mask=seen)
+                    last = out.last_hidden_state * seen[..., None]
+                    vectors.append(last.sum(1).float() / seen.sum(1, keepdim=True))
+            return torch.cat(vectors).cpu()
 
         return run
 
@@ -157,6 +191,14 @@ class HfCompiled(HfEager):
             self._compiled = torch.compile(self._module, mode="reduce-overhead")
         return self._compiled
 
+    def _embedder(self) -> Callable[..., Any]:
+        """Compiled once for all sizes, since batches of texts differ in length."""
+        import torch
+
+        if self._compiled is None:
+            self._compiled = torch.compile(super()._embedder(), dynamic=True)
+        return self._compiled
+
     def forward(self, ids: np.ndarray) -> Callable[[], Any]:
         """One compiled pass."""
         self._begin(ids)
@@ -181,7 +223,7 @@ class KerasHub:
                 f"--peer keras-hub needs {' and '.join(missing)}, not installed here. Install "
                 "keras-hub, or leave the peer out."
             )
-        if kind == "forward" or model.folder is not None:
+        if kind in ("forward", "embed") or model.folder is not None:
             raise UnsupportedError(
                 "--peer keras-hub generates with random weights only: use decode or prefill, and a "
                 "--shape."
@@ -228,6 +270,10 @@ class KerasHub:
 
     def forward(self, ids: np.ndarray) -> Callable[[], Any]:
         """Refused when the peer is made."""
+        raise NotImplementedError
+
+    def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
+        """Likewise."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Shape:
 
     def with_layers(self, count: int) -> "Shape":
         """The same shape in another depth."""
-        names = ("num_hidden_layers", "n_layer", "num_layers")
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         name = next((n for n in names if n in self.fields), names[0])
         fields = self.fields | {name: count}
         if "encoder_layers" in fields:
@@ -163,6 +163,31 @@ def _bart(class_name: str, model_type: str, hidden: int, layers: int, **more: An
     return Shape(class_name, model_type, "float16", fields)
 
 
+def _xlm_roberta(hidden: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "vocab_size": 250002,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "pad_token_id": 1,
+    }
+    return Shape("XLMRobertaModel", "xlm-roberta", "float16", fields)
+
+
+def _modernbert(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "global_attn_every_n_layers": 3,
+    }
+    return Shape("ModernBertModel", "modernbert", "bfloat16", fields)
+
+
 SHAPES: dict[str, Shape] = {
     "tiny": _llama(1001, 96, 200, 2, 6, 3, max_position_embeddings=512),
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096),
@@ -188,6 +213,24 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt-oss-20b": Shape(
+        *("GptOssForCausalLM", "gpt_oss", "bfloat16"),
+        {
+            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
+            **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+            **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+            **{"sliding_window": 128, "max_position_embeddings": 131072},
+            "rope_parameters": _rope(
+                150000.0,
+                rope_type="yarn",
+                factor=32.0,
+                original_max_position_embeddings=4096,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+    ),
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -280,6 +323,36 @@ SHAPES: dict[str, Shape] = {
             "sliding_window": 4096,
         },
     ),
+    "deepseek-v2-lite": Shape(
+        *("DeepseekV2ForCausalLM", "deepseek_v2", "bfloat16"),
+        {
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 163840,
+            "rope_parameters": _rope(
+                10000.0,
+                rope_type="yarn",
+                factor=40.0,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                original_max_position_embeddings=4096,
+            ),
+        },
+    ),
+    "minicpm3-4b": Shape("MiniCPM3ForCausalLM", "minicpm3", "bfloat16", {}),  # the defaults are it
+    "youtu-llm-2b": Shape("YoutuForCausalLM", "youtu", "bfloat16", {}),  # likewise
     "flan-t5-large": _t5(1024, 2816, 24, 16),
     "flan-t5-xl": _t5(2048, 5120, 24, 32),
     "bart-large": _bart("BartForConditionalGeneration", "bart", 1024, 12, forced_eos_token_id=None),
@@ -288,8 +361,59 @@ SHAPES: dict[str, Shape] = {
         num_mel_bins=128,
         vocab_size=51866,
     ),
+    "mixtral-8x7b": Shape(
+        *("MixtralForCausalLM", "mixtral", "bfloat16"),
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "qwen3-30b-a3b": Shape(
+        *("Qwen3MoeForCausalLM", "qwen3_moe", "bfloat16"),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "olmoe-1b-7b": Shape(
+        *("OlmoeForCausalLM", "olmoe", "bfloat16"),
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    "xlm-roberta-base": _xlm_roberta(768, 12, 12),
+    "xlm-roberta-large": _xlm_roberta(1024, 24, 16),
+    "modernbert-base": _modernbert(768, 1152, 22, 12),
+    "modernbert-large": _modernbert(1024, 2624, 28, 16),
 }
 
 
@@ -362,6 +486,6 @@ def open_model(name: str) -> Model:
         if not config.architectures:
             raise ModelError(f"{folder / 'config.json'} names no architecture. Add it.")
         return Model(name, config, config.architectures[0], folder, None)
-    config = AutoConfig.for_model(shape.model_type, **_SPECIAL, **shape.fields)
+    config = AutoConfig.for_model(shape.model_type, **(_SPECIAL | shape.fields))
     config.architectures = [shape.class_name]
     return Model(name, config, shape.class_name, None, shape.dtype)

@@ -38,6 +38,10 @@ class System(Protocol):
         """A call that runs one pass over ids [B, T], put on the device here."""
         ...
 
+    def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
+        """A call that makes a vector of each text's ids, mean pooling, on the host."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """What the row says of the system."""
         ...
@@ -64,7 +68,7 @@ def opened(
     resident: int | None = None,
     kv_cache: str | None = None,
 ) -> Iterator[System]:
-    """A system with the model loaded; `kind` is the workload: decode, prefill or forward.
+    """A system with the model loaded; `kind` is the workload: decode, prefill, forward or embed.
 
     With `tp` above 1 on torch this is one of so many processes that do the same.
     """
@@ -153,6 +157,10 @@ class Engine:
 
         array = jax.device_put(ids.astype(np.int32), self._engine.device)
         return lambda: jax.block_until_ready(tuple(self._engine(array).values()))
+
+    def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
+        """`engine.embed`, which packs texts by itself."""
+        return lambda: self._engine.embed(texts, pooling="mean", normalize=False)
 
     def facts(self) -> dict[str, Any]:
         """From the engine's report: what served each op, and what was captured or compiled."""

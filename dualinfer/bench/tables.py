@@ -19,6 +19,7 @@ _TITLES = {
     "decode": "Decode: the first token taken off, sampling included, medians",
     "prefill": "Prefill: from the prompt to its first token, medians",
     "forward": "One forward pass over whole sequences, medians",
+    "embed": "Vectors of texts of many lengths, medians",
     "ops": "Single ops, medians",
 }
 
@@ -69,6 +70,13 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
         "limit,\nms": _ms("limit_ms"),
         "of\nlimit": _share,
         "first\ncall, ms": _ms("first_call_ms"),
+        "peak,\nGB": _gb("peak_bytes"),
+    },
+    "embed": {
+        "ms": _ms("ms"),
+        "texts/s": lambda row: f"{row['texts_per_s']:,.0f}",
+        "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "of\nlimit": _share,
         "peak,\nGB": _gb("peak_bytes"),
     },
     "ops": {

@@ -47,6 +47,21 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object; CheckpointError says which file is not one."""
+    value = _read_value(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
+    return value
+
+
+def read_list(path: Path) -> list[Any]:
+    """A JSON file that holds a list; CheckpointError says which file is not one."""
+    value = _read_value(path)
+    if not isinstance(value, list):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected a list.")
+    return value
+
+
+def _read_value(path: Path) -> Any:
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
@@ -64,8 +79,6 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
     return value
 
 

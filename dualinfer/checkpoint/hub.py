@@ -33,6 +33,9 @@ _CONFIG = "config.json"
 _TELLING = ("generation_config.json", "tokenizer_config.json")
 _OF_A_MODEL = (
     *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("?_Pooling/config.json", "?_Dense/config.json", "?_Dense/*model.safetensors"),
+    "?_Dense/pytorch_model.bin",
     *("*.tiktoken", "sentencepiece.bpe.model", "spm.model", "additional_chat_templates/*.jinja"),
 )
 _FILES = (".safetensors", ".gguf", ".json", *TORCH_SUFFIXES)

@@ -189,8 +189,8 @@ def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
         wanted = _named(whole, padded)
         if model.can_generate():
             how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
-            plain: Any = GenerationMixin  # Whisper's own asks for a language
-            ids = plain.generate(model, **_tensors(given.prompts), **how)
+            mixin: Any = GenerationMixin  # Whisper's own generate asks for a language
+            ids = mixin.generate(model, **_tensors(given.prompts), **how)
             wanted["text"] = to_numpy(ids)
     return wanted
 

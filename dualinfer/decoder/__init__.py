@@ -8,12 +8,13 @@ the cache, one token from the cache) is the `attend` function that the runner pa
 from .blocks import Attend, cross_keys
 from .encoder import across_whole, encoded
 from .forward import hidden_states
-from .head import last_hidden_state, logits, outputs, pooled
+from .head import embeddings, last_hidden_state, logits, outputs, pooled
 
 __all__ = [
     "Attend",
     "across_whole",
     "cross_keys",
+    "embeddings",
     "encoded",
     "hidden_states",
     "last_hidden_state",

@@ -1,6 +1,6 @@
 """The pass through a model's layers."""
 
-from ..backends.contract import Array, BlockOps, NormOf, Params
+from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import ModelSpec
 from .blocks import Attend, block
 
@@ -35,6 +35,9 @@ def hidden_states(
             x = ops.embed_given(spec, params.outer, embeds, *where)
         if spec.embed_norm:
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+        if spec.factored:
+            w = params.outer
+            x = ops.linear(x, w["project_in.weight"], Neighbours(w["project_in.bias"]))
     kept = [x]
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:

@@ -1,9 +1,9 @@
-"""What becomes of the last layer's output: final norm, logits, pooled output."""
+"""What becomes of the last layer's output: final norm, scores of a head, embeddings of texts."""
 
 from typing import Any
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..model.spec import ModelSpec
+from ..model.spec import Head, ModelSpec
 
 
 def outputs(
@@ -13,30 +13,77 @@ def outputs(
     states: list[Array],
     keep: bool,
     kept: Array | None = None,
+    weights: Array | None = None,
 ) -> dict[str, Any]:
     """HF's outputs of a whole pass, by name, from what `hidden_states` gave; `keep` as there.
 
-    With int `kept` [K] logits are those of these tokens of each row.
+    With int `kept` [K] logits are those of these tokens of each row. float32 `weights` [B, T] are
+    those of the tokens that a head pools.
     """
     last, result = states[-1], {}
-    if spec.head:
+    if spec.has_logits:
         result["logits"] = logits(spec, params, ops, last if kept is None else last[:, kept])
-    if keep or not spec.head:
+    if keep or not spec.has_logits:
         last = last_hidden_state(spec, params, ops, last)
-    if not spec.head:
+    if spec.head is None:
         result["last_hidden_state"] = last
-    if "pooler.weight" in params.outer:
-        result["pooler_output"] = pooled(params, ops, last)
+        if "pooler.weight" in params.outer:
+            result["pooler_output"] = pooled(params, ops, last)
+    elif not spec.has_logits:
+        result |= _scores(spec.head, params, ops, last, weights)
     if keep:
         name = "decoder_hidden_states" if spec.encoder else "hidden_states"
         result[name] = (*states[:-1], last)
     return result
 
 
+def _scores(
+    head: Head, params: Params, ops: BlockOps, x: Array, weights: Array | None
+) -> dict[str, Array]:
+    """What a head for labels makes of the last hidden state [B, T, E]: HF's outputs by name."""
+    w, norm = params.outer, None
+
+    def pool(x: Array) -> Array:
+        assert weights is not None
+        return ops.like(ops.pool(x, weights), x)[:, 0]
+
+    if head.pooling and not head.late:
+        x = pool(x)
+    if head.activation:
+        by = Neighbours(w.get("head.dense.bias"), activation=head.activation)
+        x = ops.linear(x, w["head.dense.weight"], by)
+    if head.norm:
+        norm = NormOf.named(head.norm, w, "head.norm")
+    scores = ops.linear(x, w["head.weight"], Neighbours(w.get("head.bias"), norm))
+    if head.pooling and head.late:
+        scores = pool(scores)
+    if head.kind == "span":
+        return {"start_logits": scores[..., 0], "end_logits": scores[..., 1]}
+    return {"logits": scores[..., 0] if head.kind == "replaced" else scores}
+
+
+def embeddings(
+    spec: ModelSpec,
+    params: Params,
+    ops: BlockOps,
+    x: Array,
+    weights: Array,
+    segments: Array,
+    how: tuple[int, bool],
+) -> dict[str, Array]:
+    """Vectors [B, M, W] of the texts that are packed in each row, of the last layer's output.
+
+    `how` has M, and whether each element's largest value is taken; the rest is as in
+    `contract.BlockOps.pool`.
+    """
+    last = last_hidden_state(spec, params, ops, x)
+    return {"embeddings": ops.pool(last, weights, segments, *how)}
+
+
 def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) -> Array:
     """HF's last hidden state: after the final norm, in the width of the embedding."""
     norm = _final_norm(spec, params)
-    if spec.embed_width:
+    if spec.embed_width and not spec.factored:
         return ops.linear(x, params.outer["project_out.weight"], Neighbours(norm=norm))
     return ops.norm(x, norm) if norm else x
 
@@ -45,11 +92,11 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
     """Scores [..., V] of the last layer's output [..., E]; `wide` asks for float32."""
     w, head = params.outer, spec.head
     norm = _final_norm(spec, params)
-    if spec.embed_width:
+    if spec.embed_width and not spec.factored:
         x, norm = last_hidden_state(spec, params, ops, x), None
-    if head is not None and head.kind == "masked":
-        assert head.norm and head.activation
-        by = Neighbours(w["head.dense.bias"], norm, head.activation)
+    if head is not None and head.activation:
+        assert head.norm
+        by = Neighbours(w.get("head.dense.bias"), norm, head.activation)
         x = ops.linear(x, w["head.dense.weight"], by)
         norm = NormOf.named(head.norm, w, "head.norm")
     weight = w.get("head.weight", w["embed.weight"])

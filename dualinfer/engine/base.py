@@ -6,7 +6,9 @@ from typing import Any, ClassVar, Self
 
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
-from ..errors import ArgumentError, ClosedError
+from ..errors import ArgumentError, ClosedError, UnsupportedError
+from ..model.embedding import TextEmbedding
+from ..model.kept_config import made
 from ..parallel.agreement import Peers
 from ..parallel.spmd import Call, Turns
 from .report import Report
@@ -22,7 +24,8 @@ class About:
     `peers` are the processes that share it, and the engine's to close. `config` and
     `generation_config` are the model's own, HF's objects, or None; `source` says where the weights
     are from, and `notes` what was decided for the user. `load_tokenizer` gives the model's
-    tokenizer, and is None where nothing tells where that lies. A module that was `made_here` is
+    tokenizer, and `load_embedding` how its folder embeds texts; they are None where nothing tells
+    where that lies. A module that was `made_here` is
     nobody else's: it was made of a checkpoint.
     """
 
@@ -34,6 +37,7 @@ class About:
     notes: Sequence[str]
     load_tokenizer: Callable[[], Any] | None = None
     made_here: bool = False
+    load_embedding: Callable[[], TextEmbedding] | None = None
 
 
 class InferenceEngine(TextCalls):
@@ -53,10 +57,30 @@ class InferenceEngine(TextCalls):
         self._turns = Turns(about.peers, may_fork)
         self._about = about
         self.inference_config = about.inference_config
-        self.config = about.config
-        self.generation_config = about.generation_config
+        self._config: Any = about.config
+        self._generation_config: Any = about.generation_config
         self._profiler = Profiler(runner.stopwatch)
         self._kernels: str | None = getattr(runner, "kernels", None)  # None: the module's own ops
+
+    @property
+    def config(self) -> Any:
+        """The model's own config, HF's object, or None."""
+        self._config = made(self._config)
+        return self._config
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self._config = value
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own defaults of `generate`, HF's object, or None."""
+        self._generation_config = made(self._generation_config)
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._generation_config = value
 
     @property
     def runner(self) -> Any:
@@ -102,6 +126,14 @@ class InferenceEngine(TextCalls):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, without gradients."""
         raise NotImplementedError
+
+    def embed(self, inputs: Any, **options: Any) -> Any:
+        """One vector of each text; in fused mode alone."""
+        raise UnsupportedError(
+            f"embed() needs dualinfer's own forward pass, and this engine runs in {self._mode} "
+            "mode. Pass a folder or hub id of a family that fused mode knows, or "
+            "replace_with_kernel_inject=True."
+        )
 
     def can_generate(self) -> bool:
         """True if `generate` serves this model."""

@@ -13,7 +13,8 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import NO_TOKEN, Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
-from .base import CLOSED, About, InferenceEngine
+from .base import CLOSED, About
+from .embedding import EmbeddingCalls
 from .inputs import (
     Prompts,
     by_name,
@@ -64,7 +65,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(InferenceEngine):
+class FusedEngine(EmbeddingCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -173,16 +174,22 @@ class FusedEngine(InferenceEngine):
                     "The cache belongs to generate()."
                 )
             if use_cache is None:
-                use_cache = getattr(self.config, "use_cache", True)
+                use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
-                output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
+                output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
+            problem = getattr(self._config, "problem_type", None)
+            if labels is not None and problem not in (None, "single_label_classification"):
+                raise ArgumentError(
+                    f"labels: the model's config has problem_type={shown(problem)}, whose loss "
+                    "fused mode does not compute. Leave labels out."
+                )
             how: dict[str, Any] = {
                 "logits_to_keep": logits_to_keep,
                 "loss_count": num_items_in_batch,
                 "output_hidden_states": output_hidden_states,
             }
             if self._spec.encoder:
-                pad = getattr(self.config, "pad_token_id", None)
+                pad = getattr(self._config, "pad_token_id", None)
                 inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
             else:
                 values = call.inputs.values()
@@ -205,7 +212,7 @@ class FusedEngine(InferenceEngine):
         if not return_tuple:
             return next(iter(fields.values()))
         if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
+            return_dict = getattr(self._config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
     @with_arguments
@@ -408,7 +415,7 @@ class FusedEngine(InferenceEngine):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        own = config_dict(self.generation_config)
+        own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))

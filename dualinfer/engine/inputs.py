@@ -268,21 +268,29 @@ def make_forward_inputs(
     if (ids is None) == (embeds is None):
         given = "input_ids is missing" if ids is None else "input_ids and inputs_embeds were given"
         raise ArgumentError(f"{given}; pass input_ids or inputs_embeds, one of them.")
-    tokens = vectors = None
+    tokens = vectors = choices = None
+    if spec.head is not None and spec.head.kind == "choice":
+        given = "input_ids" if embeds is None else "inputs_embeds"
+        choices, (ids, embeds, mask, positions, types) = _beside_each_other(
+            given,
+            {"input_ids": ids, "inputs_embeds": embeds, "attention_mask": mask}
+            | {"position_ids": positions, "token_type_ids": types},
+        )
     if embeds is None:
         tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
         vectors = check_embeds(embeds, spec.extent("width"))
         shape = batch, length = vectors.shape[0], vectors.shape[1]
-    if spec.learned_positions and length > spec.learned_positions:
-        name = name if embeds is None else "inputs_embeds"
-        raise LengthError(
-            f"{name} has {length} tokens, but the model has {spec.learned_positions} positions."
-        )
     visible = check_mask(mask, shape)
     segments = None
-    at = _default_positions(shape, visible if spec.positions_from_mask else None)
+    at = default_positions(spec, shape, tokens, visible)
+    longest = length if spec.pad is None else int(at.max()) - spec.pad
+    if spec.learned_positions and longest > spec.tokens:
+        name = name if embeds is None else "inputs_embeds"
+        raise LengthError(
+            f"{name} has {longest} tokens, but the model has {spec.tokens} positions."
+        )
     if positions is not None:
         limit = spec.learned_positions or 2**31 - 1
         given = check_ids(positions, "position_ids", limit, "positions")
@@ -295,6 +303,7 @@ def make_forward_inputs(
         at = at if spec.alibi else given
         if spec.causal and spec.packs and visible is None and may_pack:
             segments = _packed_segments(at)
+    weights = _pooling_weights(spec, shape, tokens, visible)
     if visible is not None and visible.all():
         visible = None
     if types is not None:
@@ -310,10 +319,64 @@ def make_forward_inputs(
     kept = _kept_tokens(spec, logits_to_keep, length)
     targets = None
     if labels is not None:
-        targets = _check_labels(spec, labels, (batch, length if kept is None else len(kept)))
+        many = length if kept is None else len(kept)
+        targets = _check_labels(spec, labels, (batch // (choices or 1), many), choices)
     count = _loss_count(spec, loss_count, labels is not None)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
-    return replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
+    inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
+    return replace(inputs, weights=weights, choices=choices)
+
+
+def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
+    """How many sequences a choice is made among, and arrays [B, choices, ...] as [B choices, ...].
+
+    Raises ArgumentError where an array's first axes are not those of `name`.
+    """
+    arrays = {
+        own: None if x is None else read_array(x, own, "rows differ in length; pad them.")
+        for own, x in given.items()
+    }
+    axes = 3 if name == "input_ids" else 4
+    shape = np.shape(arrays[name])
+    if len(shape) != axes:
+        raise ArgumentError(
+            f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "
+            f"tokens{', width' if axes > 3 else ''}]."
+        )
+    for own, x in arrays.items():
+        if x is not None and x.shape[:3] != shape[:3]:
+            raise ArgumentError(f"{own} has shape {x.shape}; expected {shape[:3]}.")
+    flat = [None if x is None else x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
+    return shape[1], flat
+
+
+def _pooling_weights(
+    spec: ModelSpec,
+    shape: tuple[int, int],
+    ids: np.ndarray | None,
+    visible: np.ndarray | None,
+) -> np.ndarray | None:
+    """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
+    pooling = spec.head.pooling if spec.head else None
+    if pooling is None:
+        return None
+    real = np.ones(shape, bool) if visible is None else visible
+    if pooling == "mean":
+        return (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+    at = np.zeros(shape[0], np.int64)
+    if pooling == "real":
+        at = real.argmax(1)
+    elif pooling == "last" and spec.pad_id is None and shape[0] > 1:
+        raise ArgumentError(
+            f"{spec.architecture} scores the last token that is no padding, and its config names "
+            f"no pad_token_id by which to tell, but there are {shape[0]} rows. Pass one at a time, "
+            'or args={"pad_token_id": ...} to init_inference.'
+        )
+    elif pooling == "last" and (spec.pad_id is None or ids is None):
+        at += shape[1] - 1
+    elif pooling == "last" and ids is not None:
+        at = ((ids != spec.pad_id) * np.arange(shape[1])).argmax(1)
+    return (np.arange(shape[1]) == at[:, None]).astype(np.float32)
 
 
 def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
@@ -355,32 +418,48 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     return np.where(places < 0, places + length, places).astype(np.int32)
 
 
-def _check_labels(spec: ModelSpec, labels: Any, shape: tuple[int, int]) -> np.ndarray:
-    """Labels of `shape` as int32, NO_LABEL where none counts; a causal model's, shifted.
+def _check_labels(
+    spec: ModelSpec, labels: Any, shape: tuple[int, int], choices: int | None
+) -> np.ndarray:
+    """Labels as int32, NO_LABEL where none counts; a causal model's, shifted.
 
-    Not those of an encoder-decoder, whose inputs are shifted.
+    They are [B, K], which is `shape`, or [B] of a model that scores sequences or choices. Those of
+    an encoder-decoder are not shifted: its inputs are.
     """
     if spec.head is None:
-        raise ArgumentError(f"labels: {spec.architecture} has no vocabulary head, so no loss.")
+        raise ArgumentError(f"labels: {spec.architecture} has no head, so no loss.")
+    kind = spec.head.kind
+    if kind in ("span", "replaced") or (kind == "sequence" and spec.head.labels == 1):
+        what = "a regression's" if kind == "sequence" else "it"
+        raise ArgumentError(
+            f"labels: fused mode computes no loss of {spec.architecture}; {what} is left to module "
+            "mode. Leave labels out."
+        )
+    most = spec.vocab if spec.has_logits else choices or spec.head.labels
+    what = "an id of the vocabulary" if spec.has_logits else "a label"
+    expected: tuple[int, ...] = shape[:1] if kind in ("sequence", "choice") else shape
     if kind_of(labels) is None:
         raise ArgumentError(f"labels is a {type(labels).__name__}; expected an array.")
     array = read_array(labels, "labels", "rows differ in length; fill them up with -100.")
-    if array.ndim == 1 and shape[0] == 1:
+    if len(expected) == 1:
+        array = array.reshape(-1) if array.size == expected[0] else array
+    elif array.ndim == 1 and shape[0] == 1:
         array = array[None]
-    if array.shape != shape or array.dtype.kind not in "iu":
+    if array.shape != expected or array.dtype.kind not in "iu":
         raise ArgumentError(
-            f"labels has shape {array.shape} and dtype {array.dtype}; expected integers {shape}, "
-            "as many as there are logits."
+            f"labels has shape {array.shape} and dtype {array.dtype}; expected integers "
+            f"{expected}, as many as there are logits."
         )
-    wrong = (array != NO_LABEL) & ((array < 0) | (array >= spec.vocab))
+    wrong = (array != NO_LABEL) & ((array < 0) | (array >= most))
     if wrong.any():
-        row, column = np.argwhere(wrong)[0]
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        place = ", ".join(map(str, at))
         raise ArgumentError(
-            f"labels[{row}, {column}] is {array[row, column]}; expected an id of the vocabulary "
-            f"(0 to {spec.vocab - 1}), or {NO_LABEL} where no loss is asked for."
+            f"labels[{place}] is {array[at]}; expected {what} "
+            f"(0 to {most - 1}), or {NO_LABEL} where no loss is asked for."
         )
     array = array.astype(np.int32)
-    if spec.head.kind == "masked" or spec.encoder:
+    if kind != "causal" or spec.encoder:
         return array
     return np.pad(array[:, 1:], ((0, 0), (0, 1)), constant_values=NO_LABEL)
 
@@ -389,7 +468,7 @@ def _loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:
     """HF's `num_items_in_batch`, by which a causal model's sum of losses is divided."""
     if count is None:
         return None
-    if not has_labels or spec.head is None or spec.head.kind == "masked" or spec.encoder:
+    if not has_labels or spec.head is None or spec.head.kind != "causal" or spec.encoder:
         raise ArgumentError(
             f"num_items_in_batch={shown(count)} divides the loss of a causal model's labels; "
             "without them, and for others, HF does not read it. Leave it out."
@@ -403,11 +482,23 @@ def _loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:
     return number
 
 
-def _default_positions(shape: tuple[int, int], counted: np.ndarray | None) -> np.ndarray:
-    """0 to T-1 for every row, or the number of `counted` tokens before each; int32 [B, T]."""
-    if counted is None:
-        return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
-    return np.maximum(counted.cumsum(axis=1) - 1, 0).astype(np.int32) * counted
+def default_positions(
+    spec: ModelSpec, shape: tuple[int, int], ids: np.ndarray | None, visible: np.ndarray | None
+) -> np.ndarray:
+    """The positions of tokens for which the caller gives none, as HF counts them; int32 [B, T].
+
+    0 to T-1 for every row, the number of `visible` tokens before each, or that of ids that are no
+    padding.
+    """
+    count = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    if spec.pad is not None:
+        if ids is None:
+            return count + (spec.pad + 1)
+        real = ids != spec.pad
+        return (real.cumsum(axis=1) * real + spec.pad).astype(np.int32)
+    if spec.positions_from_mask and visible is not None:
+        return np.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
+    return count.copy()
 
 
 def is_zero(ids: Any) -> bool:

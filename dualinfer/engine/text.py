@@ -291,12 +291,16 @@ class _Chats:
         return [encode_chat(tokenizer, chat, self._options) for chat in chats]
 
 
-def encode(tokenizer: Any, text: Any) -> list[int]:
-    """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none."""
+def encode(tokenizer: Any, text: Any, most: int | None = None) -> list[int]:
+    """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none.
+
+    They are cut to `most`.
+    """
     if not isinstance(text, str):
         raise ArgumentError(f"A prompt is a {type(text).__name__}; expected a str.")
     try:
-        ids = list(tokenizer(text)["input_ids"])
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        ids = list(tokenizer(text, **cut)["input_ids"])
     except Exception as error:  # tokenizers raises many kinds
         raise ArgumentError(
             f"The tokenizer does not take the prompt {shown(text)}: {error}"

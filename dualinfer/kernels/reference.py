@@ -6,7 +6,7 @@ computed in float64 and returned as float32, so that an implementation is judged
 rounding alone. Nothing is fast, and no argument is changed in place.
 
 Letters: B sequences, T tokens, S cache length, N slots, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 import math
@@ -133,6 +133,90 @@ def gated_activation(x: Array, kind: str) -> Array:
     return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
 
 
+def head_product(x: Array, weight: Array) -> Array:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return np.einsum("nhd,hod->nho", _wide(x), _wide(weight)).astype(np.float32)
+
+
+def route(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    choice_bias: Array | None = None,
+    *,
+    chosen: int,
+    score: str = "softmax",
+    groups: int = 1,
+    groups_chosen: int = 1,
+    group_score: str = "max",
+    renormalized: bool = False,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """The experts, int32 [..., k], that rows of x [..., E] choose by weight [X, E], and weights.
+
+    Experts ascend; their weights are float32. `model.spec.Router` says what the numbers mean.
+    Scores are those of float32 logits, so that ties are ties in every implementation.
+    """
+    logits = _wide(matmul(x, weight, bias))
+    scores = logits
+    if score == "sigmoid":
+        scores = np.vectorize(_sigmoid, otypes=[np.float64])(logits)
+    elif score == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+    choice = scores if choice_bias is None else scores + _wide(choice_bias)
+    by_group = choice.reshape(*choice.shape[:-1], groups, -1)
+    best = np.sort(by_group, -1)[..., -(2 if group_score == "two" else 1) :].sum(-1)
+    ranks = np.argsort(np.argsort(-best, -1, kind="stable"), -1)
+    choice = np.where(ranks[..., None] < groups_chosen, by_group, -np.inf).reshape(choice.shape)
+    experts = np.sort(np.argsort(-choice, -1, kind="stable")[..., :chosen], -1)
+    weights = np.take_along_axis(scores, experts, -1)
+    if score == "chosen":
+        weights = np.exp(weights - weights.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+    if renormalized:
+        weights /= weights.sum(-1, keepdims=True) + eps
+    return experts.astype(np.int32), (weights * scale).astype(np.float32)
+
+
+def experts(
+    x: Array,
+    up: Array,
+    down: Array,
+    up_bias: Array | None,
+    down_bias: Array | None,
+    chosen: Array,
+    weights: Array,
+    *,
+    activation: str,
+    gated: bool,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Array:
+    """The sum of what the `chosen` experts [..., k] make of x [..., E], by their weights [..., k].
+
+    up [X, 2F, E] holds gate, then up, or without gates [X, F, E]; down is [X, E, F]. An expert that
+    no row chose is not read. `model.spec.Experts` says what `limit` and `offset` mean.
+    """
+    f = np.vectorize(_ACTIVATIONS[activation], otypes=[np.float64])
+    y = np.zeros((*x.shape[:-1], down.shape[1]))
+    for at in np.ndindex(*chosen.shape):
+        own, row = chosen[at], at[:-1]
+        h = _wide(up[own]) @ _wide(x[row])
+        if up_bias is not None:
+            h = h + _wide(up_bias[own])
+        gate, value = np.split(h, 2) if gated else (h, np.ones(1) - offset)
+        if limit is not None:
+            gate = np.minimum(gate, limit)
+            value = np.clip(value, -limit, limit)
+        part = _wide(down[own]) @ (f(gate) * (value + offset))
+        if down_bias is not None:
+            part = part + _wide(down_bias[own])
+        y[row] += float(weights[at]) * part
+    return y.astype(np.float32)
+
+
 def visible_keys(
     tokens: int,
     causal: bool,
@@ -143,8 +227,9 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it. A key whose `mask` [B, T] is False is seen by no query; queries and keys of
-    different `segments` [B, T] do not see each other. A query left with no key at all sees itself.
+    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False
+    is seen by no query; queries and keys of different `segments` [B, T] do not see each other. A
+    query left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -152,7 +237,7 @@ def visible_keys(
     if causal:
         seen = seen & (age >= 0)
     if window is not None:
-        seen = seen & (age < window)
+        seen = seen & ((age if causal else np.abs(age)) < window)
     if mask is not None:
         seen = seen & mask[:, None, :]
     if segments is not None:
@@ -179,7 +264,8 @@ def attention(
 ) -> Array:
     """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
 
-    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
+    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]; values may have
+    another width than keys, and the result has it then. Query head h reads
     KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
     default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
@@ -193,7 +279,7 @@ def attention(
     seen = np.broadcast_to(
         visible_keys(tokens, causal, window, mask, segments), (batch, tokens, tokens)
     )
-    out = np.empty(q.shape, np.float64)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), np.float64)
     for b in range(batch):
         for h in range(heads):
             keys, values = _wide(k[b, :, h // group]), _wide(v[b, :, h // group])

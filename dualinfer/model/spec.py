@@ -2,7 +2,7 @@
 
 A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
 everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 import math
@@ -52,6 +52,29 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values of.
+
+    A token has one latent vector of `rank` elements, normed by `norm`, and `turning` elements of a
+    key that all heads share and that the rotary embedding turns. A head's key is its own projection
+    of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
+    elements, is another projection. Queries have turning elements at their end likewise. They come
+    from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    """
+
+    rank: int
+    turning: int
+    value_dim: int
+    norm: Norm
+    query_rank: int = 0
+
+    @property
+    def width(self) -> int:
+        """What a token is kept in: the latent vector and the shared part of a key."""
+        return self.rank + self.turning
+
+
+@dataclass(frozen=True)
 class RelativeBias:
     """A learned number for each head and bucket of distances, added to scaled scores (T5).
 
@@ -89,6 +112,7 @@ class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
     `window` counts the visible tokens, the query's own included.
+    Without `causal` it counts as many on either side, the query's own in both (ModernBERT).
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
@@ -96,6 +120,8 @@ class Attention:
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
+    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
+    that of queries and keys.
     """
 
     heads: int
@@ -114,12 +140,20 @@ class Attention:
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
+    latent: Latent | None = None
+
+    @property
+    def head_widths(self) -> tuple[int, int, int]:
+        """Elements of one head in the projections to queries, keys and values, in that order."""
+        if self.latent is None:
+            return self.head_dim, self.head_dim, self.head_dim
+        return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Widths of the query, key and value blocks in the fused projection, in that order."""
-        kv = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv, kv
+        """Widths of the query, key and value blocks in projections, in that order."""
+        q, k, v = self.head_widths
+        return self.heads * q, self.kv_heads * k, self.kv_heads * v
 
 
 @dataclass(frozen=True)
@@ -132,6 +166,48 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts and weighs them, by a product with the router's weights.
+
+    Scores of the logits are their `softmax`, their `sigmoid`, or the softmax over the `chosen` ones
+    alone, all in float32. A bias for the choice, if there is one among the weights, is added for
+    the choice alone. Of equal `groups` of experts those `groups_chosen` are open whose best score
+    (`max`), or sum of their `two` best, is the largest. `renormalized` weights are over their sum
+    plus `eps`; then they are times `scale`. Of equal scores that of the lower number goes first.
+    """
+
+    chosen: int
+    score: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: Literal["max", "two"] = "max"
+    renormalized: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
+
+    An expert's hidden values are activation(gate) * (up + `offset`), or without gates
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
+    result is times the logistic function of a product of its own (Qwen2-MoE).
+    """
+
+    count: int
+    ffn: int
+    activation: Activation
+    gated: bool
+    router: Router
+    shared: int = 0
+    shared_gated: bool = False
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -141,32 +217,48 @@ class Layer:
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`.
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`. A `bare` block,
+    always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     norm: Norm
     placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
     cross: Attention | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True)
 class Head:
-    """Projection to the vocabulary; BERT's masked-LM head transforms the hidden state first.
+    """What makes scores of the last hidden state: for the vocabulary, or for `labels`.
 
-    A model without a projection of its own among its weights reads the input embedding as one.
-    A logit is times `scale`; then `softcap` c makes it c * tanh(logit / c).
+    `causal` and `masked` heads project to the vocabulary. One without a projection of its own among
+    its weights reads the input embedding as one. A logit is times `scale`; then `softcap` c makes
+    it c * tanh(logit / c). A head for labels scores a `sequence` as one, each `token`, a `choice`
+    among several sequences (by one label), or the `span` from where to where an answer goes (by
+    two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
+    before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
+    a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
     """
 
-    kind: Literal["causal", "masked"]
+    kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
     activation: Activation | None = None
     norm: Norm | None = None
     softcap: float | None = None
     scale: float = 1.0
+    labels: int = 0
+    pooling: Literal["first", "real", "last", "mean"] | None = None
+    late: bool = False
+
+    @property
+    def of_vocab(self) -> bool:
+        """True if the scores are logits of the vocabulary."""
+        return self.kind in ("causal", "masked")
 
 
 @dataclass(frozen=True)
@@ -176,12 +268,15 @@ class ModelSpec:
     The row of a position in its table is `position_offset` further. `embed_scale` multiplies the
     embedded tokens, rounded to their dtype; with `scales_embeds` also embeddings that a caller
     gives in their place (HF's Granite, not its Gemma). With `positions_from_mask` the positions
-    that forward takes by default count real tokens only. If a model `packs`, positions that start
-    anew separate sequences. `embed_width` is that of the embedding and of the head where a
-    projection lies between them and the layers (OPT-350m). With an `encoder` this is a decoder that
-    attends across to what that gives of another sequence, and that begins with the id `start`, if
-    the model names one. With `mel` it reads log-mel spectrograms of so many bins in the place of
-    ids, two frames for each position, by two convolutions.
+    that forward takes by default count real tokens only; with `pad` they count the ids that are not
+    it, from `pad` + 1 on, and are `pad` elsewhere (RoBERTa). If a model `packs`, positions that
+    start anew separate sequences. `embed_width` is that of the embedding and of the head where a
+    projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
+    types and the norm of the embedding have it as well, and the projection with its bias comes
+    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
+    `encoder` this is a decoder that attends across to what that gives of another sequence, and that
+    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
+    so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -193,12 +288,15 @@ class ModelSpec:
     learned_positions: int = 0
     position_offset: int = 0
     positions_from_mask: bool = False
+    pad: int | None = None
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0
     scales_embeds: bool = False
     embed_width: int | None = None
+    factored: bool = False
+    pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
@@ -241,6 +339,8 @@ class ModelSpec:
             "embed": self.embed,
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
+            "inner": (self.factored and self.embed_width) or self.embed,
+            "labels": self.head.labels if self.head else 0,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "one": 1,
@@ -259,6 +359,11 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
         }
+        if (own := attention.latent) is not None:
+            inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+        if isinstance(mlp, Experts):
+            inner["experts"] = mlp.count
+            inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 
     @property
@@ -287,6 +392,22 @@ class ModelSpec:
     def can_generate(self) -> bool:
         """True for a causal model with a vocabulary head."""
         return self.causal and self.head is not None and self.head.kind == "causal"
+
+    @property
+    def has_logits(self) -> bool:
+        """True if the model scores the vocabulary."""
+        return self.head is not None and self.head.of_vocab
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that its table of positions has rows for; 0 without a table."""
+        return max(0, self.learned_positions - (0 if self.pad is None else self.pad + 1))
+
+    @property
+    def can_pack(self) -> bool:
+        """True if several sequences in one row give what each gives by itself."""
+        rounded = any(layer.attention.alibi_rounded for layer in self.layers)
+        return self.original is None and not rounded
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

@@ -154,6 +154,9 @@ class Row:
     those of the row's axes that its sources have. `blocks` are the rows and columns that have one
     scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
     array has these elements of the last axis alone, in this order, as often as they are named.
+    `others` are the tensors that a source may have in the place of all of `sources`. A `wide` row
+    is float32 whatever the model computes in, and a `dense` one is never quantized: what a
+    checkpoint quantizes of it is read as what its codes mean.
     """
 
     name: str
@@ -164,7 +167,10 @@ class Row:
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
+    dense: bool = False
     picks: tuple[int, ...] = ()
+    others: tuple[Source, ...] = ()
+    wide: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -204,10 +210,12 @@ class Row:
 
     def of_layer(self, layer: int, number: int) -> "Row":
         """The row of a layer, of this one as a template: `{i}` in HF's names is its `number`."""
-        sources = (replace(s, name=s.name.replace("{i}", str(number))) for s in self.sources)
-        return replace(
-            self, name=f"layers.{layer}.{self.name}", sources=tuple(sources), layer=layer
+        sources, others = (
+            tuple(replace(s, name=s.name.replace("{i}", str(number))) for s in own)
+            for own in (self.sources, self.others)
         )
+        name = f"layers.{layer}.{self.name}"
+        return replace(self, name=name, sources=sources, others=others, layer=layer)
 
     def stacked(self, count: int) -> "Row":
         """The row of `count` stored tensors of each kind: `{x}` in HF's names is the number."""
@@ -247,7 +255,8 @@ class Row:
             )
             seen.add(source.index)
         blocks = scheme.rows, scheme.columns
-        return (replace(self, sources=tuple(sources), scheme=scheme, blocks=blocks),)
+        parts = {"sources": tuple(sources), "others": (), "scheme": scheme, "blocks": blocks}
+        return (replace(self, **parts),)
 
     def _piece(self, source: Source) -> "Row":
         """The row of one of the tensors that are joined."""
@@ -460,7 +469,7 @@ class WeightTable:
         """The rows of the tensors that a checkpoint of this model holds."""
         if any("{x}" in source.name for source in row.sources):
             row = row.stacked(self.spec.extent(row.axes[0], row.layer))
-        if self.matrices is None or not row.is_weight:
+        if self.matrices is None or not row.is_weight or row.dense:
             return (row,)
         return row.quantized(self._find)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.load_plan import LoadPlan
-from ..model.spec import Layer, ModelSpec
+from ..model.spec import Experts, Layer, ModelSpec
 from ..model.weights import Row, Source, WeightTable, at_blocks, join_axis
 
 
@@ -97,21 +97,21 @@ class Shard:
         """What this device holds of the axes that people know; nothing where it holds all."""
         if self.size == 1:
             return []
-        head_dim = self.spec.all_layers[layer].attention.head_dim
-        units = (
-            ("query heads", "q", head_dim),
-            ("KV heads", "k", head_dim),
-            ("MLP width", "ffn", 1),
-            ("vocabulary", "vocab", 1),
-        )
+        is_latent = self.spec.all_layers[layer].attention.latent is not None
+        axes = {
+            "query heads": "heads",
+            **({"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}),
+            "MLP width": "ffn",
+            "vocabulary": "vocab",
+        }
         return [
             Held(
                 name,
-                self.share(axis, layer).real // unit,
-                self.share(axis, layer).extent // unit,
-                self.table.spec.extent(axis, layer) // unit,
+                self.share(axis, layer).real,
+                self.share(axis, layer).extent,
+                self.table.spec.extent(axis, layer),
             )
-            for name, axis, unit in units
+            for name, axis in axes.items()
         ]
 
     def describe(self) -> str:
@@ -442,11 +442,14 @@ def make_plan(
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
-        kind = a.heads, a.kv_heads, a.head_dim, layer.mlp.ffn
+        mlp = layer.mlp
+        shared = mlp.shared if isinstance(mlp, Experts) else 0
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared
         if kind not in by_kind:
             heads = split_heads(a.heads, a.kv_heads, size, equal)
-            ffn = width("gate" if layer.mlp.gated else "ffn", layer.mlp.ffn)
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, strict=True)]
+            ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
+            all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
+            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
@@ -459,20 +462,24 @@ def make_plan(
 
 
 class _Cut(NamedTuple):
-    """One device's part of layers of one kind: its query heads, KV heads and MLP width."""
+    """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
+
+    The latter are those of the MLP or of every expert, and of an expert that all tokens share.
+    """
 
     query: Share
     key: Share
     ffn: Share
+    shared: Share
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
-        head_dim = layer.attention.head_dim
-        kv = self.key.times(head_dim)
+        q, k, v = layer.attention.head_widths
         return {
             **{"heads": self.query, "kv_heads": self.key},
-            **{"q": self.query.times(head_dim), "k": kv, "v": kv},
+            **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
+            **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
 
     def layer(self, layer: Layer) -> Layer:
@@ -484,6 +491,8 @@ class _Cut(NamedTuple):
         attention = replace(layer.attention, **heads)
         cross = replace(layer.cross, **heads) if layer.cross else None
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
+        if isinstance(mlp, Experts):
+            mlp = replace(mlp, shared=self.shared.extent)
         return replace(layer, attention=attention, mlp=mlp, cross=cross)
 
 

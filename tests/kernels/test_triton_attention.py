@@ -77,6 +77,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window of T": {"causal": True, "window": 63},
     "window beyond T": {"causal": True, "window": 2000},
     "window, bidirectional": {"causal": False, "window": 20},
+    "window of 1, bidirectional": {"causal": False, "window": 1},
+    "window, mask, segments, bidirectional": {
+        **{"causal": False, "window": 9, "mask": PADDED},
+        "segments": PACKED,
+    },
     "mask": {"causal": True, "mask": PADDED},
     "holes": {"causal": False, "mask": HOLES},
     "nothing left": {"causal": True, "mask": np.zeros((2, 63), bool)},

@@ -207,10 +207,51 @@ class CrossCache(NamedTuple):
         return self.k, self.v
 
 
+class LatentCache(NamedTuple):
+    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+
+    shared: jax.Array
+    kind, codes = "latent", None
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.shared.shape[1]
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, zero))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
+
+    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
+        rows = padded(k[:, :, 0], (0, self.capacity - k.shape[1]))
+        return type(self)(self.shared.at[slots].set(rows, mode="drop"))
+
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
+        """See `CacheView.append`."""
+        at = jnp.minimum(lengths, self.capacity - 1)
+        return type(self)(self.shared.at[jnp.arange(len(k)), at].set(k[:, 0]))
+
+    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.read`."""
+        keys = self.shared[:, None]
+        return keys, keys
+
+
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
     "full": FullCache,
     "blocks": BlockCache,
     "cross": CrossCache,
+    "latent": LatentCache,
 }
 
 

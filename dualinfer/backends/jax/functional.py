@@ -26,10 +26,8 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
     if ids.ndim != 2 or not ids.size:
         raise ArgumentError(f"tokens has shape {ids.shape}; expected [batch, tokens].")
     shape = batch, length = ids.shape
-    if spec.learned_positions and length > spec.learned_positions:
-        raise LengthError(
-            f"tokens has {length} tokens, but the model has {spec.learned_positions} positions."
-        )
+    if spec.learned_positions and length > spec.tokens:
+        raise LengthError(f"tokens has {length} tokens, but the model has {spec.tokens} positions.")
     visible = None
     if mask is not None:
         visible = _array(mask, "attention_mask") != 0
@@ -45,6 +43,9 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
                 "attention_mask itself. Leave them out."
             )
         at = _broadcast(positions, "position_ids", shape)
+    elif spec.pad is not None:
+        real = ids != spec.pad
+        at = (real.cumsum(axis=1) * real + spec.pad).astype(jnp.int32)
     elif spec.positions_from_mask and visible is not None:
         at = jnp.maximum(visible.cumsum(axis=1) - 1, 0).astype(jnp.int32) * visible
     else:
@@ -57,7 +58,27 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
         types = _broadcast(types, "token_type_ids", shape)
     elif spec.token_types and not spec.token_types_from_vocab:
         types = jnp.zeros(shape, jnp.int32)
-    return ids, at, visible, types, None
+    return ids, at, visible, types, None, None, _pooling_weights(spec, ids, visible)
+
+
+def _pooling_weights(
+    spec: ModelSpec, ids: jax.Array, visible: jax.Array | None
+) -> jax.Array | None:
+    """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
+    pooling = spec.head.pooling if spec.head else None
+    if pooling is None:
+        return None
+    real = jnp.ones(ids.shape, bool) if visible is None else visible
+    if pooling == "mean":
+        return (real / jnp.maximum(real.sum(1, keepdims=True), 1)).astype(jnp.float32)
+    count = jnp.arange(ids.shape[1])
+    at = jnp.zeros(ids.shape[0], jnp.int32)
+    if pooling == "real":
+        at = real.argmax(1)
+    elif pooling == "last":
+        is_real = True if spec.pad_id is None else ids != spec.pad_id
+        at = (is_real * count + jnp.zeros_like(ids)).argmax(1)
+    return (count == at[:, None]).astype(jnp.float32)
 
 
 def _array(value: Any, name: str) -> jax.Array:

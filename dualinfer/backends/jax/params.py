@@ -325,7 +325,9 @@ def _assemble(
 
     def put(array: Any, order: tuple[int, ...]) -> jax.Array:
         turned = to_jax(array, device).transpose(order)
-        return turned.astype(dtype) if row.scheme is None else turned
+        if row.scheme is not None:
+            return turned
+        return turned.astype(jnp.float32 if row.wide else dtype)
 
     own = [one for one in found if one.read.source.part == part]
     array = shard.assemble(row, own, put, padding(row.scheme, part, _padded), jnp.concatenate)

@@ -147,7 +147,8 @@ class JaxRunner:
         batch, tokens = inputs.shape
         size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
-        if mask is None and not self.spec.causal and size != (batch, tokens):
+        hides = mask is None and not self.spec.causal and inputs.segments is None
+        if hides and size != (batch, tokens):
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
         # What is so by default is made on the device.
         counted = np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape))
@@ -156,7 +157,7 @@ class JaxRunner:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
-        arrays = (inputs.ids, positions, mask, types, inputs.segments, inputs.embeds)
+        arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
         read, sources = self._padded_source(inputs.source, size[0])
         count = tokens if inputs.kept is None else len(inputs.kept)
         places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
@@ -166,22 +167,33 @@ class JaxRunner:
             padded[:batch, : array.shape[1]] = array
             return padded
 
-        padded = [None if x is None else pad(x) for x in arrays]
+        # Padding is a segment of its own, behind the others.
+        own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
+        padded = [None if x is None else pad(x, own if x is inputs.segments else 0) for x in arrays]
         kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
         keep = inputs.output_hidden_states
+        how = {"texts": inputs.texts, "largest": inputs.largest} if inputs.texts else {}
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.vocab * places // size[1] if self.spec.head else self.spec.embed
+            values = self.spec.embed
+            if self.spec.has_logits and not inputs.texts:
+                values = self.spec.vocab * places // size[1]
             values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
             width = size[1] + (bucket(read, SMALLEST_PROMPT) if read else 0)
             rows = max(1, self._most_tokens_of(width, values) // bucket(width))
-            outputs = self._outputs([*padded, kept, *sources], size, keep, min(rows, size[0]))
+            outputs = self._outputs([*padded, kept, *sources], size, keep, min(rows, size[0]), how)
         is_whole = (*size, places) == (batch, tokens, count) and not read
-        cut_back = outputs if is_whole else cut(batch, tokens, count, read)(outputs)
+        head = self.spec.head
+        flat = head is not None and head.kind in ("span", "replaced")
+        cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
         result = self._place.local(cut_back)
+        if inputs.choices:
+            result = {**result, "logits": result["logits"].reshape(-1, inputs.choices)}
         if inputs.labels is not None:
-            labels = pad(inputs.labels, NO_LABEL, places)
-            of = self._place.local(outputs["logits"]), labels, inputs.loss_count
-            result["loss"] = loss(*of)
+            labels, scores = inputs.labels, result["logits"]
+            if labels.ndim == 2:  # in buckets, so that few sizes are compiled
+                labels = pad(labels, NO_LABEL, places)
+                scores = self._place.local(outputs["logits"])
+            result["loss"] = loss(scores, labels, inputs.loss_count)
         return result
 
     def _padded_source(
@@ -218,18 +230,23 @@ class JaxRunner:
         return tokens, padded
 
     def _outputs(
-        self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
+        self,
+        arrays: Sequence[np.ndarray | None],
+        size: tuple[int, int],
+        keep: bool,
+        rows: int,
+        how: Mapping[str, Any],
     ) -> Any:
         """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
         arrays = self._place.operands(arrays)
         outputs: Any = None
         for layers in [None] if keep or rows < size[0] else self.steps.parts:
-            step = partial(self.steps.forward, keep=keep, layers=layers)
+            step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             if rows < size[0]:
-                step = partial(self.steps.forward_panels, keep=keep, rows=rows)
+                step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
             given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, given, keep, layers, rows),
+                ("forward", size, given, keep, layers, rows, *how.values()),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,

@@ -53,6 +53,7 @@ class Steps:
         token_types: jax.Array | None,
         segments: jax.Array | None,
         embeds: jax.Array | None = None,
+        weights: jax.Array | None = None,
         kept: jax.Array | None = None,
         source: jax.Array | None = None,
         source_positions: jax.Array | None = None,
@@ -61,12 +62,14 @@ class Steps:
         x: jax.Array | None = None,
         *,
         keep: bool,
+        texts: int = 0,
+        largest: bool = False,
         layers: range | None = None,
         last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the `kept` tokens, as in `base.ForwardInputs`; `last` [B] as in
+        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`; `last` [B] as in
         `contract.Ops.angles`. The `source` and what goes with it are what an encoder reads.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
@@ -111,25 +114,30 @@ class Steps:
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
-        result = {**decoder.outputs(*model, states, keep, kept), **of_encoder}
+        if texts:
+            assert weights is not None and segments is not None
+            how = texts, largest
+            result = decoder.embeddings(*model, states[-1], weights, segments, how)
+            return result, ops.given_up()
+        result = {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
 
     def forward_panels(
-        self, params: Params, *arrays: Any, keep: bool, rows: int
+        self, params: Params, *arrays: Any, keep: bool, rows: int, **how: Any
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
         # The last is the x of a part, and this is the whole pass.
-        by_row, kept = [*arrays[:6], *arrays[7:-1]], arrays[6]
+        by_row, kept = [*arrays[:7], *arrays[8:-1]], arrays[7]
 
         ids, positions, embeds = *by_row[:2], by_row[5]
         given = ids if embeds is None else embeds
         last = jnp.full(rows, given.shape[1] - 1 if positions is None else positions.max())
 
         def some(part: list[Any]) -> Any:
-            inputs: Any = (*part[:6], kept, *part[6:])
-            return self.forward(params, *inputs, keep=keep, last=last)
+            inputs: Any = (*part[:7], kept, *part[7:])
+            return self.forward(params, *inputs, keep=keep, last=last, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -401,24 +409,26 @@ def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
 
 @jit_few
 def cut(
-    batch: int, tokens: int, kept: int | None = None, read: int | None = None
+    batch: int, tokens: int, kept: int | None = None, read: int | None = None, flat: bool = False
 ) -> Callable[[Any], Any]:
     """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
 
-    Those of an encoder have the tokens that it `read`.
+    Those of an encoder have the tokens that it `read`. With `flat` there is one score of a token,
+    not several.
     """
 
     def part(name: str, value: Any) -> Any:
         count = tokens if kept is None or name != "logits" else kept
         count = read if name.startswith("encoder_") else count
-        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - 1]], value)
+        axes = int(not (flat and name.endswith("logits")))
+        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
 
     return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
 
 
 @jax.jit
 def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+    """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
     real = labels != NO_LABEL
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]

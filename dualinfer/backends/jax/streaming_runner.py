@@ -56,24 +56,30 @@ class StreamingRunner(JaxRunner):
         return leaves, (tree, [self._place.spec_of(x) for x in leaves], lies), range(at, at + 1)
 
     def _outputs(
-        self, arrays: Sequence[np.ndarray | None], size: tuple[int, int], keep: bool, rows: int
+        self,
+        arrays: Sequence[np.ndarray | None],
+        size: tuple[int, int],
+        keep: bool,
+        rows: int,
+        how: Mapping[str, Any],
     ) -> Any:
         """See `JaxRunner`; where it takes fewer rows at a time, one pass after another."""
         passes = []
         for first in range(0, size[0], rows):
             some = [None if x is None else x[first : first + rows] for x in arrays[:-1]]
-            passes.append(self._whole_pass(self._place.operands([*some, arrays[-1]]), keep))
+            given = self._place.operands([*some, arrays[-1]])
+            passes.append(self._whole_pass(given, keep, how))
         if len(passes) == 1:
             return passes[0]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
 
-    def _whole_pass(self, arrays: Sequence[Any], keep: bool) -> Any:
+    def _whole_pass(self, arrays: Sequence[Any], keep: bool, how: Mapping[str, Any]) -> Any:
         shapes, earlier = tuple(None if a is None else a.shape for a in arrays), []
         x: Any = None
         for index in range(len(self._stream)):
             leaves, part, layers = self._layer(index)
-            step = partial(self.steps.forward, keep=keep, layers=layers)
-            key = "forward", shapes, keep, layers
+            step = partial(self.steps.forward, keep=keep, layers=layers, **how)
+            key = "forward", shapes, keep, layers, *how.values()
             function = self._of_leaves(step, part=part)
             given, flags = self._executables.run(key, function, leaves, *arrays, x)
             self._note(flags)

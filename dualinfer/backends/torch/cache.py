@@ -231,10 +231,60 @@ class CrossCache(NamedTuple):
         return self.k, self.v
 
 
+class LatentCache(NamedTuple):
+    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+
+    shared: torch.Tensor
+    kind, codes = "latent", None
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.shared.shape[1]
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, dtype, device))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return type(self)(self.shared[:slots, :tokens])
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
+        """See `CacheView.write`; in place."""
+        tokens = k.shape[1]
+        self.shared[slots, :tokens] = k[:, :, 0]
+        self.shared[slots, tokens:] = k.new_zeros(())
+        return self
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
+        """See `CacheView.append`; in place."""
+        slots = torch.arange(len(k), device=k.device)
+        self.shared[slots, lengths.clamp(max=self.capacity - 1)] = k[:, 0]
+        return self
+
+    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.read`; no copy."""
+        keys = self.shared[:, None]
+        return keys, keys
+
+
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
     "full": FullCache,
     "blocks": BlockCache,
     "cross": CrossCache,
+    "latent": LatentCache,
 }
 
 

@@ -147,7 +147,7 @@ def _assemble(
         if callable(value):
             return {"data": from_numpy(value(shape), "torch").to(device=device, dtype=dtype)}
         return {"data": torch.full(shape, value, dtype=dtype, device=device)}
-    target = dtype if row.scheme is None else None
+    target = None if row.scheme else torch.float32 if row.wide else dtype
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         tensor = from_numpy(array, "torch") if isinstance(array, np.ndarray) else array

@@ -130,15 +130,17 @@ class TorchRunner:
             source = (source.ids, source.positions, source.mask, source.embeds)
         tensors = [
             None if array is None else torch.from_numpy(array)
-            for array in (*arrays, inputs.embeds, inputs.kept, *source)
+            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        keep = inputs.output_hidden_states
+        how = inputs.output_hidden_states, inputs.texts, inputs.largest
         with self._own_settings(inputs.positions.size), span("forward"):
             if self._calls is not None:
-                result = self._calls.run(outputs, (*tensors, keep), {})
+                result = self._calls.run(outputs, (*tensors, *how), {})
             else:
-                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), keep)
+                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
+            if inputs.choices:
+                result["logits"] = result["logits"].reshape(-1, inputs.choices)
             if inputs.labels is not None:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
@@ -153,11 +155,14 @@ class TorchRunner:
         segments: torch.Tensor | None,
         embeds: torch.Tensor | None,
         kept: torch.Tensor | None,
+        weights: torch.Tensor | None,
         source: torch.Tensor | None,
         source_positions: torch.Tensor | None,
         source_mask: torch.Tensor | None,
         source_embeds: torch.Tensor | None,
         keep: bool,
+        texts: int,
+        largest: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         params = self._passed
@@ -181,12 +186,15 @@ class TorchRunner:
             if keep:
                 of_encoder["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
-        return {**decoder.outputs(*model, states, keep, kept), **of_encoder}
+        if texts:
+            assert weights is not None and segments is not None
+            return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
+        return {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
-        """Cross-entropy float32 [] of logits [B, K, V], its sum divided by `count` if given."""
+        """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
+            logits.reshape(-1, logits.shape[-1]).float(),
             torch.from_numpy(labels).to(self.device).flatten().long(),
             ignore_index=NO_LABEL,
             reduction="mean" if count is None else "sum",

@@ -43,7 +43,8 @@ def attention(
 
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
     `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are T5's,
-    and not beside ALiBi. Keys and values that are hidden are read all the same and must be finite.
+    and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other segments
+    are passed over. Keys and values that are hidden are read all the same and must be finite.
     Strides are free but for the last axis. `sms` is the device's number of multiprocessors. With
     `table` int32 [B, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks, K,
     size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of k

@@ -76,6 +76,21 @@ def _meant(
 
 
 @triton.jit
+def _first(segments_ptr, at, end, LATER: tl.constexpr):
+    """The first key of the segment of key `at`, or with LATER of the segment behind it."""
+    segment = tl.load(segments_ptr + at)
+    low = at * 0
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        there = tl.load(segments_ptr + middle)
+        before = there <= segment if LATER else there < segment
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
 def _tanh(x, ACCURATE: tl.constexpr):
     power = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2|x|)
     y = (1 - power) / (1 + power)
@@ -135,6 +150,8 @@ def _scores(
             seen = seen & (columns[None, :] <= rows[:, None])
         if window is not None:
             seen = seen & (columns[None, :] > rows[:, None] - window)
+            if not CAUSAL:
+                seen = seen & (columns[None, :] < rows[:, None] + window)
         if mask_ptr is not None:
             shown = tl.load(mask_ptr + columns, mask=columns < end, other=0)
             seen = seen & (shown != 0)[None, :]
@@ -245,6 +262,13 @@ def attention_kernel(
     if window is not None:
         lo = tl.maximum(start + m + 1 - window, 0) // BLOCK_N * BLOCK_N
         full_lo = tl.maximum(tl.cdiv(start + m + BLOCK_M - window, BLOCK_N) * BLOCK_N, lo)
+        if not CAUSAL:
+            hi = tl.minimum(hi, start + m + BLOCK_M - 1 + window)
+            full_hi = tl.minimum(end, start + m + window) // BLOCK_N * BLOCK_N
+    if segments_ptr is not None:  # keys before the first query's segment, and after the last one's
+        lo = tl.maximum(lo, _first(segments_ptr, start + m, end, 0) // BLOCK_N * BLOCK_N)
+        last = tl.minimum(start + m + BLOCK_M, end) - 1
+        hi = tl.minimum(hi, _first(segments_ptr, last, end, 1))
     if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
         full_lo = lo
         full_hi = lo

@@ -12,6 +12,7 @@ from . import (
     bart,
     bert,
     bloom,
+    deepseek,
     fairseq,
     falcon,
     gemma,
@@ -20,6 +21,7 @@ from . import (
     gpt_neox,
     gptj,
     llama,
+    modernbert,
     mpt,
     opt,
     relatives,
@@ -27,14 +29,15 @@ from . import (
     whisper,
 )
 from .fields import ConfigFields
+from .heads import base_class, classes_of_decoder, with_head
 
 # By model_type. A family's CLASSES names HF's classes that it serves, the default first.
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq),
-        *(bart, t5, whisper),
+        *(falcon, mpt, fairseq, modernbert),
+        *(bart, t5, whisper, deepseek),
     )
     for model_type in family.CLASSES
 }
@@ -60,6 +63,11 @@ def served_types() -> list[str]:
     return sorted(_FAMILIES)
 
 
+def served_modules() -> list[ModuleType]:
+    """The files of families, in the order in which the pages list them; each has CLASSES."""
+    return list(dict.fromkeys(_FAMILIES.values()))
+
+
 def default_class(model_type: str) -> str | None:
     """The HF class that a family's config means where it names none; None if it is not served."""
     family = _FAMILIES.get(model_type)
@@ -80,7 +88,13 @@ def describe_model(
     model_type = check_model_type(config.get("model_type"))
     architecture = find_architecture(model_type, class_names)
     fields = ConfigFields(model_type, config)
-    spec, table = _FAMILIES[model_type].describe(fields, architecture)
+    family = _FAMILIES[model_type]
+    served = family.CLASSES[model_type]
+    if architecture in classes_of_decoder(served):
+        parts = family.describe(fields, base_class(served))
+        spec, table = with_head(fields, *parts, architecture)
+    else:
+        spec, table = family.describe(fields, architecture)
     fields.ignore("quantization_config")  # of what holds the weights
     fields.finish()
     return spec, table
@@ -98,6 +112,7 @@ def knows_family(config: Mapping[str, Any]) -> bool:
 def find_architecture(model_type: Any, class_names: Any = None) -> str:
     """The first of `class_names` that fused mode serves, or the default; else UnservedError."""
     served = _FAMILIES[check_model_type(model_type)].CLASSES[model_type]
+    served = (*served, *classes_of_decoder(served))
     names = [class_names] if isinstance(class_names, str) else class_names or served
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ModelError(

@@ -1,96 +1,340 @@
-"""BERT: post-norm encoder with token types, pooler or masked-LM head. HF source: models/bert."""
+"""BERT and its relatives: encoders with norms after each residual sum, and HF's heads for them.
 
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+Each is a row of `_KINDS`. HF sources: models/NAME/modeling_NAME.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ModelError, shown
+from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
+from .heads import Classifier, kind_of_head, make_head, masked_head
+from .rope import make_rope, reach, rotary_size
 
-CLASSES = {"bert": ("BertModel", "BertForMaskedLM")}
+_BERT = ("attention.self.query", "attention.self.key", "attention.self.value")
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
+_SPAN = "ForQuestionAnswering"
+_ELECTRA = {"sequence": Classifier("classifier.out_proj", "classifier.dense", "gelu")}
+_ROBERTA = {"sequence": Classifier("classifier.out_proj", "classifier.dense", "tanh")}
+_DISTIL = Classifier("classifier", "pre_classifier", "relu")
+_BERT_MASKED = (
+    *("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+    *("cls.predictions.decoder", "cls.predictions.bias"),
+)
+_ROBERTA_MASKED = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What tells one family from another.
+
+    `name` begins HF's classes, `base` the names of their tensors, `layer` those of a layer's; `mlp`
+    are a layer's names from gate or up to down, `norms` after attention and MLP. `masked` are the
+    names of `masked_head`, `heads` those that are no plain classifier of the pooler's output or of
+    each token. `unread` are parts of other classes' checkpoints. `fields` are HF's names of sizes
+    where they differ.
+    """
+
+    name: str
+    base: str
+    masked: tuple[str, str, str, str]
+    layer: str = "encoder.layer.{i}."
+    qkv: tuple[str, str, str] = _BERT
+    out: str = "attention.output.dense"
+    mlp: tuple[str, ...] = ("intermediate.dense", "output.dense")
+    norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
+    heads: Mapping[str, Classifier] = field(default_factory=dict)
+    classes: tuple[str, ...] = (*_HEADS, _SPAN)
+    unread: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ("classifier_dropout",)
+    pooler: str | None = "pooler.dense"
+    bias: bool = True
+    types: bool = True
+    counts: bool = False  # positions are those of ids that are no padding
+    rope: bool = False
+    factored: str | None = None  # the projection of embeddings of a width of their own
+    masked_activation: Activation | None = None
+
+
+_ROBERTAS: dict[str, Any] = {
+    "base": "roberta.",
+    "masked": _ROBERTA_MASKED,
+    "heads": _ROBERTA,
+    "unread": ("lm_head.",),
+    "masked_activation": "gelu",
+    "counts": True,
+}
+_KINDS = {
+    "bert": _Kind("Bert", "bert.", _BERT_MASKED, unread=("cls.",)),
+    "roberta": _Kind("Roberta", **_ROBERTAS),
+    "xlm-roberta": _Kind("XLMRoberta", **_ROBERTAS),
+    "camembert": _Kind("Camembert", **_ROBERTAS),
+    "distilbert": _Kind(
+        *("DistilBert", "distilbert."),
+        ("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"),
+        layer="transformer.layer.{i}.",
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        out="attention.out_lin",
+        mlp=("ffn.lin1", "ffn.lin2"),
+        norms=("sa_layer_norm", "output_layer_norm"),
+        heads={"sequence": _DISTIL, "choice": _DISTIL},
+        unread=("vocab_",),
+        fields={
+            **{"hidden_size": "dim", "num_attention_heads": "n_heads", "hidden_act": "activation"},
+            **{"num_hidden_layers": "n_layers", "intermediate_size": "hidden_dim"},
+        },
+        ignored=(
+            *("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout"),
+            *("sinusoidal_pos_embds", "tie_weights_"),
+        ),
+        pooler=None,
+        types=False,
+    ),
+    "electra": _Kind(
+        *("Electra", "electra."),
+        (
+            *("generator_predictions.dense", "generator_predictions.LayerNorm"),
+            *("generator_lm_head", "generator_lm_head.bias"),
+        ),
+        heads={
+            **_ELECTRA,
+            "choice": Classifier("classifier", "sequence_summary.summary", "gelu"),
+            "replaced": Classifier(
+                "discriminator_predictions.dense_prediction", "discriminator_predictions.dense"
+            ),
+        },
+        classes=(*_HEADS, _SPAN, "ForPreTraining"),
+        unread=("discriminator_predictions.", "generator_"),
+        ignored=(
+            *("classifier_dropout", "summary_last_dropout", "summary_type", "summary_use_proj"),
+            "summary_activation",
+        ),
+        pooler=None,
+        factored="embeddings_project",
+        masked_activation="gelu",
+    ),
+    "albert": _Kind(
+        *("Albert", "albert."),
+        ("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"),
+        layer="encoder.albert_layer_groups.{group}.albert_layers.{inner}.",
+        qkv=("attention.query", "attention.key", "attention.value"),
+        out="attention.dense",
+        mlp=("ffn", "ffn_output"),
+        norms=("attention.LayerNorm", "full_layer_layer_norm"),
+        unread=("predictions.", "sop_classifier."),
+        ignored=(
+            *("classifier_dropout_prob", "down_scale_factor", "gap_size", "net_structure_type"),
+            *("num_memory_blocks", "layers_to_keep"),
+        ),
+        pooler="pooler",
+        factored="encoder.embedding_hidden_mapping_in",
+    ),
+    "nomic_bert": _Kind(
+        *("NomicBert", "nomic_bert."),
+        (
+            *("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
+            *_BERT_MASKED[2:],
+        ),
+        layer="layers.{i}.",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.o_proj",
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        norms=("post_attention_layernorm", "post_mlp_layernorm"),
+        classes=_HEADS[:2],
+        unread=("cls.",),
+        bias=False,
+        rope=True,
+    ),
+}
+CLASSES = {
+    family: (f"{kind.name}Model", f"{kind.name}ForMaskedLM", *(kind.name + c for c in kind.classes))
+    for family, kind in _KINDS.items()
+}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a BERT encoder."""
-    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    """Spec and weight table of an encoder of BERT's kind."""
+    kind = _KINDS[fields.family]
+
+    def named(name: str) -> str:
+        return kind.fields.get(name, name)
+
+    embed, heads, head_dim = fields.split(named("hidden_size"), named("num_attention_heads"))
     positions = fields.size("max_position_embeddings")
-    norm = Norm("layer", fields.number("layer_norm_eps"))
-    activation = fields.activation("hidden_act")
-    tied = fields.flag("tie_word_embeddings", True)
-    masked = architecture == "BertForMaskedLM"
-    fields.require("is_decoder", False)
-    fields.require("add_cross_attention", False)
-    fields.require("position_embedding_type", "absolute")
-    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
-    # The first TensorFlow release wrote these; no implementation reads them.
-    fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
-    fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
-    block = Layer(
-        Attention(heads, heads, head_dim, head_dim**-0.5, causal=False),
-        Mlp(fields.size("intermediate_size"), activation, gated=False),
-        norm,
-        "post",
-    )
+    is_distil = fields.family == "distilbert"
+    norm = Norm("layer", 1e-12 if is_distil else fields.number("layer_norm_eps"))
+    activation = fields.activation(named("hidden_act"))
+    _refuse(fields)
+    fields.ignore(*kind.ignored)
+    rope = None
+    if kind.rope:
+        fields.require("head_dim", head_dim)
+        turns = fields.take("rope_parameters")
+        turned = rotary_size(turns, head_dim)
+        rope = make_rope({**turns, "partial_rotary_factor": None}, turned, positions)
+        positions = reach(turns, positions)
+    mlp = Mlp(fields.size(named("intermediate_size")), activation, gated=len(kind.mlp) > 2)
+    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False, rope=rope)
+    count = fields.layers(named("num_hidden_layers"))
+    width = embed if kind.factored is None else fields.size("embedding_size")
+    factored = width != embed or fields.family == "albert"
+    groups = [None] * count if fields.family != "albert" else _groups(fields, count)
+    pad = _pad(fields) if kind.counts else None
+    table_size = 0 if kind.rope else positions
+    head, head_rows, ties = _head(fields, kind, architecture, norm, activation, factored)
     spec = ModelSpec(
-        family="bert",
+        family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(block,) * fields.layers("num_hidden_layers"),
-        max_positions=positions,
-        learned_positions=positions,
-        token_types=fields.size("type_vocab_size"),
+        layers=(Layer(attention, mlp, norm, "post"),) * len(groups),
+        max_positions=positions if pad is None else positions - pad - 1,
+        learned_positions=table_size,
+        pad=pad,
+        token_types=fields.size("type_vocab_size") if kind.types else 0,
+        embed_width=width if factored else None,
+        factored=factored,
         embed_norm=norm,
-        head=Head("masked", activation, norm) if masked else None,
+        head=head,
     )
-    hf = "bert.encoder.layer.{i}."
-    layer = [
-        *make.joined("qkv", hf + "attention.self.{p}", _QKV, bias=True),
-        *make.linear("out", f"{hf}attention.output.dense", "embed q"),
-        *make.linear("up", f"{hf}intermediate.dense", "ffn embed"),
-        *make.linear("down", f"{hf}output.dense", "embed ffn"),
-        *make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm"),
-        *make.norm(norm, "mlp_norm", f"{hf}output.LayerNorm"),
-    ]
-    embeddings = "bert.embeddings."
-    outer = [
-        row(f"{ours}.weight", f"{axis} embed", (f"{embeddings}{theirs}.weight", f"{axis} embed"))
-        for ours, axis, theirs in (
-            ("embed", "vocab", "word_embeddings"),
-            ("positions", "positions", "position_embeddings"),
-            ("token_types", "types", "token_type_embeddings"),
-        )
-    ]
-    outer += make.norm(norm, "embed_norm", f"{embeddings}LayerNorm")
-    head, tied_rows = _head(tied, norm, embeddings) if masked else (_POOLER, ())
     table = WeightTable(
         spec,
-        (*outer, *head),
-        (tuple(layer),) * len(spec.layers),
-        base="bert.",
+        (*_embeddings(kind, spec, norm), *head_rows),
+        tuple(_layer(kind, norm, group) for group in groups),
+        base=kind.base,
         renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
-        # Checkpoints of the pre-training task hold every head; a model reads its own.
-        unused=(r"embeddings\.(position_ids|token_type_ids)$", r"^cls\.seq_relationship\.")
-        + ((r"^(bert\.)?pooler\.",) if masked else (r"^cls\.predictions\.",))
-        + ((r"^cls\.predictions\.bias$",) if masked and not tied else ()),
-        tied=tied_rows,
-        # HF builds BertModel(add_pooling_layer=False) too, and saves no pooler then.
+        unused=_unused(kind, head, head_rows, ties),
+        tied=ties,
+        # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
         optional="pooler.",
     )
     return spec, table
 
 
-_QKV = {"q": "query", "k": "key", "v": "value"}
+def _refuse(fields: ConfigFields) -> None:
+    fields.require("is_decoder", False)
+    fields.require("add_cross_attention", False)
+    fields.require("position_embedding_type", "absolute")
+    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob")
+    # The first TensorFlow release wrote these; no implementation reads them.
+    fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
+    fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+
+
+def _pad(fields: ConfigFields) -> int:
+    """The id that HF counts no position for."""
+    pad = fields.take("pad_token_id")
+    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
+        raise ModelError(
+            f"config.json has pad_token_id={shown(pad)}; the {fields.family} family counts the "
+            "positions of other tokens, and needs an id of the vocabulary."
+        )
+    return pad
+
+
+def _groups(fields: ConfigFields, count: int) -> list[tuple[int, int]]:
+    """Of each of ALBERT's layers the group and the place in it whose weights it has."""
+    groups, inner = fields.size("num_hidden_groups"), fields.size("inner_group_num")
+    return [(int(i / (count / groups)), j) for i in range(count) for j in range(inner)]
+
+
+def _layer(kind: _Kind, norm: Norm, group: tuple[int, int] | None) -> tuple[Row, ...]:
+    hf = kind.base + kind.layer
+    if group is not None:
+        hf = hf.replace("{group}", str(group[0])).replace("{inner}", str(group[1]))
+    *first, down = kind.mlp
+    rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
+    rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
+    if len(first) > 1:
+        rows += make.joined(
+            "up", hf + "{p}", dict(zip(("gate", "up"), first, strict=True)), kind.bias
+        )
+    else:
+        rows += make.linear("up", hf + first[0], "ffn embed", kind.bias)
+    inner = "embed up" if len(first) > 1 else "embed ffn"
+    rows += make.linear("down", hf + down, inner, kind.bias)
+    for ours, theirs in zip(("attn_norm", "mlp_norm"), kind.norms, strict=True):
+        rows += make.norm(norm, ours, hf + theirs)
+    return tuple(rows)
+
+
+def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
+    hf = f"{kind.base}embeddings."
+    width = "width" if spec.factored else "embed"
+    tables = [("embed", "vocab", "word_embeddings")]
+    if spec.learned_positions:
+        tables.append(("positions", "positions", "position_embeddings"))
+    if spec.token_types:
+        tables.append(("token_types", "types", "token_type_embeddings"))
+    rows = [
+        row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
+        for ours, axis, theirs in tables
+    ]
+    rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm", width)
+    if spec.factored:
+        rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
+    return rows
+
+
+def _head(
+    fields: ConfigFields,
+    kind: _Kind,
+    architecture: str,
+    norm: Norm,
+    activation: Activation,
+    factored: bool,
+) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
+    """The head of a HF class, its rows (a base model's pooler), and those that HF ties."""
+    tied = fields.flag("tie_word_embeddings", True)
+    pooler = f"{kind.base}{kind.pooler}" if kind.pooler else None
+    if architecture.endswith("ForMaskedLM"):
+        by = kind.masked_activation or activation
+        embedding = f"{kind.base}embeddings.word_embeddings.weight"
+        width = "width" if factored else "embed"
+        return masked_head(norm, by, kind.masked, embedding, tied, width)
+    labels = kind_of_head(architecture)
+    if labels is None:
+        return None, make.linear("pooler", pooler, _SQUARE) if pooler else [], ()
+    own = kind.heads.get(labels)
+    if own is None and labels == "span":
+        own = Classifier("qa_outputs")
+    elif own is None and labels == "token":
+        own = Classifier("classifier")
+    elif own is None:
+        own = Classifier("classifier", pooler, "tanh")
+    if labels == "replaced":
+        own = Classifier(own.out, own.dense, activation)
+    if fields.family == "electra" and labels == "choice":
+        fields.require("summary_type", "first")
+        fields.require("summary_use_proj", True)
+        own = Classifier(own.out, own.dense, fields.activation("summary_activation"))
+    return (*make_head(fields, labels, own, "first"), ())
+
+
 _SQUARE = "embed embed_in"  # two names tell the sides of a square matrix apart
-_POOLER = make.linear("pooler", "bert.pooler.dense", _SQUARE)
 
 
-def _head(tied: bool, norm: Norm, embeddings: str) -> tuple[list[Row], tuple[tuple[Row, str], ...]]:
-    """The masked-LM head's rows, and those that HF ties to others."""
-    hf = "cls.predictions."
-    rows = make.linear("head.dense", f"{hf}transform.dense", _SQUARE)
-    rows += make.norm(norm, "head.norm", f"{hf}transform.LayerNorm")
-    weight, bias = make.linear("head", f"{hf}decoder", "vocab embed")
-    if not tied:
-        return [*rows, weight, bias], ()
-    own = row("head.bias", "vocab", (f"{hf}bias", "vocab"))
-    twins = ((weight, f"{embeddings}word_embeddings.weight"), (bias, f"{hf}bias"))
-    return [*rows, own], twins
+def _unused(
+    kind: _Kind, head: Head | None, rows: list[Row], ties: tuple[tuple[Row, str], ...]
+) -> tuple[str, ...]:
+    """Patterns of tensors that a checkpoint may hold beside those of the class."""
+    unused = [r"embeddings\.(position_ids|token_type_ids)$"]
+    own = {s.name for r in (*rows, *(r for r, _ in ties)) for s in r.sources}
+    if head is not None and not any("pooler" in name for name in own):
+        unused.append(r"(^|\.)pooler\.")
+    if head is None:
+        unused += ["^" + part.replace(".", r"\.") for part in kind.unread]
+    elif head.kind == "masked":
+        # Checkpoints of a task before this one hold every head; a model reads its own.
+        unused += [r"^cls\.seq_relationship\.", r"^sop_classifier\.", r"^discriminator_predictions"]
+        bias = kind.masked[3]
+        if bias not in own:
+            unused.append(f"^{bias}$".replace(".", r"\."))
+    elif head.kind == "replaced":
+        unused.append("^generator_")
+    return tuple(unused)

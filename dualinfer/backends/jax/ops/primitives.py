@@ -29,9 +29,12 @@ IMPLEMENTATIONS = {
     "qk_norm": "XLA",
     "rotary": "XLA",
     "activation": "XLA",
+    "router": "XLA",
+    "experts": "XLA, in blocks of one expert's",
     "attention": "XLA, dense softmax",
     "decode_attention": "XLA, dense softmax",
     "cross_attention": "XLA, dense softmax",
+    "latent_attention": "XLA over latent vectors, a head's matrices before and behind it",
     "sampling": "XLA, threefry2x32",
 }
 
@@ -149,6 +152,12 @@ def matmul(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+@jax.named_scope("head_product")
+def head_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return einsum("nhd,hod->nho", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 @jax.named_scope("matmul")
@@ -301,11 +310,11 @@ def attention(
 ) -> jax.Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is
-    as in `relative_bias`.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape
@@ -329,12 +338,12 @@ def attention(
         return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if tokens <= _WHOLE or tokens % _WHOLE:
-        return rows(grouped, 0).reshape(q.shape).astype(dtype)
+        return rows(grouped, 0).reshape(*q.shape[:-1], -1).astype(dtype)
     # Scores of all queries at once would take B * H * T * T floats.
     parts = grouped.reshape(batch, -1, _WHOLE, *grouped.shape[2:]).swapaxes(0, 1)
     starts = jnp.arange(0, tokens, _WHOLE)
     out = lax.map(lambda pair: rows(*pair), (parts, starts))
-    return out.swapaxes(0, 1).reshape(q.shape).astype(dtype)
+    return out.swapaxes(0, 1).reshape(*q.shape[:-1], -1).astype(dtype)
 
 
 def alibi_bias(
@@ -401,6 +410,27 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     return jax.nn.softmax(jnp.concatenate((scores, beside), axis=-1), axis=-1)[..., :-1]
 
 
+@jax.named_scope("pool")
+def pool(
+    x: jax.Array,
+    weights: jax.Array,
+    segments: jax.Array | None,
+    count: int,
+    largest: bool,
+) -> jax.Array:
+    """See `contract.BlockOps.pool`."""
+    x = x.astype(jnp.float32)
+    if segments is None:
+        segments = jnp.zeros(weights.shape, jnp.int32)
+    if largest:
+        nobody = jnp.where(weights != 0, segments, count)
+        out = jnp.full((x.shape[0], count, x.shape[2]), -jnp.inf)
+        out = out.at[jnp.arange(len(x))[:, None], nobody].max(x, mode="drop")
+        return jnp.where(jnp.isneginf(out), 0.0, out)
+    owner = jnp.arange(count)[None, :, None] == segments[:, None, :]
+    return einsum("bmt,bte->bme", jnp.where(owner, weights[:, None, :], 0.0), x)
+
+
 def visible_keys(
     tokens: int,
     causal: bool,
@@ -416,6 +446,8 @@ def visible_keys(
         visible &= at[None, :] <= rows[:, None]
     if window is not None:
         visible &= at[None, :] > rows[:, None] - window
+        if not causal:
+            visible &= at[None, :] < rows[:, None] + window
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:

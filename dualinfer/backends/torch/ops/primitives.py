@@ -26,9 +26,12 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
+    "router": "plain torch",
+    "experts": "plain torch, one expert after another",
     "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "cross_attention": SDPA,
+    "latent_attention": f"{SDPA} over latent vectors, a head's matrices before and behind it",
     "sampling": "plain torch, threefry2x32",
 }
 
@@ -137,6 +140,12 @@ def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         return F.linear(x, weight.data, bias)
     y = SCHEMES.product(x, weight, x.dtype)
     return y if bias is None else y + bias
+
+
+@named("head_product")
+def head_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return (x.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 @named("embed")
@@ -275,11 +284,11 @@ def attention(
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is
-    as in `relative_bias`.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
@@ -392,7 +401,28 @@ def _dense_attention(
         beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
         scores = torch.cat((scores, beside), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
+    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, -1)
+
+
+@named("pool")
+def pool(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    segments: torch.Tensor | None,
+    count: int,
+    largest: bool,
+) -> torch.Tensor:
+    """See `contract.BlockOps.pool`. Sums are one product, whose order does not change by runs."""
+    x = x.float()
+    if segments is None:
+        segments = torch.zeros(weights.shape, dtype=torch.int64, device=x.device)
+    if largest:
+        nobody = torch.where(weights != 0, segments.long().clamp(max=count), count)
+        out = x.new_full((x.shape[0], count + 1, x.shape[2]), float("-inf"))
+        out = out.scatter_reduce(1, nobody[..., None].expand_as(x), x, "amax")[:, :count]
+        return torch.where(out.isneginf(), 0.0, out)
+    owner = torch.arange(count, device=x.device)[None, :, None] == segments[:, None, :]
+    return torch.where(owner, weights[:, None, :], 0.0) @ x
 
 
 def visible_keys(
@@ -410,6 +440,8 @@ def visible_keys(
         visible = visible & (at[None, :] <= at[:, None])
     if window is not None:
         visible = visible & (at[None, :] > at[:, None] - window)
+        if not causal:
+            visible = visible & (at[None, :] < at[:, None] + window)
     if mask is not None:
         visible = visible & mask[:, None, :]
     if segments is not None:

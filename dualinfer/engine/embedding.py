@@ -1,0 +1,234 @@
+"""`engine.embed`: one vector of each text, of texts packed into rows without padding."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import kind_of, to_numpy
+from ..errors import ArgumentError, LengthError, shown
+from ..model.embedding import (
+    Dense,
+    TextEmbedding,
+    check_pooling,
+    normalized,
+    pooling_weights,
+)
+from ..model.spec import ModelSpec
+from .base import InferenceEngine
+from .inputs import by_name, check_ids, check_mask
+from .packing import Pass, make_inputs, make_passes
+from .text import encode
+
+_TOKENS, _TOKENS_ON_HOST = 16384, 2048  # of one pass
+_AHEAD = 2  # passes that are enqueued before the result of the first is waited for
+
+
+class EmbeddingCalls(InferenceEngine):
+    """What a fused engine offers over the last hidden state of whole texts."""
+
+    _spec: ModelSpec
+    _text_embedding: TextEmbedding | None = None
+
+    @property
+    def text_embedding(self) -> TextEmbedding:
+        """How the model's folder says that texts become vectors; mean pooling if it says nothing.
+
+        It is read when it is first asked for. Raises CheckpointError and UnsupportedError.
+        """
+        if self._text_embedding is None:
+            load = self._about.load_embedding
+            self._text_embedding = TextEmbedding() if load is None else load()
+        return self._text_embedding
+
+    def _check_model(self, alone: bool) -> None:
+        raise NotImplementedError
+
+    def embed(
+        self,
+        inputs: Any,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        tokenizer: Any = None,
+    ) -> np.ndarray:
+        """Vectors float32 [N, E] of N texts, as sentence-transformers makes them; [E] of one str.
+
+        `inputs` are a str, texts, lists of token ids of any lengths, ids [N, T], or what a HF
+        tokenizer gives, with its mask. `pooling` ("cls", "mean", "max", "mean_sqrt_len_tokens",
+        "weightedmean" or "lasttoken") and `normalize` are the model folder's own if None: those of
+        modules.json, else mean pooling and no normalizing. With a `pooling` of the caller's the
+        folder's Dense layers still follow. `prompt`, or the one that the model calls `prompt_name`,
+        goes before each text. Texts are cut to `max_length` tokens, by default what the folder or
+        the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
+        at most `batch_size` texts each, by default as many as fill the device. Vectors do not
+        depend on what they are packed with. Raises ArgumentError and LengthError before anything
+        runs.
+        """
+        names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
+        with self._call("embed()", names) as call:
+            self._check_model(alone=False)
+            how, layers = self._how(pooling, normalize)
+            if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+                raise ArgumentError(f"batch_size={shown(batch_size)}; expected a positive int.")
+            given = call.inputs if isinstance(inputs, Mapping) else call.inputs["inputs"]
+            of_text = _is_text(given)
+            if of_text:
+                before = how.prompt(prompt, prompt_name)
+                tokenizer = self.tokenizer if tokenizer is None else tokenizer
+                most = self._most_tokens(max_length, tokenizer)
+                skip = 0 if how.include_prompt else _length_of_prompt(tokenizer, before)
+                single = isinstance(given, str)
+                all_texts = [given] if single else list(given)
+                ids = [_encode(tokenizer, t, before, most, how.lower) for t in all_texts]
+            else:
+                if not (prompt is prompt_name is max_length is None):
+                    raise ArgumentError(
+                        "prompt, prompt_name and max_length are for texts, but token ids were "
+                        "passed. Pass texts, or ids that have the prompt in front."
+                    )
+                single, skip, ids = False, 0, self._check_rows(given)
+            weights = [pooling_weights(how.pooling, len(row), skip) for row in ids]
+            call.meet(lambda: (ids, weights, batch_size))
+            parts = self._passes(ids, weights, batch_size, how.pooling == "max")
+            vectors = _gathered(parts, len(ids))
+            self._check_model(alone=True)
+        if not len(ids):
+            return np.zeros((0, self._width(layers)), np.float32)
+        for layer in layers:
+            vectors = normalized(vectors) if layer is None else layer(vectors)
+        return vectors[0] if single else vectors
+
+    def _how(
+        self, pooling: str | None, normalize: bool | None
+    ) -> tuple[TextEmbedding, Sequence[Dense | None]]:
+        """The folder's way with what the caller wants of it, and the layers behind the pooling."""
+        how = self.text_embedding
+        if pooling is not None:
+            how = replace(how, pooling=check_pooling(pooling))
+        layers = list(how.layers)
+        if normalize is not None:
+            if not isinstance(normalize, bool):
+                raise ArgumentError(f"normalize={shown(normalize)}; expected True or False.")
+            layers = [layer for layer in layers if layer is not None] + [None] * normalize
+        return how, layers
+
+    def _width(self, layers: Sequence[Dense | None]) -> int:
+        dense = [layer.weight.shape[0] for layer in layers if layer is not None]
+        spec = self._spec
+        own = spec.embed if spec.factored else spec.embed_width or spec.embed
+        return dense[-1] if dense else own
+
+    def _most_tokens(self, asked: int | None, tokenizer: Any) -> int:
+        """Tokens to which a text is cut."""
+        limit = self._spec.tokens or self._spec.max_positions
+        if asked is None:
+            own = getattr(tokenizer, "model_max_length", None)  # 1e30 where nobody says
+            return min(self.text_embedding.max_length or own or limit, limit)
+        if type(asked) is not int or asked < 1:
+            raise ArgumentError(f"max_length={shown(asked)}; expected a positive int.")
+        if self._spec.tokens and asked > limit:
+            raise LengthError(
+                f"max_length={asked}, but the model has {limit} positions. Pass at most {limit}."
+            )
+        return asked
+
+    def _check_rows(self, given: Any) -> list[np.ndarray]:
+        """int32 ids of each text, without padding."""
+        named, spec = by_name(given), self._spec
+        if isinstance(given, Mapping) and named is None:
+            raise ArgumentError(
+                f"embed() was given {', '.join(map(str, given))}; a mapping needs input_ids."
+            )
+        mask = None
+        if named is not None:
+            given, mask = named["input_ids"], named["attention_mask"]
+        if kind_of(given) is None:
+            raise ArgumentError(
+                f"inputs is a {type(given).__name__}; expected a str, texts or token ids."
+            )
+        if kind_of(given) == "list" and mask is None:
+            if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
+                given = [given]
+            rows = [check_ids(row, f"inputs[{i}]", spec.vocab)[0] for i, row in enumerate(given)]
+        else:
+            array = check_ids(given, "input_ids", spec.vocab)
+            visible = check_mask(mask, (array.shape[0], array.shape[1]))
+            rows = (
+                list(array)
+                if visible is None
+                else [row[keep] for row, keep in zip(array, visible, strict=True)]
+            )
+        for i, row in enumerate(rows):
+            if not len(row):
+                raise ArgumentError(f"Text {i} is empty: every token of it is masked.")
+            if spec.tokens and len(row) > spec.tokens:
+                raise LengthError(
+                    f"Text {i} has {len(row)} tokens, but the model has {spec.tokens} positions. "
+                    "Cut it, or pass texts, which are cut for you."
+                )
+        return rows
+
+    def _passes(
+        self,
+        ids: Sequence[np.ndarray],
+        weights: Sequence[np.ndarray],
+        batch_size: int | None,
+        largest: bool,
+    ) -> Iterator[tuple[Pass, np.ndarray]]:
+        """Each pass with its vectors [R, M, E], some passes enqueued ahead."""
+        device = self.device
+        kind = getattr(device, "platform", getattr(device, "type", "cpu"))
+        tokens = _TOKENS_ON_HOST if kind == "cpu" else _TOKENS
+        lengths, spec = [len(row) for row in ids], self._spec
+        waiting: deque[tuple[Pass, Any]] = deque()
+        for one in make_passes(lengths, tokens, batch_size, spec.can_pack, spec.original):
+            inputs = make_inputs(spec, ids, weights, one, largest)
+            result = self._profiler.run(self.runner.forward, inputs)["embeddings"]
+            waiting.append((one, result))
+            if len(waiting) > _AHEAD:
+                first, vectors = waiting.popleft()
+                yield first, to_numpy(vectors)
+        for first, vectors in waiting:
+            yield first, to_numpy(vectors)
+
+
+def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarray:
+    """float32 [N, E]: each text's vector in the texts' own order."""
+    vectors = np.zeros((0, 0), np.float32)
+    for one, part in parts:
+        if not vectors.size:
+            vectors = np.empty((count, part.shape[-1]), np.float32)
+        for r, row in enumerate(one.rows):
+            vectors[row] = part[r, : len(row)]
+    return vectors
+
+
+def _is_text(given: Any) -> bool:
+    """True for a str, and for a sequence of some."""
+    if isinstance(given, str):
+        return True
+    return isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], str)
+
+
+def _encode(tokenizer: Any, text: Any, prompt: str, most: int, lower: bool) -> np.ndarray:
+    """int32 ids of a text behind its prompt, cut to `most` with what the tokenizer puts around."""
+    if not isinstance(text, str):
+        raise ArgumentError(f"A text is a {type(text).__name__}; expected a str.")
+    whole = prompt + text
+    ids = encode(tokenizer, whole.lower() if lower else whole, most)
+    return np.asarray(ids, np.int32)
+
+
+def _length_of_prompt(tokenizer: Any, prompt: str) -> int:
+    """Tokens that a prompt takes in front, without what stands at its end alone."""
+    if not prompt:
+        return 0
+    ids = encode(tokenizer, prompt)
+    return len(ids) - (ids[-1] in getattr(tokenizer, "all_special_ids", ()))

@@ -1,0 +1,101 @@
+"""What makes one vector of a text's hidden states: pooling, dense layers, normalizing, prompts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+
+from ..errors import ArgumentError, shown
+from .spec import Activation
+
+# As sentence-transformers names them.
+POOLINGS = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer behind the pooling: float32 `weight` [out, in] and `bias` [out], then activation."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+    activation: Activation | None
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """The layer's float32 output [N, out] of x [N, in]."""
+        y = x @ self.weight.T
+        y = y if self.bias is None else y + self.bias
+        return y.astype(np.float32) if self.activation is None else _ACTIVATIONS[self.activation](y)
+
+
+_ACTIVATIONS: dict[str, Any] = {
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+}
+DENSE_ACTIVATIONS = frozenset(_ACTIVATIONS)
+assert set(get_args(Activation)) >= DENSE_ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """How a model's folder says that texts become vectors; the defaults are those of no folder.
+
+    `pooling` is one of POOLINGS. Without `include_prompt` the tokens of a prompt are not pooled.
+    `layers` are Dense, or None for normalizing to length 1. `max_length` cuts texts. `prompts` go
+    before each text, by name, the one of `default_prompt` where the caller names none.
+    """
+
+    pooling: str = "mean"
+    include_prompt: bool = True
+    layers: tuple[Dense | None, ...] = ()
+    max_length: int | None = None
+    lower: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    def prompt(self, text: str | None, name: str | None) -> str:
+        """The prompt before each text, as the caller passes it or names it; "" for none."""
+        if text is not None:
+            if name is not None:
+                raise ArgumentError("prompt and prompt_name were both given; pass one of them.")
+            return text
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise ArgumentError(f"prompt_name={shown(name)}: the model names {known}.")
+        return self.prompts[name]
+
+
+def check_pooling(pooling: Any) -> str:
+    """`pooling` if it is one of POOLINGS; else ArgumentError."""
+    if pooling not in POOLINGS:
+        raise ArgumentError(f"pooling={shown(pooling)}; expected one of {', '.join(POOLINGS)}.")
+    return pooling
+
+
+def pooling_weights(pooling: str, tokens: int, skipped: int = 0) -> np.ndarray:
+    """float32 [tokens]: what each token of a text counts, those of a `skipped` prompt nothing.
+
+    sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part.
+    """
+    skipped = skipped if skipped < tokens else 0
+    weights = np.zeros(tokens)
+    count = tokens - skipped
+    if pooling == "cls":
+        weights[skipped] = 1
+    elif pooling == "lasttoken":
+        weights[-1] = 1
+    elif pooling == "weightedmean":
+        weights[skipped:] = np.arange(skipped + 1, tokens + 1)
+        weights /= weights.sum()
+    else:
+        divisor = {"mean": count, "mean_sqrt_len_tokens": count**0.5, "max": 1}[pooling]
+        weights[skipped:] = 1 / divisor
+    return weights.astype(np.float32)
+
+
+def normalized(x: np.ndarray) -> np.ndarray:
+    """float32 [N, E], each row divided by its length."""
+    return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

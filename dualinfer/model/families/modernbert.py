@@ -1,0 +1,183 @@
+"""ModernBERT and EuroBERT: encoders with rotary positions and a norm before each sub-layer.
+
+HF sources: models/modernbert, models/eurobert.
+"""
+
+from ...errors import UnservedError, shown
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+from .heads import Classifier, kind_of_head, make_head, masked_head
+from .rope import make_rope, reach, ropes_by_kind
+
+_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+CLASSES = {
+    "modernbert": (
+        "ModernBertModel",
+        *(f"ModernBert{name}" for name in (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice")),
+    ),
+    "eurobert": ("EuroBertModel", *(f"EuroBert{name}" for name in _HEADS)),
+}
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a ModernBERT or EuroBERT encoder."""
+    describe_own = _modern if fields.family == "modernbert" else _euro
+    return describe_own(fields, architecture)
+
+
+def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    positions = fields.size("max_position_embeddings")
+    norm = Norm("layer", fields.number("norm_eps"))
+    norm_bias = fields.flag("norm_bias", False)
+    kinds = fields.layer_types(fields.layers("num_hidden_layers"))
+    parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
+    side = fields.size("local_attention") // 2 + 1  # HF sees so many tokens on either side
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
+    blocks = {}
+    for kind in dict.fromkeys(kinds):
+        rope = make_rope(parameters[kind], head_dim, positions)
+        window = side if kind == "sliding_attention" else None
+        shape = heads, heads, head_dim, head_dim**-0.5
+        blocks[kind] = Layer(Attention(*shape, False, window, rope), mlp, norm, "pre")
+    first = blocks[kinds[0]]
+    bare = Layer(first.attention, mlp, norm, "pre", bare=True)
+    attention_bias, mlp_bias = (fields.flag(n, False) for n in ("attention_bias", "mlp_bias"))
+    head, head_rows, ties = _modern_head(fields, architecture, norm, norm_bias)
+    fields.ignore("attention_dropout", "mlp_dropout", "embedding_dropout", "classifier_dropout")
+    fields.ignore("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile")
+    fields.ignore("sparse_prediction", "sparse_pred_ignore_index")  # of the loss alone
+    # HF folds these into layer_types and rope_parameters; its class takes no other embedding.
+    fields.ignore("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta")
+    fields.ignore("repad_logits_with_grad", "position_embedding_type", "layer_norm_eps")
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=(bare, *(blocks[kind] for kind in kinds[1:])),
+        max_positions=max(reach(parameters[kind], positions) for kind in kinds),
+        embed_norm=norm,
+        final_norm=norm,
+        head=head,
+    )
+    hf = "model.layers.{i}."
+
+    def normed(ours: str, theirs: str) -> list[Row]:
+        return (make.norm if norm_bias else make.norm_without_bias)(norm, ours, theirs)
+
+    layer = [
+        *make.linear("qkv", f"{hf}attn.Wqkv", "q+k+v embed", attention_bias),
+        *make.linear("out", f"{hf}attn.Wo", "embed q", attention_bias),
+        *make.linear("up", f"{hf}mlp.Wi", "gate+up embed", mlp_bias),
+        *make.linear("down", f"{hf}mlp.Wo", "embed up", mlp_bias),
+        *normed("mlp_norm", f"{hf}mlp_norm"),
+    ]
+    embedding = "model.embeddings.tok_embeddings.weight"
+    outer = [
+        row("embed.weight", "vocab embed", (embedding, "vocab embed")),
+        *normed("embed_norm", "model.embeddings.norm"),
+        *normed("final_norm", "model.final_norm"),
+        *head_rows,
+    ]
+    later = (*normed("attn_norm", f"{hf}attn_norm"), *layer)
+    table = WeightTable(
+        spec,
+        tuple(outer),
+        (tuple(layer), *(later,) * (len(kinds) - 1)),
+        base="model.",
+        unused=(r"^head\.", r"^decoder\.") if head is None else (),
+        tied=ties,
+    )
+    return spec, table
+
+
+def _modern_head(
+    fields: ConfigFields, architecture: str, norm: Norm, norm_bias: bool
+) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
+    activation = fields.activation("classifier_activation")
+    dense_bias = fields.flag("classifier_bias", False)
+    tied = fields.flag("tie_word_embeddings", True)
+    decoder_bias = fields.flag("decoder_bias", True)
+    pooling = fields.take("classifier_pooling")
+    kind, ties = kind_of_head(architecture), ()
+    if architecture.endswith("ForMaskedLM"):
+        names = "head.dense", "head.norm", "decoder", "decoder.bias"
+        embedding = "model.embeddings.tok_embeddings.weight"
+        biases = {"dense_bias": dense_bias, "bias": decoder_bias}
+        head, rows, ties = masked_head(norm, activation, names, embedding, tied, **biases)
+    elif kind is None:
+        return None, [], ()
+    else:
+        if pooling not in ("cls", "mean"):
+            raise UnservedError(
+                f"config.json has classifier_pooling={shown(pooling)}; the modernbert family "
+                "honours cls and mean."
+            )
+        own = Classifier("classifier", "head.dense", activation, "head.norm", dense_bias)
+        where = "mean" if pooling == "mean" else "real" if kind == "choice" else "first"
+        head, rows = make_head(fields, kind, own, where, norm)
+    if not norm_bias:
+        plain = make.plain_norm(norm, "head.norm")[1]
+        rows = [plain if r.name == "head.norm.bias" else r for r in rows]
+    return head, rows, ties
+
+
+def _euro(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    embed = fields.size("hidden_size")
+    heads, kv_heads, head_dim = fields.grouped_heads(embed)
+    positions = fields.size("max_position_embeddings")
+    norm = Norm("rms", fields.number("rms_norm_eps"))
+    parameters = fields.take("rope_parameters")
+    rope = make_rope(parameters, head_dim, positions)
+    attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, causal=False, rope=rope)
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
+    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    tied = fields.flag("tie_word_embeddings", False)
+    pooling = fields.take("classifier_pooling", "late")
+    fields.ignore("attention_dropout", "classifier_dropout", "num_key_value_heads")
+    kind, embedding, ties = kind_of_head(architecture), "model.embed_tokens.weight", ()
+    head, head_rows, unused = None, [], (r"^lm_head\.",)
+    if architecture.endswith("ForMaskedLM"):
+        weight, *biases = make.linear("head", "lm_head", "vocab embed", mlp_bias)
+        head, head_rows, unused = Head("masked"), biases if tied else [weight, *biases], ()
+        ties = ((weight, embedding),) if tied else ()
+    elif kind is not None:
+        if pooling not in ("bos", "mean", "late"):
+            raise UnservedError(
+                f"config.json has classifier_pooling={shown(pooling)}; the eurobert family honours "
+                "bos, mean and late."
+            )
+        own = Classifier("classifier")
+        if kind == "sequence":
+            own = Classifier("classifier", "dense", "gelu")
+        where, late = "first" if pooling == "bos" else "mean", pooling == "late"
+        head, head_rows = make_head(fields, kind, own, where, late=late and kind == "sequence")
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=(Layer(attention, mlp, norm, "pre"),) * fields.layers("num_hidden_layers"),
+        max_positions=reach(parameters, positions),
+        final_norm=norm,
+        head=head,
+    )
+    hf = "model.layers.{i}."
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
+        *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
+        *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
+        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
+        *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),
+    ]
+    outer = [
+        row("embed.weight", "vocab embed", (embedding, "vocab embed")),
+        *make.norm(norm, "final_norm", "model.norm"),
+        *head_rows,
+    ]
+    layers = (tuple(layer),) * len(spec.layers)
+    return spec, WeightTable(spec, tuple(outer), layers, base="model.", unused=unused, tied=ties)

@@ -1,0 +1,121 @@
+"""Tiny random encoders, and heads for labels, of HF's own classes: oracles of several tests."""
+
+import torch
+import transformers as hf
+
+from .models import randomize
+
+VOCAB, PAD = 99, 1
+SIZES = {
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 44,
+    "max_position_embeddings": 70,
+    "vocab_size": VOCAB,
+    "pad_token_id": PAD,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_ONE_HEAD = {"num_attention_heads": 3, "num_key_value_heads": 1}
+_DISTIL = {"intermediate_size": None, "dim": 36, "n_layers": 2, "n_heads": 3, "hidden_dim": 44}
+_NARROW = {"embedding_size": 20}
+_TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
+LABELS = {"num_labels": 3}
+# HF's class, and what makes its config odd.
+BASES = {
+    "roberta": ("RobertaModel", {}),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", {"type_vocab_size": 1}),
+    "camembert": ("CamembertForMaskedLM", {"tie_word_embeddings": False}),
+    "distilbert": ("DistilBertModel", _DISTIL),
+    "distilbert-masked": ("DistilBertForMaskedLM", _DISTIL),
+    "electra": ("ElectraModel", _NARROW),
+    "electra-masked": ("ElectraForMaskedLM", _NARROW),
+    "electra-wide": ("ElectraForPreTraining", {"embedding_size": 36}),
+    "albert": ("AlbertModel", {**_NARROW, "num_hidden_groups": 2, "inner_group_num": 2}),
+    "albert-masked": ("AlbertForMaskedLM", {**_NARROW, "num_hidden_layers": 3}),
+    "modernbert": ("ModernBertModel", _MODERN),
+    "modernbert-masked": (
+        "ModernBertForMaskedLM",
+        {**_MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "eurobert": ("EuroBertModel", {"num_key_value_heads": 1, "attention_bias": True}),
+    "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "nomic_bert": ("NomicBertModel", {}),
+    "nomic_bert-masked": ("NomicBertForMaskedLM", {"type_vocab_size": 3}),
+}
+HEADS = {
+    "bert-sequence": ("BertForSequenceClassification", LABELS),
+    "bert-token": ("BertForTokenClassification", LABELS),
+    "bert-choice": ("BertForMultipleChoice", {}),
+    "bert-span": ("BertForQuestionAnswering", {}),
+    "roberta-sequence": ("RobertaForSequenceClassification", LABELS),
+    "xlm-roberta-choice": ("XLMRobertaForMultipleChoice", {}),
+    "camembert-span": ("CamembertForQuestionAnswering", {}),
+    "distilbert-sequence": ("DistilBertForSequenceClassification", {**_DISTIL, **LABELS}),
+    "distilbert-choice": ("DistilBertForMultipleChoice", _DISTIL),
+    "distilbert-token": ("DistilBertForTokenClassification", {**_DISTIL, **LABELS}),
+    "electra-sequence": ("ElectraForSequenceClassification", {**_NARROW, **LABELS}),
+    "electra-choice": ("ElectraForMultipleChoice", _NARROW),
+    "albert-sequence": ("AlbertForSequenceClassification", {**_NARROW, **LABELS}),
+    "albert-span": ("AlbertForQuestionAnswering", _NARROW),
+    "modernbert-sequence": (
+        "ModernBertForSequenceClassification",
+        {**_MODERN, **LABELS, "classifier_pooling": "mean", "classifier_bias": True},
+    ),
+    "modernbert-cls": ("ModernBertForSequenceClassification", {**_MODERN, **LABELS}),
+    "modernbert-choice": ("ModernBertForMultipleChoice", _MODERN),
+    "modernbert-token": ("ModernBertForTokenClassification", {**_MODERN, **LABELS}),
+    "modernbert-span": ("ModernBertForQuestionAnswering", _MODERN),
+    "eurobert-late": ("EuroBertForSequenceClassification", LABELS),
+    "eurobert-mean": (
+        "EuroBertForSequenceClassification",
+        {**LABELS, "classifier_pooling": "mean"},
+    ),
+    "eurobert-token": ("EuroBertForTokenClassification", LABELS),
+    "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
+    "llama-sequence": ("LlamaForSequenceClassification", LABELS),
+    "llama-span": ("LlamaForQuestionAnswering", {}),
+    "qwen3-reward": (
+        "Qwen3ForSequenceClassification",
+        {"num_labels": 1, "head_dim": 12, **_ONE_HEAD},
+    ),
+    "qwen2-token": ("Qwen2ForTokenClassification", {**LABELS, **_ONE_HEAD}),
+    "mistral-span": ("MistralForQuestionAnswering", _ONE_HEAD),
+    "gpt2-sequence": ("GPT2ForSequenceClassification", {**LABELS, "intermediate_size": None}),
+    "gpt2-token": ("GPT2ForTokenClassification", {**LABELS, "intermediate_size": None}),
+    "gemma2-token": ("Gemma2ForTokenClassification", {**LABELS, "head_dim": 12, **_ONE_HEAD}),
+    "gemma3-sequence": (
+        "Gemma3TextForSequenceClassification",
+        {**LABELS, "head_dim": 12, **_ONE_HEAD},
+    ),
+    "opt-sequence": (
+        "OPTForSequenceClassification",
+        {
+            **LABELS,
+            "intermediate_size": None,
+            "ffn_dim": 44,
+            "word_embed_proj_dim": 20,
+            "do_layer_norm_before": False,
+        },
+    ),
+    "neox-span": ("GPTNeoXForQuestionAnswering", {"rotary_pct": 0.5}),
+    "bloom-token": (
+        "BloomForTokenClassification",
+        {**LABELS, "intermediate_size": None, "max_position_embeddings": None},
+    ),
+}
+CASES = BASES | HEADS
+
+
+def make(case: str, **changes) -> hf.PreTrainedModel:
+    """The case's model in float32, the same in every process."""
+    name, fields = CASES[case]
+    cls = getattr(hf, name)
+    fields = {**SIZES, **fields, **changes}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**fields))
+        randomize(model)
+    return model.eval()

@@ -1,0 +1,367 @@
+"""Encoders and heads for labels against HF's own classes, on both backends."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import dualinfer
+from dualinfer.errors import ArgumentError, CheckpointError, LengthError, UnsupportedError
+
+from .checkpoints import write_byte_tokenizer
+from .encoders import CASES, PAD, VOCAB, make
+from .models import BACKENDS, relative_rms
+
+LIMIT = 1e-5
+# The others show on JAX what these show, since both backends share the families.
+ON_JAX = {
+    *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
+    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide"),
+}
+
+
+def on_both(cases):
+    return [
+        pytest.param(
+            case, name, marks=[] if name == "torch" or case in ON_JAX else [pytest.mark.slow]
+        )
+        for case in cases
+        for name in BACKENDS
+    ]
+
+
+def batch(case, tokens=13):
+    """Ids and a mask [3, T], padded on the left and on the right; of choices, two of each."""
+    rng = np.random.default_rng(5)
+    rows = 6 if "choice" in case else 3
+    ids = rng.integers(3, VOCAB, (rows, tokens))
+    mask = np.ones_like(ids)
+    if case != "modernbert-cls":  # which reads the first token, padding that sees padding alone
+        mask[1, :4] = 0
+    mask[2, -5:] = 0
+    ids = np.where(mask == 1, ids, PAD)
+    if "choice" in case:
+        return ids.reshape(3, 2, tokens), mask.reshape(3, 2, tokens)
+    return ids, mask
+
+
+def of_hf(model, ids, **given):
+    with torch.no_grad():
+        given = {n: torch.tensor(v) for n, v in given.items()}
+        out = model(torch.tensor(ids), output_hidden_states=True, **given)
+    return {n: v for n, v in out.items() if n != "past_key_values"}
+
+
+def compare(ours, theirs, mask=None):
+    """Every output, at the real tokens where it has one for each."""
+    real = ... if mask is None else mask.reshape(-1, mask.shape[-1]) == 1
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        pairs = (
+            zip(ours[name], value, strict=True)
+            if isinstance(value, tuple)
+            else [(ours[name], value)]
+        )
+        for one, other in pairs:
+            one, other = np.asarray(one), np.asarray(other)
+            by_token = mask is not None and other.shape[:2] == real.shape
+            assert one.shape == other.shape, name
+            assert (
+                relative_rms(*((x[real] for x in (one, other)) if by_token else (one, other)))
+                < LIMIT
+            ), name
+
+
+@pytest.mark.parametrize(("case", "backend"), on_both(CASES))
+def test_a_model_gives_what_hf_gives(case, backend):
+    model = make(case)
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    ids, mask = batch(case)
+    compare(engine(ids, output_hidden_states=True), of_hf(model, ids))
+    masked = of_hf(model, ids, attention_mask=mask)
+    compare(engine(ids, attention_mask=mask, output_hidden_states=True), masked, mask)
+    assert engine.report().architecture == type(model).__name__
+
+
+LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
+POOLINGS = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+def texts_of(lengths=LENGTHS):
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+
+
+def pooled(hidden, pooling):
+    """sentence-transformers' pooling of one text's hidden states [T, E]."""
+    steps = np.arange(1, len(hidden) + 1)[:, None]
+    return {
+        "cls": lambda: hidden[0],
+        "mean": lambda: hidden.mean(0),
+        "max": lambda: hidden.max(0),
+        "mean_sqrt_len_tokens": lambda: hidden.sum(0) / len(hidden) ** 0.5,
+        "weightedmean": lambda: (hidden * steps).sum(0) / steps.sum(),
+        "lasttoken": lambda: hidden[-1],
+    }[pooling]()
+
+
+def hidden_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=[] if quick else [pytest.mark.slow])
+        for case, quick in {
+            **dict.fromkeys(("roberta", "modernbert", "qwen3-reward"), True),
+            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), False),
+        }.items()
+        for name in BACKENDS
+    ],
+)
+def test_vectors_of_packed_texts_are_those_of_each_alone(case, backend):
+    model, texts = make(case), texts_of()
+    hidden = [hidden_of(model, text) for text in texts]
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    for pooling in POOLINGS:
+        expected = np.stack([pooled(h, pooling) for h in hidden])
+        vectors = engine.embed(texts, pooling=pooling)
+        assert vectors.dtype == np.float32 and relative_rms(vectors, expected) < LIMIT
+    unit = engine.embed(texts, normalize=True, batch_size=3)
+    mean = np.stack([h.mean(0) for h in hidden])
+    assert relative_rms(unit, mean / np.linalg.norm(mean, axis=1, keepdims=True)) < LIMIT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as sentence-transformers writes it: first tokens, a dense layer, length 1."""
+    place = tmp_path_factory.mktemp("sentence")
+    size = write_byte_tokenizer(place)
+    model = make("roberta", vocab_size=size, pad_token_id=2)
+    model.save_pretrained(place)
+    dense = {
+        name: np.random.default_rng(3).normal(0, 0.2, shape).astype(np.float32)
+        for name, shape in {"linear.weight": (20, 36), "linear.bias": (20,)}.items()
+    }
+    kinds = (
+        ("Transformer", ""),
+        ("Pooling", "1_Pooling"),
+        ("Dense", "2_Dense"),
+        ("Normalize", "3_N"),
+    )
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    written = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": 24, "do_lower_case": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "find: ", "plain": ""}},
+        "1_Pooling/config.json": {"pooling_mode_cls_token": True, "include_prompt": False},
+        "2_Dense/config.json": {"activation_function": "torch.nn.modules.activation.Tanh"},
+    }
+    for name, value in written.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(json.dumps(value))
+    save_file(dense, place / "2_Dense" / "model.safetensors")
+    return place, model, dense
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder, backend):
+    place, model, dense = folder
+    engine = dualinfer.init_inference(place, backend=backend, dtype="fp32")
+    texts = ["A small Text", "x", "one that is longer than twenty-four tokens are"]
+
+    def expected(before, at=0, layers=True):
+        ids = [engine.tokenizer((before + text).lower())["input_ids"][:24] for text in texts]
+        x = np.stack([hidden_of(model, row)[at] for row in ids])
+        x = np.tanh(x @ dense["linear.weight"].T + dense["linear.bias"])
+        return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+    assert relative_rms(engine.embed(texts), expected("")) < LIMIT
+    query = engine.embed(texts, prompt_name="query")
+    assert relative_rms(query, expected("find: ", len("find: "))) < LIMIT
+    assert relative_rms(engine.embed(texts, prompt="to "), expected("to ", 3)) < LIMIT
+    assert engine.embed(texts[0]).shape == (20,)
+    last = engine.embed(texts[1:2], pooling="lasttoken", normalize=False)
+    assert relative_rms(last[0] / np.linalg.norm(last), expected("", -1)[1]) < LIMIT
+    with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'plain'"):
+        engine.embed(texts, prompt_name="ask")
+    with pytest.raises(LengthError, match=r"max_length=900.*67 positions"):
+        engine.embed(texts, max_length=900)
+
+
+def test_shapes_of_packed_texts_are_few(folder):
+    """Of any lengths and numbers: after some calls JAX compiles nothing more."""
+    engine = dualinfer.init_inference(folder[1], backend="jax", dtype="fp32")
+    compiled = []
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        for lengths in ([60] * 9, rng.integers(1, 60, 35), rng.integers(1, 60, 70)):
+            engine.embed(texts_of(lengths))
+        compiled.append(engine.report().compilations)
+    assert compiled[0] == compiled[1]
+
+
+def test_what_embed_does_not_take_is_refused(folder):
+    engine = dualinfer.init_inference(folder[1], dtype="fp32", replace_with_kernel_inject=True)
+    with pytest.raises(ArgumentError, match=r"pooling='median'.*weightedmean"):
+        engine.embed([[3, 4]], pooling="median")
+    with pytest.raises(ArgumentError, match="token ids were"):
+        engine.embed([[3, 4]], prompt="x")
+    with pytest.raises(LengthError, match=r"Text 1 has 68 tokens.*67 positions"):
+        engine.embed([[3], [4] * 68])
+    with pytest.raises(ArgumentError, match="Text 0 is empty"):
+        engine.embed({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]})
+    assert engine.embed([]).shape == (0, 36)
+    padded = {"input_ids": [[3, 4, 2]], "attention_mask": [[1, 1, 0]]}
+    assert (engine.embed(padded) == engine.embed([[3, 4]])).all()
+    module = dualinfer.init_inference(folder[1], dtype="fp32")
+    with pytest.raises(UnsupportedError, match="module mode"):
+        module.embed([[3, 4]])
+
+
+def test_losses_are_those_of_hf_and_others_are_refused():
+    labels = {"bert-sequence": [0, 2, 1], "bert-choice": [1, 0, 1], "qwen2-token": None}
+    for case, given in labels.items():
+        model = make(case)
+        ids, _ = batch(case)
+        given = (ids % 3).tolist() if given is None else given
+        engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
+        with torch.no_grad():
+            loss = model(torch.tensor(ids), labels=torch.tensor(given)).loss
+        assert relative_rms(engine(ids, labels=given).loss, loss) < LIMIT
+        with pytest.raises(ArgumentError, match=r"labels\[.* is 7; expected a label"):
+            engine(ids, labels=np.full_like(given, 7))
+    engine = dualinfer.init_inference(
+        make("llama-span"), dtype="fp32", replace_with_kernel_inject=True
+    )
+    with pytest.raises(ArgumentError, match="no loss of LlamaForQuestionAnswering"):
+        engine(batch("llama-span")[0], labels=[0, 1, 0])
+    with pytest.raises(ArgumentError, match="does not support start_positions"):
+        engine(batch("llama-span")[0], start_positions=[0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-span", "albert", "distilbert-sequence", "modernbert-masked"]
+)
+def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
+    model = make(case)
+    model.save_pretrained(tmp_path / "hf")
+    ids, _ = batch(case)
+    engine = dualinfer.init_inference(tmp_path / "hf", dtype="fp32")
+    compare(engine(ids, output_hidden_states=True), of_hf(model, ids))
+    engine.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours").eval()
+    compare(of_hf(again, ids), of_hf(model, ids))
+
+
+def test_weights_of_a_head_that_are_missing_are_named(tmp_path):
+    model = make("bert-sequence").bert
+    model.config.architectures = None
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"missing 2: classifier\.weight, classifier\.bias"):
+        dualinfer.init_inference(tmp_path, dtype="fp32", replace_with_kernel_inject=True)
+
+
+def test_rows_without_a_pad_token_are_scored_one_by_one():
+    model = make("gpt2-sequence", pad_token_id=None)
+    engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
+    ids = np.random.default_rng(2).integers(3, VOCAB, (2, 9))
+    assert relative_rms(engine(ids[:1]).logits, of_hf(model, ids[:1])["logits"]) < LIMIT
+    with pytest.raises(ArgumentError, match=r"no pad_token_id.*2 rows"):
+        engine(ids)
+
+
+def test_a_text_takes_all_positions_that_are_no_padding():
+    """RoBERTa's table has a row for each of 68 tokens: 70 but for those up to padding's own."""
+    model = make("roberta")
+    engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
+    ids = np.random.default_rng(2).integers(3, VOCAB, (1, 69))
+    assert (
+        relative_rms(engine(ids[:, :68])[0], of_hf(model, ids[:, :68])["last_hidden_state"]) < LIMIT
+    )
+    with pytest.raises(LengthError, match="69 tokens, but the model has 68 positions"):
+        engine(ids)
+    embeds = model.embeddings.word_embeddings(torch.tensor(ids[:, :20])).detach()
+    given = model(inputs_embeds=embeds).last_hidden_state.detach()
+    assert relative_rms(engine(inputs_embeds=embeds)[0], given) < LIMIT
+
+
+def on_devices(case, backend, devices):
+    """Scores, and vectors of packed texts, of a model that so many devices share."""
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    sharing = {"tensor_parallel": {"tp_size": devices}}
+    with dualinfer.init_inference(make(case), **how, **sharing) as engine:
+        return np.asarray(engine(batch(case)[0]).logits), engine.embed(texts_of((9, 4, 20)))
+
+
+SHARED = {"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False}
+
+
+@pytest.mark.xdist_group("ranks")  # whose processes live through a run
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=[] if quick else [pytest.mark.slow])
+        for case, quick in SHARED.items()
+        for name in BACKENDS
+    ],
+)
+def test_two_devices_give_what_one_gives(case, backend, crew):
+    if backend == "torch":
+        found = crew.run(on_devices, case, backend, 2, world=2)
+    else:
+        found = [on_devices(case, backend, 2)]
+    expected = on_devices(case, backend, 1)
+    for own in found:
+        for ours, theirs in zip(own, expected, strict=True):
+            assert relative_rms(ours, theirs) < LIMIT
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=[] if case == "modernbert-sequence" else [pytest.mark.slow])
+        for case in ("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert")
+        for name in BACKENDS
+    ],
+)
+def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
+    """Windows on both sides, a bare first layer, packed rows whose other segments are skipped."""
+    pytest.importorskip("triton")
+    from dualinfer.kernels.triton import linear
+
+    own = importlib.import_module(f"dualinfer.backends.{backend}")
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": backend}
+    model, texts = make(case), texts_of((9, 4, 20, 30, 2, 40))
+    ids, mask = batch(case)
+    with dualinfer.init_inference(model, use_triton=False, **how) as plain:
+        expected = np.asarray(plain(ids, attention_mask=mask)[0]), plain.embed(texts)
+    if backend == "torch":
+        ops = importlib.import_module("dualinfer.backends.torch.ops.kernels").KernelOps
+        monkeypatch.setattr(own, "_make_ops", lambda config, spec, device, _: ops(device))
+    else:
+        ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
+        monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
+    monkeypatch.setattr(linear, "serves", lambda *shape: True)
+    with dualinfer.init_inference(model, **how) as fast:
+        assert "Triton" in fast.report().ops["matmul"]
+        scores = np.asarray(fast(ids, attention_mask=mask)[0])
+        real = mask == 1 if scores.shape[:2] == mask.shape else ...
+        assert relative_rms(scores[real], expected[0][real]) < LIMIT
+        assert relative_rms(fast.embed(texts), expected[1]) < LIMIT
