@@ -222,7 +222,7 @@ def test_names_and_buffers_of_older_checkpoints_are_known(name, base, hf_model):
 class Experts(Sizes):
     """A spec of three experts, and no layers of its own."""
 
-    layers = ()
+    layers = all_layers = ()
 
     def extent(self, axis, layer=None):
         sizes = {"experts": 3, "gate": 4, "up": 4, "in": 2, "in=1": 1}
