@@ -45,6 +45,7 @@ from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.tables import limit_lines, make_table
 from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, ConfigError, UnsupportedError
+from dualinfer.model.load_plan import TableSource, make_load_plan
 from dualinfer.model.spec import Attention
 from dualinfer.model.weights import named_arrays
 from dualinfer.quantization.codes import dequantize
@@ -951,7 +952,8 @@ def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, se
         seconds = flops / 100
     call = lambda *args: lambda: None  # noqa: E731
     system: Any = SimpleNamespace(prefill=call, forward=call, facts=dict)
-    counts: Any = SimpleNamespace(flops=lambda *args, **kwargs: flops, weight_bytes=nbytes)
+    facts = {"weight_bytes": nbytes, "read_bytes": lambda tokens: nbytes, "once": None}
+    counts: Any = SimpleNamespace(flops=lambda *args, **kwargs: flops, **facts)
     device: Any = SimpleNamespace(start_peak=lambda: None, peak_bytes=lambda: 0)
     limits = Limits("torch", "cpu", "float32", read_bandwidth=100.0, matrix_rate=100.0)
     for tp in (1, 2):
@@ -1019,3 +1021,22 @@ def test_json_is_replaced_as_a_whole(tmp_path):
         runs.write_json(path, runs.document("decode", rows, ["bench"]))
         assert json.loads(path.read_text())["rows"] == rows
     assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_a_step_of_a_decoder_reads_no_weight_of_its_encoder():
+    """Of a T5: its decoder's layers and head, and what the encoder left behind, each step."""
+    spec, table = open_model("flan-t5-large:2").describe()
+    plan = make_load_plan(table, TableSource(table, "float16", "no values"))
+    counts = Counts.of(plan, "float16")
+    embed, inner, ffn = 1024, 16 * 64, 2816
+    layer = 4 * embed * inner + 2 * embed * inner + 3 * embed * ffn  # without keys across
+    small = 2 * (16 * 257 + 3 * embed) + embed
+    assert counts.weight_bytes == 2 * (2 * layer + 32128 * embed + small)
+    batch, prompt, new_tokens = 3, 40, 6
+    own = sum(range(1, new_tokens)) / (new_tokens - 1)
+    kept = prompt * inner * 2 * 2 + 4 / 1  # with their number, int32
+    expected = batch * 2 * (own * inner * 2 * 2 + kept)
+    assert counts.kv_bytes("float16", batch, prompt, new_tokens) == pytest.approx(expected)
+    assert counts.once is not None and spec.encoder is not None
+    read = 2 * (4 * embed * inner + 3 * embed * ffn) + 2 * 2 * embed * inner
+    assert counts.once.body == read

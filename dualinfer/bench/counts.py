@@ -67,7 +67,7 @@ class Counts:
         read = {name: row for name, row in read.items() if name not in of_encoder}
         if spec.head is not None and "head.weight" not in read:
             read["head.weight"] = held["embed.weight"]  # which is read as a head
-        matrices = {name for name, row in read.items() if len(row.axes) > 1}
+        matrices = {name for name, row in read.items() if _is_matrix(row)}
 
         def total(parts: Iterable[str]) -> int:
             rows = [(held | read)[name] for name in parts]
@@ -78,7 +78,7 @@ class Counts:
 
         caches, once = cache_specs(spec, cache_codes) if spec.causal else (), None
         if spec.encoder:
-            own = {name for name, row in of_encoder.items() if len(row.axes) > 1}
+            own = {name for name, row in of_encoder.items() if _is_matrix(row)}
             attention = tuple(layer.attention for layer in spec.encoder.layers)
             once = cls(size_of(of_encoder.values()), total(own), 0, 0, attention)
         head = {name for name in matrices if name.startswith("head.")}
@@ -183,6 +183,11 @@ def describe_held(plan: LoadPlan, dtype: str) -> dict[str, Any]:
         "head": weights.pop("head", None),
         "weights": weights,
     }
+
+
+def _is_matrix(row: Row) -> bool:
+    """True for what tokens are multiplied with: no vector, and no table of biases."""
+    return len(row.axes) > 1 and not row.picks
 
 
 def _is_lookup(row: Row) -> bool:

@@ -480,7 +480,9 @@ class WeightTable:
 
     def shape(self, row: Row, axes: Iterable[str] | None = None) -> tuple[int, ...]:
         """Extents of a row's weight, or of an array of its layer that has `axes`."""
-        return tuple(self.spec.extent(a, row.layer) for a in (row.axes if axes is None else axes))
+        extents = (self.spec.extent(a, row.layer) for a in (row.axes if axes is None else axes))
+        shape = tuple(extents)
+        return (*shape[:-1], len(row.picks)) if axes is None and row.picks else shape
 
     def candidates(self, name: str) -> list[str]:
         """The names under which a checkpoint may hold the HF tensor `name`."""

@@ -81,7 +81,8 @@ class Shard:
 
     def shape(self, row: Row, axes: Sequence[str] | None = None) -> tuple[int, ...]:
         """Extents here of a row's weight, or of an array of its layer that has `axes`."""
-        return tuple(self.extent(a, row.layer) for a in (row.axes if axes is None else axes))
+        shape = tuple(self.extent(a, row.layer) for a in (row.axes if axes is None else axes))
+        return (*shape[:-1], len(row.picks)) if axes is None and row.picks else shape
 
     def split_axis(self, row: Row, part: str = "data") -> int | None:
         """Index of the axis of a part of the row's weight that this device holds a share of.
