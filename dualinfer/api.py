@@ -32,8 +32,8 @@ from .checkpoint.saving import (
     save_checkpoint,
     save_folder,
 )
-from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.sentence import read_text_embedding
+from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
 from .config.refusals import check_config
@@ -265,10 +265,10 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
 def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
     """What reads how the model's folder embeds texts; None where it lies in none."""
     place = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
-    is_folder = isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place))
-    if not is_folder:
+    if not isinstance(place, str | os.PathLike):
         return None
-    return partial(read_text_embedding, Path(os.path.expanduser(place)))
+    folder = Path(place).expanduser()
+    return partial(read_text_embedding, folder) if os.path.isdir(folder) else None
 
 
 def _class_name(model: Any) -> str:

@@ -69,24 +69,42 @@ HEADS = {
     "modernbert-token": ("ModernBertForTokenClassification", {**_MODERN, **LABELS}),
     "modernbert-span": ("ModernBertForQuestionAnswering", _MODERN),
     "eurobert-late": ("EuroBertForSequenceClassification", LABELS),
-    "eurobert-mean": ("EuroBertForSequenceClassification", {**LABELS, "classifier_pooling": "mean"}),
+    "eurobert-mean": (
+        "EuroBertForSequenceClassification",
+        {**LABELS, "classifier_pooling": "mean"},
+    ),
     "eurobert-token": ("EuroBertForTokenClassification", LABELS),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),
-    "qwen3-reward": ("Qwen3ForSequenceClassification", {"num_labels": 1, "head_dim": 12, **_ONE_HEAD}),
+    "qwen3-reward": (
+        "Qwen3ForSequenceClassification",
+        {"num_labels": 1, "head_dim": 12, **_ONE_HEAD},
+    ),
     "qwen2-token": ("Qwen2ForTokenClassification", {**LABELS, **_ONE_HEAD}),
     "mistral-span": ("MistralForQuestionAnswering", _ONE_HEAD),
     "gpt2-sequence": ("GPT2ForSequenceClassification", {**LABELS, "intermediate_size": None}),
     "gpt2-token": ("GPT2ForTokenClassification", {**LABELS, "intermediate_size": None}),
     "gemma2-token": ("Gemma2ForTokenClassification", {**LABELS, "head_dim": 12, **_ONE_HEAD}),
-    "gemma3-sequence": ("Gemma3TextForSequenceClassification", {**LABELS, "head_dim": 12, **_ONE_HEAD}),
+    "gemma3-sequence": (
+        "Gemma3TextForSequenceClassification",
+        {**LABELS, "head_dim": 12, **_ONE_HEAD},
+    ),
     "opt-sequence": (
         "OPTForSequenceClassification",
-        {**LABELS, "intermediate_size": None, "ffn_dim": 44, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+        {
+            **LABELS,
+            "intermediate_size": None,
+            "ffn_dim": 44,
+            "word_embed_proj_dim": 20,
+            "do_layer_norm_before": False,
+        },
     ),
     "neox-span": ("GPTNeoXForQuestionAnswering", {"rotary_pct": 0.5}),
-    "bloom-token": ("BloomForTokenClassification", {**LABELS, "intermediate_size": None, "max_position_embeddings": None}),
+    "bloom-token": (
+        "BloomForTokenClassification",
+        {**LABELS, "intermediate_size": None, "max_position_embeddings": None},
+    ),
 }
 CASES = BASES | HEADS
 

@@ -31,7 +31,7 @@ from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.limits import Limits, open_device
-from dualinfer.bench.measure import Task, text_lengths, decode_row, measure, streaming_figures
+from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures, text_lengths
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import (
     RandomMatrix,

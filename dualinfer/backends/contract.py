@@ -248,9 +248,9 @@ class Ops(BlockOps, Protocol):
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
-        [B, T] number packed sequences, from left to right, which do not see each other; int `positions` [B, T] are what
-        ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from the
-        start of its int `slots` [B].
+        [B, T] number packed sequences, from left to right, which do not see each other; int
+        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
+        are in the result from the start of its int `slots` [B].
         """
         ...
 

@@ -113,8 +113,11 @@ def _read_dense(place: Path) -> Dense:
             raise CheckpointError(f"{key} in {place} is {array.dtype}; expected floats.")
         arrays[key] = array.astype(np.float32)
     weight, bias = arrays.pop("linear.weight", None), arrays.pop("linear.bias", None)
-    if weight is None or arrays or weight.ndim != 2 or (bias is not None) != bool(
-        config.get("bias", True)
+    if (
+        weight is None
+        or arrays
+        or weight.ndim != 2
+        or (bias is not None) != bool(config.get("bias", True))
     ):
         raise CheckpointError(
             f"{place} holds other tensors than a Dense module's linear.weight and linear.bias."

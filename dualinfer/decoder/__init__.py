@@ -9,4 +9,12 @@ from .blocks import Attend
 from .forward import hidden_states
 from .head import embeddings, last_hidden_state, logits, outputs, pooled
 
-__all__ = ["Attend", "embeddings", "hidden_states", "last_hidden_state", "logits", "outputs", "pooled"]
+__all__ = [
+    "Attend",
+    "embeddings",
+    "hidden_states",
+    "last_hidden_state",
+    "logits",
+    "outputs",
+    "pooled",
+]

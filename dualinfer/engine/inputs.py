@@ -264,8 +264,9 @@ def make_forward_inputs(
     if spec.head is not None and spec.head.kind == "choice":
         given = "input_ids" if embeds is None else "inputs_embeds"
         choices, (ids, embeds, mask, positions, types) = _beside_each_other(
-            given, {"input_ids": ids, "inputs_embeds": embeds, "attention_mask": mask}
-            | {"position_ids": positions, "token_type_ids": types}
+            given,
+            {"input_ids": ids, "inputs_embeds": embeds, "attention_mask": mask}
+            | {"position_ids": positions, "token_type_ids": types},
         )
     if embeds is None:
         tokens = check_ids(ids, "input_ids", spec.vocab)
@@ -319,7 +320,7 @@ def make_forward_inputs(
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
-    """How many sequences a choice is made among, and arrays [B, choices, ...] as [B * choices, ...].
+    """How many sequences a choice is made among, and arrays [B, C, ...] of it as [B * C, ...].
 
     Raises ArgumentError where an array's first axes are not those of `name`.
     """
@@ -328,7 +329,8 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
         for own, x in given.items()
     }
     axes = 3 if name == "input_ids" else 4
-    shape = np.shape(arrays[name])
+    main = arrays[name]
+    shape: tuple[int, ...] = () if main is None else main.shape
     if len(shape) != axes:
         raise ArgumentError(
             f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "

@@ -98,7 +98,9 @@ def make_inputs(
             segments[r, here] = number
             at = here.stop
         segments[r, at:] = len(row)  # what fills a row up sees itself alone
-    types = np.zeros(shape, np.int32) if spec.token_types and not spec.token_types_from_vocab else None
+    types = (
+        np.zeros(shape, np.int32) if spec.token_types and not spec.token_types_from_vocab else None
+    )
     count = bucket(max(map(len, one.rows)))
     return ForwardInputs(
         *(ids, positions, None, types, segments), weights=pooled, texts=count, largest=largest

@@ -143,8 +143,9 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False is seen by no query; queries and keys of
-    different `segments` [B, T] do not see each other. A query left with no key at all sees itself.
+    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False is
+    seen by no query; queries and keys of different `segments` [B, T] do not see each other. A query
+    left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -201,6 +202,25 @@ def attention(
                 scores = scores + _alibi(alibi[h], alibi_scale, at[None, :], at[:, None])
             weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
             out[b, :, h] = weights @ values
+    return out.astype(np.float32)
+
+
+def pool(
+    x: Array, weights: Array, segments: Array | None = None, count: int = 1, largest: bool = False
+) -> Array:
+    """Of x [B, T, E] the sum of each segment's tokens times their `weights` [B, T]: [B, count, E].
+
+    With `largest` each element's greatest value among tokens whose weight is not 0. int `segments`
+    [B, T] number a row's segments, None for one; those from `count` on, and what has no token,
+    give nothing, which is 0.
+    """
+    out = np.zeros((x.shape[0], count, x.shape[2]), np.float64)
+    for b, n in np.ndindex(out.shape[:2]):
+        own = weights[b] != 0
+        own = own if segments is None else own & (segments[b] == n)
+        if own.any():
+            part = _wide(x[b, own])
+            out[b, n] = part.max(0) if largest else _wide(weights[b, own]) @ part
     return out.astype(np.float32)
 
 

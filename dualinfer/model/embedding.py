@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Any] = {
     "relu": lambda x: np.maximum(x, 0),
 }
 DENSE_ACTIVATIONS = frozenset(_ACTIVATIONS)
-assert DENSE_ACTIVATIONS <= set(get_args(Activation))
+assert set(get_args(Activation)) >= DENSE_ACTIVATIONS
 
 
 @dataclass(frozen=True)

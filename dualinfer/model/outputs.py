@@ -4,7 +4,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-FIELDS = ("loss", "logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output", "hidden_states")  # HF's order
+FIELDS = (
+    "loss",
+    "logits",
+    "start_logits",
+    "end_logits",
+    "last_hidden_state",
+    "pooler_output",
+    "hidden_states",
+)  # HF's order
 
 
 _CLASSES = {

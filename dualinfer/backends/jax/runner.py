@@ -155,7 +155,15 @@ class JaxRunner:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
-        arrays = (inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights)
+        arrays = (
+            inputs.ids,
+            positions,
+            mask,
+            types,
+            inputs.segments,
+            inputs.embeds,
+            inputs.weights,
+        )
         count = tokens if inputs.kept is None else len(inputs.kept)
         places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
 
@@ -166,9 +174,7 @@ class JaxRunner:
 
         # Padding is a segment of its own, behind the others.
         own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
-        padded = [
-            None if x is None else pad(x, own if x is inputs.segments else 0) for x in arrays
-        ]
+        padded = [None if x is None else pad(x, own if x is inputs.segments else 0) for x in arrays]
         kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
         keep = inputs.output_hidden_states
         how = {"texts": inputs.texts, "largest": inputs.largest} if inputs.texts else {}

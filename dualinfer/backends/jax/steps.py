@@ -1,6 +1,5 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

@@ -136,8 +136,7 @@ _KINDS = {
     ),
     "nomic_bert": _Kind(
         *("NomicBert", "nomic_bert."),
-        ("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm")
-        + _BERT_MASKED[2:],
+        (_BERT_MASKED[0], "cls.predictions.transform.layer_norm", *_BERT_MASKED[2:]),
         layer="layers.{i}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.o_proj",
@@ -249,7 +248,9 @@ def _layer(kind: _Kind, norm: Norm, group: tuple[int, int] | None) -> tuple[Row,
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
     rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
     if len(first) > 1:
-        rows += make.joined("up", hf + "{p}", dict(zip(("gate", "up"), first)), kind.bias)
+        rows += make.joined(
+            "up", hf + "{p}", dict(zip(("gate", "up"), first, strict=True)), kind.bias
+        )
     else:
         rows += make.linear("up", hf + first[0], "ffn embed", kind.bias)
     inner = "embed up" if len(first) > 1 else "embed ffn"

@@ -142,6 +142,19 @@ class _Recorder:
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         return logits
 
+    def pool(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> torch.Tensor:
+        return x[:, :count]
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
