@@ -1,12 +1,16 @@
 """Find the kernels' best configurations for a list of shapes: the table that the package ships.
 
     python benchmarks/tune.py --out dualinfer/kernels/triton/tuned.json
+    python benchmarks/tune.py --quant int4 --kv-cache-dtype fp8_e4m3 --shape llama-3-8b --keep \
+        --out dualinfer/kernels/triton/tuned.json
 
 The search is that of `triton_autotune=True`, over random weights for the first layers of each shape
-in the dtype that people run it in, or for one device's share of them (`--tp`). Many processes
-compile a shape's candidates first. What the file holds for other kinds of device stays, and so
-does, with `--keep`, what it holds for this one: only the rest is measured then. The file is written
-after every shape, and no search is begun after `--seconds`. Times are microseconds a call.
+in the dtype that people run it in, for one device's share of them (`--tp`), or for random codes:
+`--quant` tunes their products, `--kv-cache-dtype` attention over a cache in codes, and what is read
+in 16 bits beside them is tuned without these options. Many processes compile a shape's candidates
+first. What the file holds for other kinds of device stays, and so does, with `--keep`, what it
+holds for this one: only the rest is measured then. The file is written after every shape, and no
+search is begun after `--seconds`. Times are microseconds a call.
 """
 
 import argparse
@@ -18,17 +22,19 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from dualinfer import init_inference
 from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.params import Params
 from dualinfer.backends.torch.tuning.cases import TuningCase, tuning_cases
 from dualinfer.backends.torch.tuning.search import graph_seconds, search
 from dualinfer.backends.torch.tuning.store import Machine
+from dualinfer.bench.random_weights import random_model
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.kernels.triton import tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
@@ -52,18 +58,30 @@ class Part(NamedTuple):
 
     shape: str
     tp: int
+    quant: str | None = None
+    cache_codes: str | None = None
+
+    @property
+    def in_codes(self) -> tuple[str, ...]:
+        """The ops that are tuned where weights or the cache are codes; none: all."""
+        products = ("quantized_linear", "eight_bit_linear") if self.quant else ()
+        return (*products, *(("decode_attention",) if self.cache_codes else ()))
 
 
 def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec, Params]:
-    """The first device's share of the shape's first layers, with random weights."""
+    """The first device's share of the shape's first layers, with random weights or codes."""
     spec, table = open_model(part.shape).describe()
     layers = 2 if spec.embed >= 2048 else 12
+    if part.quant:
+        model = random_model(open_model(f"{part.shape}:{layers}"), dtype)
+        runner = init_inference(model, backend="torch", dtype=dtype, quant=part.quant).runner
+        return runner.spec, runner.params
     spec = replace(spec, layers=spec.layers[:layers])
     shard = make_plan(replace(table, spec=spec, layers=table.layers[:layers]), part.tp).shards[0]
     spec = shard.spec
     attention = {layer.attention for layer in spec.layers}
 
-    def constant(values: tuple[float, ...]) -> torch.Tensor:
+    def constant(values: tuple[Any, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
@@ -72,21 +90,25 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
     for row in shard.table.rows:
         data = torch.empty(shard.shape(row), dtype=getattr(torch, dtype), device=device)
         group = params.outer if row.layer is None else params.layers[row.layer]
-        group[row.local_name] = make_leaf(row, {"data": data.normal_(0, 0.02)}, data.dtype)
+        group[row.local_name] = make_leaf(
+            row, {"data": data.normal_(0, 0.02)}, dtype, shard.width(row)
+        )
     return spec, params
 
 
-def cases_of(part: Part) -> list[TuningCase]:
+def cases_of(part: Part, device: torch.device) -> list[TuningCase]:
     """What its steps ask of the kernels."""
-    device = torch.device("cuda", torch.cuda.current_device())
     spec, params = make_params(part, SHAPES[part.shape].dtype, device)
-    return tuning_cases(spec, params, KernelOps(device), ROWS, REACHES, PROMPTS)
+    asked = ROWS, REACHES, () if part.in_codes else PROMPTS
+    cases = tuning_cases(spec, params, KernelOps(device), *asked, part.cache_codes)
+    return [case for case in cases if not part.in_codes or case.key[0] in part.in_codes]
 
 
 @lru_cache(1)  # the weights of one shape at a time
 def cases_here(part: Part) -> dict[Key, TuningCase]:
     """Those of one shape, in a process that only compiles."""
-    return {case.key: case for case in cases_of(part)}
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {case.key: case for case in cases_of(part, device)}
 
 
 def compile_candidates(part: Part, key: Key) -> None:
@@ -131,11 +153,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The table of kernel configurations.")
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: a list of 19")
     parser.add_argument("--tp", action="append", type=int, help="devices that share it; default: 1")
+    parser.add_argument("--quant", help="tune products of random codes of this scheme")
+    parser.add_argument("--kv-cache-dtype", help="tune attention over a cache in these codes")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", action="store_true", help="measure only what the file lacks")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--processes", type=int, default=min(6, os.cpu_count() or 1))
     arguments = parser.parse_args()
+    if arguments.quant and arguments.tp:
+        parser.error("--quant makes the codes of one device; leave --tp out")
+    codes = arguments.quant, arguments.kv_cache_dtype
     started = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     machine = Machine.of(device)
@@ -146,8 +173,9 @@ def main() -> None:
         table = tuning.to_table(devices.get(kind, {"entries": []})["entries"])
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, processes) as pool:
-        for part in starmap(Part, product(arguments.shape or NAMES, arguments.tp or [1])):
-            cases = [p for p in cases_of(part) if p.key not in table]
+        shapes = product(arguments.shape or NAMES, arguments.tp or [1])
+        for part in (Part(*one, *codes) for one in shapes):
+            cases = [p for p in cases_of(part, device) if p.key not in table]
             # Before, not beside, the measurements: it runs the kernels as well.
             jobs = pool.map(partial(compile_candidates, part), [p.key for p in cases])
             list(jobs)

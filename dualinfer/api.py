@@ -337,6 +337,11 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
             f"kv_cache_dtype={settings.kv_cache_dtype!r}: {spec.architecture} does not generate "
             "and has no cache. Leave it unset."
         )
+    if settings.streams and spec.encoder:
+        raise ConfigError(
+            f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
+            "decoder, are not streamed. Leave it unset, or use a quantized model."
+        )
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")

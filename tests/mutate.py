@@ -678,6 +678,41 @@ ROWS: list[Row] = [
         "A quantized model's limit counts an embedding of which a token reads one row.",
         "tests/test_bench.py -k quantized_folder",
     ),
+    Row(
+        "kernels/triton/quantized_tiles.py",
+        "i % 4 * 8 + i // 16 * 4 + i % 16 // 4",
+        "i % 4 * 8 + i // 16 * 4 + i % 8 // 4",
+        "Products of 17 to 128 rows with weights of 4 bits mix up columns.",
+        "tests/kernels/test_triton_quantized.py -k more_rows",
+    ),
+    Row(
+        "kernels/triton/quantized_tiles.py",
+        "            at = chunk + CHUNKS\n",
+        "            at = chunk\n",
+        "Tiles of codes take each group's scale a turn too late.",
+        "tests/kernels/test_triton_quantized.py -k more_rows",
+    ),
+    Row(
+        "kernels/triton/quantized_tiles.py",
+        "k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b",
+        "k = b // 16 * 32 + b % 16 if BITS == 4 else b",
+        "Tiles of 4 bits multiply upper nibbles with the columns of lower ones.",
+        "tests/kernels/test_triton_quantized.py -k more_rows",
+    ),
+    Row(
+        "kernels/triton/decode_attention.py",
+        "tl.where(length >= original, ROTARY // 2, 0)",
+        "tl.where(length > original, ROTARY // 2, 0)",
+        "The first token past longrope's length is turned by the short table in kernels.",
+        "tests/kernels/test_triton_decode_attention.py -k second_table",
+    ),
+    Row(
+        "kernels/triton/rotary.py",
+        "tl.where(tl.load(ends_ptr + b) >= original, PAIRS, 0)",
+        "tl.where(tl.load(ends_ptr + b) > original, PAIRS, 0)",
+        "A prompt that is just past longrope's length is turned by the short table in kernels.",
+        "tests/kernels/test_triton_rotary.py -k second_table",
+    ),
     # --- how JAX launches them
     Row(
         "kernels/xla/grouping.py",
@@ -756,6 +791,13 @@ ROWS: list[Row] = [
         "not isinstance(value, int) or value < 0",
         "num_attention_heads=0 ends in a ZeroDivisionError.",
         "tests/test_errors.py -k config_field",
+    ),
+    Row(
+        "model/families/rope.py",
+        'short = {**parameters, "long_factor": parameters["short_factor"]}',
+        'short = {**parameters, "long_factor": parameters["long_factor"]}',
+        "Phi-3 turns short sequences by the long factors.",
+        "tests/test_relatives.py -k longrope_turns",
     ),
     # --- sharding
     Row(
@@ -877,6 +919,34 @@ ROWS: list[Row] = [
         "return len(prompt[0])",
         "A long prompt behind a short one passes max_out_tokens in module mode.",
         "tests/test_modules.py",
+    ),
+    Row(
+        "engine/loop.py",
+        "pause = original + 1 - prompt",
+        "pause = original + 2 - prompt",
+        "Text that crosses longrope's length is read again a token too late.",
+        "tests/test_relatives.py -k longrope_turns",
+    ),
+    Row(
+        "engine/stepwise.py",
+        "        if ended.any():\n            tokens = np.where(ended, self._fill, tokens)\n",
+        "",
+        "With the caller's processors a row that has ended goes on with tokens, not with padding.",
+        "tests/test_caller_options.py -k end_early",
+    ),
+    Row(
+        "engine/stepwise.py",
+        "done = done | result",
+        "done = done & result",
+        "Of several stopping criteria none ends a row by itself.",
+        "tests/test_caller_options.py -k criteria_end",
+    ),
+    Row(
+        "engine/stepwise.py",
+        "return logits.clone() if kind_of(logits)",
+        "return logits if kind_of(logits)",
+        "output_logits has the logits as processors left them.",
+        "tests/test_caller_options.py -k 'scores_and_ids or what_hf_gives'",
     ),
     # --- checkpoints
     Row(
@@ -1064,6 +1134,13 @@ ROWS: list[Row] = [
         "return result.shape[1] /",
         "The demo counts the prompt's tokens as generated ones.",
         "tests/test_cli.py -k speed_is",
+    ),
+    Row(
+        "cli/check.py",
+        "passed &= all(",
+        "passed |= all(",
+        "dualinfer check passes a family that differs from transformers.",
+        "tests/test_check.py -k agrees_passes",
     ),
     # --- everywhere
     Row(

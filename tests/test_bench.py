@@ -87,9 +87,11 @@ def test_counts_of_a_tiny_llama_by_hand(llama):
 
 
 SMALLEST = ("llama-3.2-1b", "gpt2", "opt-125m", "gpt-neo-125m", "bloom-560m", "bert-base")
+LARGE = ("gpt-j-6b", "pythia-6.9b", "gemma-2-2b", "gemma-3-4b", "phi-4-mini", "falcon-7b")
+LARGE += ("olmo-2-7b:2", "starcoder2-7b:2")
 
 
-@pytest.mark.parametrize("name", [*SMALLEST, "gpt-j-6b", "pythia-6.9b", "gemma-2-2b"])
+@pytest.mark.parametrize("name", [*SMALLEST, *LARGE])
 def test_read_weights_are_hf_parameters_without_embeddings(name):
     model = open_model(name)
     with torch.device("meta"):

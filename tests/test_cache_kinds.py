@@ -237,7 +237,7 @@ def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels
         monkeypatch.delattr(kind.BlockCache, "write")
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
-        assert ops.cache_kinds == {"full", "blocks"}
+        assert ops.cache_kinds == {"full", "blocks", "cross", "latent"}
         assert "plain" not in engine.report().ops["decode_attention"]
         layer = layers_of(engine)[0]
         assert layer.kind == "blocks" and layer.table.shape[1] > 1

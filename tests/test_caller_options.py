@@ -375,7 +375,7 @@ def test_a_stream_goes_on_beside_what_the_host_chooses(engine):
 def test_lists_strings_and_streamers_go_the_same_way(engine, model):
     ids, mask = batch()
     rows = [row[keep == 1].tolist() for row, keep in zip(ids, mask, strict=True)]
-    how = {"max_new_tokens": NEW, "suppress_tokens": [3], "pad_token_id": 0}
+    how = {"max_new_tokens": NEW, "bad_words_ids": [[3]], "pad_token_id": 0}
     expected = model.generate(ids, attention_mask=mask, **how, do_sample=False)
     np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), expected)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from dualinfer.cli import check as command
 from dualinfer.cli.main import app
-from dualinfer.cli.tiny import tiny_config
+from dualinfer.cli.tiny import text_config, tiny_config
 from dualinfer.model.families import describe_model, served_types
 from dualinfer.model.families.fields import INERT, ConfigFields
 from dualinfer.model.generation import GENERATION
@@ -18,8 +18,8 @@ from dualinfer.model.generation import GENERATION
 REFUSED = {"cwm": {"mlp_bias"}}
 
 
-def text_config(family):
-    return hf.CONFIG_MAPPING[family]().get_text_config(decoder=True)
+def family_config(family):
+    return text_config(hf.CONFIG_MAPPING[family]())
 
 
 @pytest.mark.parametrize("family", served_types())
@@ -33,7 +33,7 @@ def test_a_family_reads_every_field_of_its_config(family, monkeypatch):
         unread["fields"] = set(fields._values) - fields._read - INERT - GENERATION
 
     monkeypatch.setattr(ConfigFields, "finish", remember)
-    tiny = tiny_config(text_config(family))
+    tiny = tiny_config(family_config(family))
     spec, _ = describe_model(tiny.to_dict())
     assert 2 <= len(spec.layers) <= 4 and spec.vocab < 200 and spec.embed < 500
     assert unread["fields"] == REFUSED.get(family, set())

@@ -428,7 +428,8 @@ class Counting:
 
     device = DEVICE
 
-    def make_buffers(self, slots, tokens, eos_width):
+    def make_buffers(self, room, eos_width):
+        slots, tokens, _ = room
         buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
         state = SlotState.make(slots, eos_width, 11)
         return Cache([FullCache(buffer, buffer)], slots, tokens), state
@@ -690,7 +691,7 @@ def test_a_prompt_of_a_new_size_begins_what_decodes_it(monkeypatch, lowered):
             join()
     main = threading.main_thread()
     found = {
-        (key[0], key[-3]): threads[0][0] is main
+        (key[0], key[-4]): threads[0][0] is main
         for key, threads in lowered.items()
         if len(threads) == 1
     }

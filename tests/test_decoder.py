@@ -57,8 +57,8 @@ class NumpyOps:
     def row_product(self, x, weight, by=ALONE):
         return self.linear(x, weight, by)
 
-    def add(self, x, y):
-        return x + y
+    def add(self, x, y, norm=None):
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -53,6 +54,11 @@ def apply(root: Path, kind: str, path: str, text: str) -> None:
         assert whole.count(old) == 1, f"{path} has these lines {whole.count(old)} times:\n{old}"
         whole = whole.replace(old, new)
     target.write_text(whole)
+
+
+def test_the_tables_of_families_are_those_of_the_registry():
+    for path, text in runpy.run_path(str(ROOT / "docs" / "families.py"))["pages"]().items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python docs/families.py"
 
 
 @pytest.fixture

@@ -206,13 +206,13 @@ def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder,
 def test_shapes_of_packed_texts_are_few(folder):
     """Of any lengths and numbers: after some calls JAX compiles nothing more."""
     engine = dualinfer.init_inference(folder[1], backend="jax", dtype="fp32")
-    counts = []
+    compiled = []
     for seed in range(2):
         rng = np.random.default_rng(seed)
         for lengths in ([60] * 9, rng.integers(1, 60, 35), rng.integers(1, 60, 70)):
             engine.embed(texts_of(lengths))
-        counts.append(engine.report().compilations)
-    assert counts[0] == counts[1]
+        compiled.append(engine.report().compilations)
+    assert compiled[0] == compiled[1]
 
 
 def test_what_embed_does_not_take_is_refused(folder):

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 
-from .models import make_model, random_ids, relative_rms  # noqa: E402
+from .models import make_model, random_ids, relative_rms, slow_but  # noqa: E402
 
 OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -29,7 +29,7 @@ def results(model, inside):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+@pytest.mark.parametrize("name", slow_but(["llama-gqa"], ["llama-gqa", "gemma2"]))
 def test_an_engine_works_whatever_is_set_around_it(name, setting):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")

@@ -13,6 +13,7 @@ from dualinfer.backends import torch as backend  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.kernels.triton import linear  # noqa: E402
 
+from .mixtures import make as make_mixture  # noqa: E402
 from .models import make_model, relative_rms  # noqa: E402
 
 VOCAB = 97
@@ -33,10 +34,20 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
     | {"num_key_value_heads": 1},
 }
+# Sinks in both kernels of attention, beside windows that are shorter than the batch.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+}
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 # The interpreter divides in NumPy, which warns of what IEEE 754 defines.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    """A tiny HF model, or mixture, with a small vocabulary."""
+    make = make_mixture if name in MIXTURES else make_model
+    return make(name, vocab_size=VOCAB, **changes)
 
 
 @pytest.fixture
@@ -44,7 +55,7 @@ def engines(monkeypatch):
     """A function from a tiny model to engines of it: by the kernels, and by plain torch."""
 
     def make(name: str, **changes: Any):
-        model = make_model(name, vocab_size=VOCAB, **changes)
+        model = tiny(name, **changes)
         options = {"dtype": "fp32", "replace_with_kernel_inject": True}
         plain = dualinfer.init_inference(model, use_triton=False, **options)
         with monkeypatch.context() as patch:
@@ -71,9 +82,9 @@ def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name
     assert relative_rms(found, wanted) < 3e-6
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | MIXTURES)
 def test_kernels_give_what_plain_torch_gives(name, engines, monkeypatch):
-    fast, plain = engines(name, **CASES[name])
+    fast, plain = engines(name, **(CASES | MIXTURES)[name])
     call = batch()
     with monkeypatch.context() as patch:  # float32's many rows go to cuBLAS else
         patch.setattr(linear, "serves", lambda *shape: True)

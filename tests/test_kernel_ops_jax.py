@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.jax import ahead, steps  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
@@ -27,7 +29,15 @@ from dualinfer.kernels.xla import grouping, handler  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
 from .models import make_model, relative_rms, slow_but  # noqa: E402
-from .test_kernel_ops import CASES, ENCODER, VOCAB, assert_same_outputs, batch  # noqa: E402
+from .test_kernel_ops import (  # noqa: E402
+    CASES,
+    ENCODER,
+    MIXTURES,
+    VOCAB,
+    assert_same_outputs,
+    batch,
+    tiny,
+)
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="on a GPU: see test_gpu_kernels_jax.py"),
@@ -35,7 +45,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
 ]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
+OPTIONS: dict[str, Any] = {
+    "backend": "jax",
+    "dtype": "fp32",
+    "replace_with_kernel_inject": True,
+}
 
 
 @pytest.fixture
@@ -44,7 +58,7 @@ def engines(monkeypatch):
 
     def make(model: Any, dtype: str = "fp32", **changes: Any):
         if isinstance(model, str):
-            model = make_model(model, vocab_size=VOCAB, **changes)
+            model = tiny(model, **changes)
         options = OPTIONS | {"dtype": dtype}
         plain = dualinfer.init_inference(model, **options)
         with monkeypatch.context() as patch:
@@ -68,11 +82,11 @@ def assert_same_text(fast: Any, plain: Any, prompts: Any, new: int, **options: A
 QUICK = ("llama-gqa", "gpt2", "opt", "neox", "bloom", "gemma2")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+@pytest.mark.parametrize("name", slow_but((*QUICK, *MIXTURES), CASES | MIXTURES))
 def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
     """Two prompts of different lengths, into the cache and on, with all products by the kernels."""
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
-    fast, plain = engines(name, **CASES[name])
+    fast, plain = engines(name, **(CASES | MIXTURES)[name])
     ids = np.random.default_rng(2).integers(3, VOCAB, 13).tolist()
     text, found = with_logits(fast, [ids, ids[:7]], 4, monkeypatch)
     mask = np.ones_like(text)
@@ -151,6 +165,32 @@ def with_logits(
     first = len(prompts[0])
     assert sorted(by_position) == list(range(first, first + new))
     return text, np.stack([by_position[first + i] for i in range(new)], 1)
+
+
+def test_triton_is_looked_through_while_weights_are_read(monkeypatch):
+    """On a GPU, and only where its kernels are wanted."""
+    read = backend.load_params
+
+    def load(*args: Any) -> Any:
+        for thread in begun_threads():
+            thread.join()
+        order.append("weights")
+        return read(*args)
+
+    def begun_threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "dualinfer-triton"]
+
+    order: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: KernelOps(gpu(core_count=132)))
+        patch.setattr(backend, "runs_kernels", lambda device: True)
+        patch.setattr(backend, "_prepare_kernels", lambda device: order.append("Triton"))
+        patch.setattr(backend, "load_params", load)
+        model = make_model("llama-gqa", vocab_size=VOCAB)
+        dualinfer.init_inference(model, **OPTIONS).close()
+        assert order == ["Triton", "weights"]
+        dualinfer.init_inference(model, **OPTIONS | {"replace_with_kernel_inject": False}).close()
+    assert order == ["Triton", "weights", "weights"]
 
 
 # What is compiled
@@ -249,7 +289,7 @@ def test_no_step_copies_the_cache(step, engines, monkeypatch):
     _, plain = engines("llama-gqa", **CASES["llama-gqa"])
     runner = plain.runner
     ops = KernelOps(gpu(core_count=132))
-    buffers = jax.eval_shape(lambda: runner.make_buffers(4, 8192, 1))
+    buffers = jax.eval_shape(lambda: runner.make_buffers(Room(4, 8192), 1))
     args = *buffers, jax.ShapeDtypeStruct((2,) if step == "decode" else (), np.int32)
     function = getattr(steps.Steps(runner.spec, ops, on_gpu=True), step)
     jitted = jax.jit(grouping.grouped(function), donate_argnums=(1, 2))

@@ -194,6 +194,7 @@ OTHER_DATA = {
     "backends.torch.adapter": "a torch Parameter",
     "backends.torch.streaming": "an address of a NumPy array",
     "checkpoint.files": "a NumPy array's memory",
+    "kernels.triton.experts": "the codes of a Packed",
     "kernels.triton.quantized": "the codes of a Packed",
     "kernels.triton.eight_bit": "the codes of a Packed, and of an input",
 }

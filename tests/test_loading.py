@@ -299,7 +299,7 @@ def write_zeros(folder, vocab, embed, ffn, layers):
     write_tensors(folder / "model.safetensors", tensors, arrays)
 
 
-@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("tall", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_of_a_load_is_the_share_and_one_layer(tmp_path, tall):
     """Of 200 MB at tp 2; `tall`: one layer's matrices are most of them, one read by columns."""
     vocab, embed, ffn, layers = (301, 64, 260_000, 1) if tall else (8001, 768, 2048, 5)

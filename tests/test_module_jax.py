@@ -753,7 +753,9 @@ def test_step_that_fails_once_it_ran_has_taken_the_cache(hf_model, monkeypatch):
         np.testing.assert_array_equal(engine.generate(ids, **options), expected)
 
 
-@pytest.mark.parametrize("count", [3, 4, 11])
+@pytest.mark.parametrize(
+    "count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4)), 11]
+)
 def test_steps_in_blocks_make_the_same_text(hf_model, count):
     """As on a GPU: whole blocks, what is left over, and a sequence that ends within a block."""
     with dualinfer.init_inference(

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.caches import cache_bytes, cache_specs  # noqa: E402
+from dualinfer.backends.caches import Room, cache_bytes, cache_specs  # noqa: E402
 from dualinfer.backends.profiling import Profiler  # noqa: E402
 from dualinfer.backends.torch import create_module_runner, join  # noqa: E402
 from dualinfer.backends.torch.cache import Cache  # noqa: E402
@@ -1223,13 +1223,14 @@ def test_cache_says_what_it_needs_before_it_allocates(hf_model, engine_of):
     runner = engine_of("llama-gqa", "torch").runner
     specs = cache_specs(runner.spec)
     cache = Cache(specs, torch.bfloat16, CPU, Peers())
-    cache.grow(2, 64)
-    assert cache.bytes == cache.bytes_for(2, 64) == cache_bytes(specs, 2, 64, 2)
+    room = Room(2, 64)
+    cache.grow(room)
+    assert cache.bytes == cache.bytes_for(room) == cache_bytes(specs, room, 2)
     assert runner.cache_bytes_for(2, 64) == 2 * cache.bytes  # float32
-    needed = cache.bytes_for(2**20, 2**20)
+    needed = cache.bytes_for(Room(2**20, 2**20))
     with pytest.raises(OutOfMemoryError, match=rf"1048576 .* 1048576 tokens needs {needed:,} byt"):
-        cache.grow(2**20, 2**20)
-    assert (cache.slots, cache.tokens) == (2, 64) and cache.view(2, 64)[0].capacity == 64
+        cache.grow(Room(2**20, 2**20))
+    assert cache.room == room and cache.view(room)[0].capacity == 64
     assert runner.free_bytes() == pytest.approx(host_free_bytes(), rel=0.2)
 
 

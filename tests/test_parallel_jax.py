@@ -20,7 +20,7 @@ import dualinfer  # noqa: E402
 from dualinfer import api  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
-from dualinfer.backends.caches import check_room  # noqa: E402
+from dualinfer.backends.caches import Room, check_room  # noqa: E402
 from dualinfer.backends.jax import ahead, cache  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
@@ -37,7 +37,7 @@ from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
-from .models import CASES, VOCAB, make_model, random_ids, relative_rms  # noqa: E402
+from .models import CASES, VOCAB, make_model, random_ids, relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),  # engines serve several tests
@@ -117,7 +117,8 @@ def answers(engines):
 
 
 @pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-@pytest.mark.parametrize("name", MAIN)
+# How GPT-2's and GPT-J's weights are cut is torch's plan as well, over all models.
+@pytest.mark.parametrize("name", slow_but([n for n in MAIN if n not in ("gpt2", "gptj")], MAIN))
 def test_answers_are_those_of_one_device(name, devices, answers):
     logits, text = answers(name, devices)
     expected, expected_text = answers(name, 1)
@@ -434,9 +435,9 @@ def test_a_cache_must_have_room_in_every_process(others):
             return [message, json.dumps(other).encode()]
 
     least = 10 if others == 10 else 300
-    check_room(Two(), 2, 16, least, 300, "cpu:0")
+    check_room(Two(), Room(2, 16), least, 300, "cpu:0")
     with pytest.raises(OutOfMemoryError, match=rf"\b{least:,} "):
-        check_room(Two(), 2, 16, least + 1, 300, "cpu:0")
+        check_room(Two(), Room(2, 16), least + 1, 300, "cpu:0")
 
 
 def test_devices_that_cannot_be_are_refused(llama):

@@ -67,7 +67,11 @@ def outputs_of(names, tp):
     return found
 
 
-@pytest.mark.parametrize(("tp", "names"), [(2, ALL), (3, SOME), (4, SOME)], ids=["2", "3", "4"])
+@pytest.mark.parametrize(
+    ("tp", "names"),
+    [(2, ALL), pytest.param(3, SOME, marks=pytest.mark.slow), (4, SOME)],
+    ids=["2", "3", "4"],
+)
 def test_every_model_computes_the_same_over_any_number_of_ranks(crew, engine_of, tp, names):
     by_rank = crew.run(outputs_of, names, tp, world=tp)
     ids, mask = _padded()

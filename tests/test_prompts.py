@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
-from dualinfer.backends.caches import cache_specs  # noqa: E402
+from dualinfer.backends.caches import Room, cache_specs  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.backends.torch.cache import Cache  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
@@ -73,11 +73,11 @@ def prefill(engine: Any, rows: list[np.ndarray]) -> tuple[np.ndarray, list[np.nd
     runner = engine.runner
     specs = cache_specs(runner.spec)
     cache = Cache(specs, torch.float32, runner.device, Peers())
-    cache.grow(len(rows) + 1, PLACES)
+    cache.grow(Room(len(rows) + 1, PLACES))
     slots = torch.arange(len(rows), 0, -1, device=runner.device)
     last = runner._prompts.run(runner.params, cache, rows, slots)
     written = []
-    for layer in cache.view(len(rows) + 1, PLACES):
+    for layer in cache.view(Room(len(rows) + 1, PLACES)):
         for part in (layer.k, layer.v):
             assert not part[0].any()
             written += [

@@ -12,7 +12,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from . import early
+from . import early, latent
 from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
@@ -153,7 +153,7 @@ CASES = {
     "starcoder2": ("Starcoder2", {"sliding_window": 5, "tie_word_embeddings": False}),
 }
 
-CASES |= early.CASES
+CASES |= early.CASES | latent.CASES
 
 
 def make_config(case):
@@ -282,9 +282,9 @@ def shared(case, backend, devices):
 
 
 # Of 3 KV heads 4 devices hold one twice, which counts once in a norm over all of them.
-DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4}
+DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4, "youtu": 3}
 SHARED = [
-    pytest.param(case, backend, marks=[] if case == "olmo2" else [pytest.mark.slow])
+    pytest.param(case, backend, marks=[] if case in ("olmo2", "youtu") else [pytest.mark.slow])
     for case in CASES
     for backend in ("torch", "jax")
 ]
@@ -316,7 +316,17 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(
-    "case", [*NORMED, "arcee", "cohere2", "exaone4", "falcon with alibi", "granite", "smollm3"]
+    "case",
+    [
+        *NORMED,
+        *latent.CASES,
+        "arcee",
+        "cohere2",
+        "exaone4",
+        "falcon with alibi",
+        "granite",
+        "smollm3",
+    ],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""
@@ -329,7 +339,7 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     odd = {"head_dim": 12} if "head_dim" in fields else {}
     if case == "phi3, long":
         odd = {"hidden_size": 56}  # two heads of as many elements that turn
-    small = SMALL if case not in early.CASES else {"vocab_size": SMALL["vocab_size"]}
+    small = SMALL if case not in early.CASES | latent.CASES else {"vocab_size": SMALL["vocab_size"]}
     config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **small, **odd})
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()
@@ -419,7 +429,7 @@ def test_text_of_a_gemma_3_that_sees_images(backend, tmp_path):
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
-QUICK += ("codegen", "falcon with alibi", "falcon, grouped", "xglm")
+QUICK += ("codegen", "falcon with alibi", "falcon, grouped", "xglm", "deepseek_v2, dense")
 
 
 @pytest.mark.parametrize(("case", "backend"), on_backends(CASES, set(CASES) - {*QUICK}))

@@ -15,7 +15,7 @@ from dualinfer.backends.base import (
     Sampling,
     SamplingFeatures,
 )
-from dualinfer.backends.caches import cache_bytes, cache_specs
+from dualinfer.backends.caches import Room, cache_bytes, cache_specs
 from dualinfer.backends.slots import LiveSlots, bucket, sampling_rows
 from dualinfer.model.families import describe_model
 
@@ -139,7 +139,7 @@ def test_cache_bytes_are_those_of_hfs_cache(name, hf_model):
     with torch.no_grad():
         layers = model(torch.from_numpy(random_ids(3, 5)), use_cache=True).past_key_values.layers
     theirs = sum(x.numel() * 4 for layer in layers for x in (layer.keys, layer.values))
-    assert cache_bytes(cache_specs(spec), 3, 5, itemsize=4) == theirs
+    assert cache_bytes(cache_specs(spec), Room(3, 5), itemsize=4) == theirs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

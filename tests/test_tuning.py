@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import runpy
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -315,6 +316,27 @@ def half(params):
 
     outer, layers = cast(params.outer), [cast(layer) for layer in params.layers]
     return params._replace(outer=outer, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("how", "ops"),
+    [
+        ((), {"linear", "decode_attention", "attention"}),
+        (("int4",), {"quantized_linear"}),
+        ((None, "int8"), {"decode_attention"}),
+        (("fp8", "fp8_e4m3"), {"quantized_linear", "decode_attention"}),
+    ],
+)
+def test_the_packages_own_search_has_the_ops_of_codes(how, ops):
+    """Their keys are apart from those of 16 bits, so that one table holds both."""
+    script = Path(__file__).parents[1] / "benchmarks" / "tune.py"
+    tune = runpy.run_path(str(script), run_name="tune")
+    found = tune["cases_of"](tune["Part"]("tiny", 1, *how), torch.device("cpu"))
+    assert {case.key[0] for case in found} == ops
+    itemsizes = {case.key[-1] for case in found if case.key[0] == "decode_attention"}
+    assert itemsizes <= ({1} if len(how) > 1 else {2})
+    products = [case.key for case in found if case.key[0] == "quantized_linear"]
+    assert {key[1] for key in products} == ({1, 2, 4, 8, 16, 32, 64, 128} if products else set())
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2-inverse", "gemma2", "opt-post", "bert-masked"])

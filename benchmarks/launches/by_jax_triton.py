@@ -63,7 +63,8 @@ def _attention(
     _decode_attention_kernel(
         qkv, k, v, lengths, y, partial, counters, frequencies, None, None, None, None, WIDTH,
         KV * CAPACITY * DIM, CAPACITY * DIM, DIM, CAPACITY, SCALE, 0.0, 0, 0.0, 1.0, KV, GROUP,
-        DIM, DIM, False, False, False, False, SPLITS, SPLIT_BLOCK, STAGES, 16, BLOCK, DIM, False,
+        GROUP, DIM, DIM, False, False, False, False, SPLITS, SPLIT_BLOCK, STAGES, 16, BLOCK, DIM,
+        False,
     )  # fmt: skip
 
 

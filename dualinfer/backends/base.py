@@ -25,10 +25,12 @@ class ForwardInputs:
     int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
     int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
-    the number of labels. float32 `weights` [B, T] are those of the tokens that a head pools. Of
-    `choices` sequences in a row each, a head's scores are put side by side. With `texts` the result
-    is their embeddings alone: so many of each row, as `segments` number them, the sum of tokens
-    times `weights`, or the `largest` value of each element.
+    the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids,
+    or embeddings, positions and mask of its encoder's sequences; spectrograms
+    float32 [B, 2 S, mel] are its embeddings. float32 `weights` [B, T] are those of the tokens that
+    a head pools. Of `choices` sequences in a row each, a head's scores are put side by side. With
+    `texts` the result is their embeddings alone: so many of each row, as `segments` number them,
+    the sum of tokens times `weights`, or the `largest` value of each element.
     """
 
     ids: np.ndarray | None
@@ -41,6 +43,7 @@ class ForwardInputs:
     kept: np.ndarray | None = None
     labels: np.ndarray | None = None
     loss_count: float | None = None
+    source: "ForwardInputs | None" = None
     weights: np.ndarray | None = None
     choices: int | None = None
     texts: int = 0
@@ -96,7 +99,10 @@ class Request:
     """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
 
     With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
-    has been seen, all or none.
+    has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] or
+    a spectrogram float32 [2 S, mel], and `encoded` is S. The loop
+    gives the token `first` before all others, and `last` as the last of `max_new_tokens`. Tokens
+    that are `hidden` are never chosen, and those `hidden_at_first` not as the first one.
     """
 
     tokens: np.ndarray
@@ -105,6 +111,12 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     embeds: np.ndarray | None = None
+    source: np.ndarray | None = None
+    encoded: int = 0
+    first: int | None = None
+    last: int | None = None
+    hidden: tuple[int, ...] = ()
+    hidden_at_first: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> np.ndarray:
@@ -146,7 +158,8 @@ class Runner(Protocol):
 
         `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
         embedding, each layer's output, the last one after the final norm. With labels there is a
-        `loss` as well, float32 [].
+        `loss` as well, float32 []. An encoder-decoder has `encoder_last_hidden_state` [B, S, E],
+        and its hidden states as `decoder_hidden_states` and `encoder_hidden_states`.
         """
         ...
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError, UnsupportedError
-from ..model.spec import Layer, ModelSpec
+from ..model.spec import Attention, Layer, ModelSpec
 from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
@@ -26,6 +26,8 @@ CODE_DTYPES = {"fp8_e4m3": "uint8", "int8": "int8"}  # floats as the bytes that 
 class CacheSpec:
     """One layer's cache: its kind, and the sizes of the keys and values that it keeps.
 
+    Those of a latent one are of the one head that all query heads read: its value is the first
+    `value_dim` elements of its key, and not kept twice.
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None.
     """
 
@@ -79,8 +81,24 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
     return values, (Buffer(shape, dtype="float32"),) * 2 if dtype else ()
 
 
+def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """What all heads share of every token, [N, S, rank + turning], on each device all of it."""
+    return (Buffer((slots, tokens, spec.key_dim), heads=None),)
+
+
+def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """Keys and values of what an encoder gave, [N, K, S, D] each, and how many are real, [N]."""
+    values, _ = _held(spec, slots, tokens)
+    return *values, Buffer((slots,), None, "int32")
+
+
 # The arrays of each kind, for so many slots with room for so many tokens each.
-LAYOUTS: dict[str, Layout] = {"full": full_layout, "blocks": blocks_layout}
+LAYOUTS: dict[str, Layout] = {
+    "full": full_layout,
+    "blocks": blocks_layout,
+    "cross": cross_layout,
+    "latent": latent_layout,
+}
 WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
 
@@ -95,17 +113,25 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
 
 def kind_of(layer: Layer) -> str:
     """The kind of a causal layer's cache. Layers with a window mask a full one."""
+    if layer.attention.latent is not None:
+        return "latent"
     return "full"
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
-    """The cache of each layer of a causal model; `codes` as the config's `kv_cache_dtype`."""
-    return tuple(_cache_spec(layer, codes) for layer in spec.layers)
+    """The cache of each layer of a causal model; `codes` as the config's `kv_cache_dtype`.
+
+    Then the cross cache of each, in the model's dtype, where layers attend to an encoder's output.
+    """
+    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in spec.layers]
+    cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
+    return *own, *cross
 
 
-def _cache_spec(layer: Layer, codes: str | None) -> CacheSpec:
-    a = layer.attention
-    return CacheSpec(kind_of(layer), a.kv_heads, a.head_dim, a.head_dim, codes)
+def _sizes(a: Attention) -> tuple[int, int, int]:
+    if a.latent is not None:
+        return 1, a.latent.width, a.latent.rank
+    return a.kv_heads, a.head_dim, a.head_dim
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:
@@ -125,41 +151,57 @@ def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str
             )
 
 
+class Room(NamedTuple):
+    """How much caches hold: so many slots, with so many tokens each, and of what is encoded."""
+
+    slots: int = 0
+    tokens: int = 0
+    encoded: int = 0
+
+    def of(self, spec: CacheSpec) -> int:
+        """Tokens of a slot in one layer's cache."""
+        return self.encoded if spec.kind == "cross" else self.tokens
+
+    def within(self, other: "Room") -> bool:
+        """True if `other` has all of it."""
+        return all(a <= b for a, b in zip(self, other, strict=True))
+
+    def joined(self, other: "Room") -> "Room":
+        """The least room that has both."""
+        return Room(*map(max, self, other))
+
+
 def buffers(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """The arrays of one layer's cache."""
     return LAYOUTS[spec.kind](spec, slots, tokens)
 
 
-def cache_bytes(specs: Sequence[CacheSpec], slots: int, tokens: int, itemsize: int) -> int:
-    """Bytes of the caches of all layers for `slots` sequences of `tokens` tokens.
-
-    `itemsize` is that of the model's dtype.
-    """
+def cache_bytes(specs: Sequence[CacheSpec], room: Room, itemsize: int) -> int:
+    """Bytes of the caches of all layers; `itemsize` is that of the model's dtype."""
     return sum(
         prod(b.shape) * (itemsize if b.dtype is None else numpy_dtype(b.dtype).itemsize)
         for spec in specs
-        for b in buffers(spec, slots, tokens)
+        for b in buffers(spec, room.slots, room.of(spec))
     )
 
 
 def token_bytes(specs: Sequence[CacheSpec], itemsize: int) -> int:
     """Bytes that one token of a long sequence takes in the caches of all layers."""
-    return cache_bytes(specs, 1, _MANY, itemsize) // _MANY
+    return cache_bytes(specs, Room(1, _MANY), itemsize) // _MANY
 
 
-def no_room(slots: int, tokens: int, needed: int, free: int | None, where: str) -> OutOfMemoryError:
+def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemoryError:
     """The error of a cache that `where`, a device, has no room for; sizes in bytes."""
     there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
+    beside = f", over {room.encoded} of an encoder," if room.encoded else ""
     return OutOfMemoryError(
-        f"A cache for {slots} sequences of {tokens} tokens needs {needed:,} bytes "
-        f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer sequences at "
-        "a time or fewer new tokens, or set a smaller max_out_tokens."
+        f"A cache for {room.slots} sequences of {room.tokens} tokens{beside} needs {needed:,} "
+        f"bytes ({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer "
+        "sequences at a time or fewer new tokens, or set a smaller max_out_tokens."
     )
 
 
-def check_room(
-    peers: Peers, slots: int, tokens: int, needed: int, free: int | None, where: str
-) -> None:
+def check_room(peers: Peers, room: Room, needed: int, free: int | None, where: str) -> None:
     """Raise OutOfMemoryError if a cache of `needed` bytes has no room in the `free` ones.
 
     All of `peers` must call it: where one has no room, it is raised in all.
@@ -167,7 +209,7 @@ def check_room(
     said = peers.tell("Making a cache", needed=needed, free=free, where=where)
     for amounts in zip(said["needed"], said["free"], said["where"], strict=True):
         if amounts[1] is not None and amounts[0] > amounts[1]:
-            raise no_room(slots, tokens, *amounts)
+            raise no_room(room, *amounts)
 
 
 class CacheView(Protocol):
@@ -175,7 +217,8 @@ class CacheView(Protocol):
 
     Where arrays are memory, `write` and `append` change them and give the same view back; where
     they are values, the result has taken its place. Kernels reach into the arrays of the kinds
-    that they know by name; everything else asks the view.
+    that they know by name; everything else asks the view. For a latent cache K is 1, keys are what
+    all heads share, and values are these, too.
     """
 
     @property
@@ -217,6 +260,41 @@ class CacheView(Protocol):
         ...
 
 
+class CrossView(Protocol):
+    """One layer's cross cache as ops take it: what each of N slots keeps of an encoder's output."""
+
+    @property
+    def kind(self) -> str:
+        """The name in the tables of kinds."""
+        ...
+
+    @property
+    def codes(self) -> str | None:
+        """None: it keeps the model's dtype."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """S, the places that a slot has room for."""
+        ...
+
+    @property
+    def lengths(self) -> Any:
+        """How many of each slot's places are real, int [N]."""
+        ...
+
+    def keep(self, slots: Any, k: Any, v: Any, lengths: Any) -> Self:
+        """The cache with k and v [B, T, K, D] in int `slots` [B], of which `lengths` [B] are real.
+
+        What lies behind them is finite.
+        """
+        ...
+
+    def read(self) -> tuple[Any, Any]:
+        """Keys and values [N, K, S, D] of every slot."""
+        ...
+
+
 def describe_caches(specs: Sequence[CacheSpec]) -> str:
     """The kinds of the layers' caches, for people; "" without any."""
     return ", ".join(dict.fromkeys(spec.label for spec in specs))
@@ -232,6 +310,9 @@ def served(
 
     Kernels serve those that they know, plain ops all others; `knows` None: there are no kernels.
     """
+    by_kernels, by_plain = _with_latents(by_kernels, specs), _with_latents(by_plain, specs)
+    if not any(spec.kind == "cross" for spec in specs):
+        by_kernels = {op: how for op, how in by_kernels.items() if op != "cross_attention"}
     if knows is None or all(map(knows, specs)):
         return dict(by_kernels)
     others = ", ".join(sorted({spec.label for spec in specs if not knows(spec)}))
@@ -240,3 +321,14 @@ def served(
     if any(map(knows, specs)):
         attention = f"{by_kernels['decode_attention']}; {attention}"
     return {**by_kernels, "rotary": rotary, "decode_attention": attention}
+
+
+def _with_latents(ops: Mapping[str, str], specs: Sequence[CacheSpec]) -> dict[str, str]:
+    """What serves each op, attention to latent caches as decode_attention."""
+    ops = dict(ops)
+    latent, kinds = ops.pop("latent_attention"), {spec.kind for spec in specs}
+    if kinds == {"latent"}:
+        ops["decode_attention"] = latent
+    elif "latent" in kinds:
+        ops["decode_attention"] += f"; {latent}"
+    return ops

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import Activation, Attention, ModelSpec, Norm
+from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
-from .caches import CacheView
+from .caches import CacheView, CrossView
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Leaf]
@@ -34,7 +34,11 @@ class Params(Protocol):
 
     @property
     def layers(self) -> Sequence[Weights]:
-        """The weights of each layer."""
+        """The weights of each layer; those of an encoder's layers follow."""
+        ...
+
+    def of_encoder(self, decoder: int) -> "Params":
+        """The weights of the encoder, whose layers follow those of a `decoder` of so many."""
         ...
 
 
@@ -71,13 +75,39 @@ class Neighbours(NamedTuple):
 ALONE = Neighbours()
 
 
+class LatentQkv(NamedTuple):
+    """What latent attention takes in the place of packed queries, keys and values.
+
+    Queries [B, T, H D], the turning elements at the end of each head, and what all heads share,
+    [B, T, rank + turning], before its norm and its rotary embedding (`spec.Latent`).
+    """
+
+    queries: Array
+    shared: Array
+
+
+class Routing(NamedTuple):
+    """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
+
+    Experts ascend by number, so that every backend sums in one order.
+    """
+
+    experts: Array
+    weights: Array
+
+
 class LayerAttention(NamedTuple):
     """What one layer's attention needs beside its projections.
 
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
     Where each device has a share of heads that are normed as one, `whole` are the elements of all
-    queries and keys, and the part that this one's keys have in a sum over devices.
+    queries and keys, and the part that this one's keys have in a sum over devices. `bias` [H, 2M+1]
+    is what is added to scaled scores of keys that lie -M to M tokens behind the query, or farther.
+    `sinks` float32 [H] are logits that join the softmax of every query, and no value. `latent_norm`
+    and `kv` are of latent attention: this weight [H (D - turning) + H value_dim, rank] makes each
+    head's key, and then its value, of a latent vector, and is never quantized, since ops read it in
+    two ways.
     """
 
     spec: Attention
@@ -86,6 +116,10 @@ class LayerAttention(NamedTuple):
     frequencies: Array | None = None
     slopes: Array | None = None
     whole: tuple[int, int, Array | float] | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    latent_norm: NormOf | None = None
+    kv: Weight | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -106,7 +140,13 @@ class LayerAttention(NamedTuple):
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        return cls(spec, q_norm, k_norm, frequencies, slopes, whole)
+        bias = w["relative_bias"] if spec.bias else None
+        sinks = w.get("sinks")
+        latent_norm = kv = None
+        if spec.latent is not None:
+            latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
+        own = frequencies, slopes, whole, bias, sinks
+        return cls(spec, q_norm, k_norm, *own, latent_norm, kv)
 
 
 class BlockOps(Protocol):
@@ -164,8 +204,60 @@ class BlockOps(Protocol):
         """
         ...
 
-    def add(self, x: Array, y: Array) -> Array:
-        """x + y, of one shape."""
+    def partial_product(self, x: Array, weight: Weight) -> Array:
+        """As `row_product` without neighbours, before the sum over devices; perhaps in float32."""
+        ...
+
+    def route(
+        self,
+        x: Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """The experts that rows of norm(x) [..., E] choose by `weight` [X, E], as `Router` says.
+
+        Logits, with a bias [X] plus that, and scores are computed in float32; float32 `choice_bias`
+        [X] is added to scores for the choice alone.
+        """
+        ...
+
+    def experts(
+        self,
+        x: Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: Array | None = None,
+    ) -> Array:
+        """residual + the sum of what the chosen experts make of norm(x) [..., E], by their weights.
+
+        `w` has "experts.up.weight" [X, out, E], gate before up, and "experts.down.weight"
+        [X, E, F], with biases [X, out] and [X, E] by such names if there are any. Each device has a
+        share of F. `partial` [..., E], what a shared expert gives before the sum over devices, is
+        added to each device's part. Sums are made in float32 in routing's order, and no value of an
+        expert that a token did not choose reaches its result. Of the neighbours it knows norm,
+        residual and spend; the residual is added once, after the sum over devices.
+        """
+        ...
+
+    def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
+        """Whether `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
+
+        Else it comes as `partial`.
+        """
+        ...
+
+    def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
+        """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
+        ...
+
+    def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
+        """x + y, of one shape; with a norm x + norm(y)."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:
@@ -174,6 +266,15 @@ class BlockOps(Protocol):
 
     def xielu(self, x: Array, numbers: Sequence[Array]) -> Array:
         """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
+        ...
+
+    def convolve(
+        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+    ) -> Array:
+        """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
+
+        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        """
         ...
 
     def softcap(self, logits: Array, cap: float) -> Array:
@@ -236,7 +337,7 @@ class Ops(BlockOps, Protocol):
     def attend(
         self,
         layer: LayerAttention,
-        qkv: Array,
+        qkv: Array | LatentQkv,
         angles: Any,
         *,
         mask: Array | None = None,
@@ -247,6 +348,8 @@ class Ops(BlockOps, Protocol):
     ) -> tuple[Array, CacheView | None]:
         """Attention of whole sequences, packed qkv [B, T, (H+2K) D] to [B, T, H D], and the cache.
 
+        For latent attention `qkv` is a pair, and the result [B, T, H value_dim].
+
         `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
         [B, T] number packed sequences, from left to right, which do not see each other; int
         `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
@@ -255,11 +358,44 @@ class Ops(BlockOps, Protocol):
         ...
 
     def attend_token(
-        self, layer: LayerAttention, qkv: Array, angles: Any, cache: CacheView, lengths: Array
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: Array,
     ) -> tuple[Array, CacheView]:
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
 
+        For latent attention `qkv` is a pair, and the result [N, 1, H value_dim].
+
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        """
+        ...
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: Array,
+        kv: Array,
+        mask: Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[Array, CrossView | None]:
+        """Attention of sequences to others, q [B, T, H D] to [B, T, H D], and the cache.
+
+        kv [B, S, 2 K D] are the others' keys, then values; of these bool `mask` [B, S] shows at
+        least one in each row, None all. With a cache the first `lengths` [B] of them are in the
+        result, in its int `slots` [B].
+        """
+        ...
+
+    def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
+        """Attention of one token a slot, q [N, 1, H D] to [N, 1, H D], to all that its slot keeps.
+
+        A slot that keeps nothing gives what is finite.
         """
         ...
 

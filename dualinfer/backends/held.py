@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from ..arrays import numpy_dtype
+from ..model.spec import Experts, ModelSpec
 from ..model.weights import Leaf, Row, leaves_of, parts_of
 from ..parallel.sharding import Shard, fit_row
 from ..quantization.packing import held_width
@@ -34,7 +35,7 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
     """Bytes of a device's part of a row; `itemsize`: of an element that is not quantized."""
     scheme, size = row.scheme, 0
     if scheme is None:
-        return prod(shard.shape(row)) * itemsize
+        return prod(shard.shape(row)) * (4 if row.wide else itemsize)
     row = fit_row(row, [shard])
     sizes = {source.part: numpy_dtype(source.dtypes[0]).itemsize for source in row.sources}
     for part, axes in row.parts.items():
@@ -43,6 +44,20 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
             last = held_width(scheme, last)
         size += prod(rest) * last * sizes[part]
     return size
+
+
+def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
+    """The part of a row that so many tokens are expected to read: of a mixture, the chosen experts.
+
+    Each token takes as if by lot: X (1 - (1 - k / X)^tokens) of X experts are chosen. 1 for a row
+    that all tokens read.
+    """
+    if row.layer is None or row.axes[:1] != ("experts",) or not row.is_weight:
+        return 1.0
+    mlp = spec.layers[row.layer].mlp
+    if not isinstance(mlp, Experts) or row.local_name == "router.weight":
+        return 1.0
+    return 1 - (1 - mlp.router.chosen / mlp.count) ** tokens
 
 
 def _described(weights: Iterable[tuple[str, int, int]]) -> dict[str, str]:
@@ -60,7 +75,9 @@ def _described(weights: Iterable[tuple[str, int, int]]) -> dict[str, str]:
 
 
 def _row_kind(row: Row, dtype: str) -> str:
-    return dtype if row.scheme is None else row.scheme.name
+    if row.scheme is not None:
+        return row.scheme.name
+    return "float32" if row.wide else dtype
 
 
 def _kind(leaf: Leaf) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..model.spec import ModelSpec
 from .base import NO_TOKEN, Request
 
 SMALLEST_CACHE = 64
@@ -49,6 +50,11 @@ class LiveSlots:
         return max(self._reach.values())
 
     @property
+    def encoded(self) -> int:
+        """The most places that one of them needs for what an encoder gives."""
+        return max(request.encoded for request in self._requests.values())
+
+    @property
     def reserved(self) -> int:
         """Cached tokens to have room for when a sequence starts."""
         return max(
@@ -79,6 +85,16 @@ class LiveSlots:
         for slot in slots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
+
+
+def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
+    """Places of a cross cache for encoders' outputs of so many `tokens`; 0 without an encoder.
+
+    Spectrograms have one length.
+    """
+    if spec.encoder is None:
+        return 0
+    return spec.encoder.learned_positions if spec.encoder.mel else bucket(tokens, SMALLEST_CACHE)
 
 
 def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:

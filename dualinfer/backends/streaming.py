@@ -75,7 +75,7 @@ def choose_layers(
     """
     if not config.streams or (on_cpu and config.resident_layers is None):
         return None
-    count = len(shard.spec.layers)
+    count = len(shard.spec.all_layers)
     sizes, others = [0] * count, 0
     for row in rows:
         size = held_bytes(shard, row, itemsize)

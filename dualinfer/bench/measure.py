@@ -3,11 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from .counts import Counts
 from .limits import Device, Limits
 from .shapes import Model
@@ -50,7 +51,18 @@ def measure(
     task: Task, model: Model, counts: Counts, system: System, device: Device, limits: Limits
 ) -> dict[str, Any]:
     """The row of one task; the system has the model loaded."""
-    ids = np.random.default_rng(0).integers(0, model.vocab, (task.batch, task.tokens))
+    random, more = np.random.default_rng(0), {}
+    ids = random.integers(0, model.vocab, (task.batch, task.tokens))
+    encoder = model.describe()[0].encoder
+    if encoder is not None and task.kind == "forward":
+        raise ArgumentError(
+            f"{task.model} has an encoder and a decoder, and forward would take ids of both. "
+            "Measure decode or prefill."
+        )
+    if encoder is not None and encoder.mel:  # every one is as long
+        ids = random.standard_normal((task.batch, encoder.mel, encoder.frames), np.float32)
+        task = replace(task, tokens=encoder.learned_positions)
+        more = {"tokens": task.tokens}
     rules: dict[str, Callable[..., dict[str, Any]]] = {
         "decode": _decode,
         "prefill": _prefill,
@@ -59,7 +71,7 @@ def measure(
     }
     device.start_peak()
     row = rules[task.kind](task, ids, counts, system, limits)
-    row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()}
+    row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()} | more
     if task.resident is not None:
         row |= streaming_figures(row, row["system_facts"]["streamed_bytes"], device.host_rate())
     return row
@@ -83,14 +95,15 @@ def _decode(
     task: Task, ids: np.ndarray, counts: Counts, system: System, limits: Limits
 ) -> dict[str, Any]:
     """Each repeat: a generate of one token, then one of all; the difference is decoding alone."""
+    begins = task.tokens if counts.once is None else 1  # columns
 
     def seconds(new_tokens: int) -> float:
         start = time.perf_counter()
         columns = system.generate(ids, new_tokens)
         elapsed = time.perf_counter() - start
-        if columns != task.tokens + new_tokens:
+        if columns != begins + new_tokens:
             raise AssertionError(
-                f"{task.system} gave {columns - task.tokens} tokens, {new_tokens} asked for"
+                f"{task.system} gave {columns - begins} tokens, {new_tokens} asked for"
             )
         return elapsed
 
@@ -108,7 +121,7 @@ def decode_row(
     steps = task.new_tokens - 1
     per_token = [(whole - first) * 1e3 / steps for first, whole in runs]
     ms = statistics.median(per_token)
-    weights = counts.weight_bytes
+    weights = counts.read_bytes(task.batch)
     kv = counts.kv_bytes(limits.dtype, task.batch, task.tokens, task.new_tokens)
     limit_ms = (weights + kv) / (limits.read_bandwidth * task.tp) * 1e3
     return {
@@ -140,7 +153,8 @@ def _forward(
 ) -> dict[str, Any]:
     first, times = _times(system.forward(ids), _FORWARD_WARM_UPS, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=task.tokens)
-    row = _compute_row(task, flops, limits, times, counts.weight_bytes)
+    nbytes = counts.read_bytes(task.batch * task.tokens)
+    row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
 
 

@@ -29,9 +29,11 @@ class Shape:
 
     def with_layers(self, count: int) -> "Shape":
         """The same shape in another depth."""
-        names = ("num_hidden_layers", "n_layer", "num_layers")
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         name = next((n for n in names if n in self.fields), names[0])
         fields = self.fields | {name: count}
+        if "encoder_layers" in fields:
+            fields = self.fields | {"encoder_layers": count, "decoder_layers": count}
         if "attention_types" in fields:  # GPT-Neo's are listed
             fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
         return replace(self, fields=fields)
@@ -110,6 +112,25 @@ def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
     return Shape("Gemma2ForCausalLM", "gemma2", "bfloat16", fields)
 
 
+def _gemma3(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
+    fields = {
+        "vocab_size": 262208,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "sliding_attention": _rope(10000.0),
+            "full_attention": _rope(1000000.0, rope_type="linear", factor=8.0),
+        },
+    }
+    return Shape("Gemma3ForCausalLM", "gemma3_text", "bfloat16", fields)
+
+
 def _bert(hidden: int, layers: int, heads: int) -> Shape:
     fields = {
         "hidden_size": hidden,
@@ -118,6 +139,28 @@ def _bert(hidden: int, layers: int, heads: int) -> Shape:
         "intermediate_size": 4 * hidden,
     }
     return Shape("BertForMaskedLM", "bert", "float16", fields)
+
+
+def _t5(hidden: int, ffn: int, layers: int, heads: int) -> Shape:
+    fields = {
+        **{"d_model": hidden, "d_ff": ffn, "num_layers": layers, "num_heads": heads, "d_kv": 64},
+        **{"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    }
+    return Shape("T5ForConditionalGeneration", "t5", "bfloat16", fields)
+
+
+def _bart(class_name: str, model_type: str, hidden: int, layers: int, **more: Any) -> Shape:
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("layers", layers),
+            ("attention_heads", hidden // 64),
+            ("ffn_dim", 4 * hidden),
+        )
+    }
+    fields = {"d_model": hidden, **sides, "decoder_start_token_id": 2, **more}
+    return Shape(class_name, model_type, "float16", fields)
 
 
 def _xlm_roberta(hidden: int, layers: int, heads: int) -> Shape:
@@ -170,6 +213,24 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt-oss-20b": Shape(
+        *("GptOssForCausalLM", "gpt_oss", "bfloat16"),
+        {
+            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
+            **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+            **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+            **{"sliding_window": 128, "max_position_embeddings": 131072},
+            "rope_parameters": _rope(
+                150000.0,
+                rope_type="yarn",
+                factor=32.0,
+                original_max_position_embeddings=4096,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+    ),
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -182,6 +243,171 @@ SHAPES: dict[str, Shape] = {
     "bloom-7b1": _bloom(4096, 30, 32),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
+    "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8),
+    "phi-4-mini": Shape(
+        *("Phi3ForCausalLM", "phi3", "bfloat16"),
+        {
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(
+                10000.0,
+                rope_type="longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0] * 48,
+                long_factor=[32.0] * 48,
+                original_max_position_embeddings=4096,
+            ),
+        },
+    ),
+    "falcon-7b": Shape(
+        *("FalconForCausalLM", "falcon", "bfloat16"),
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+        },
+    ),
+    "mpt-7b": Shape(
+        *("MptForCausalLM", "mpt", "bfloat16"),
+        {
+            "vocab_size": 50432,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "max_seq_len": 2048,
+        },
+    ),
+    "command-r": Shape(
+        *("CohereForCausalLM", "cohere", "bfloat16"),
+        {
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "logit_scale": 0.0625,
+        },
+    ),
+    "olmo-2-7b": Shape(
+        *("Olmo2ForCausalLM", "olmo2", "bfloat16"),
+        {
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "starcoder2-7b": Shape(
+        *("Starcoder2ForCausalLM", "starcoder2", "bfloat16"),
+        {
+            "vocab_size": 49152,
+            "hidden_size": 4608,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 36,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 16384,
+            "sliding_window": 4096,
+        },
+    ),
+    "deepseek-v2-lite": Shape(
+        *("DeepseekV2ForCausalLM", "deepseek_v2", "bfloat16"),
+        {
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 163840,
+            "rope_parameters": _rope(
+                10000.0,
+                rope_type="yarn",
+                factor=40.0,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                original_max_position_embeddings=4096,
+            ),
+        },
+    ),
+    "minicpm3-4b": Shape("MiniCPM3ForCausalLM", "minicpm3", "bfloat16", {}),  # the defaults are it
+    "youtu-llm-2b": Shape("YoutuForCausalLM", "youtu", "bfloat16", {}),  # likewise
+    "flan-t5-large": _t5(1024, 2816, 24, 16),
+    "flan-t5-xl": _t5(2048, 5120, 24, 32),
+    "bart-large": _bart("BartForConditionalGeneration", "bart", 1024, 12, forced_eos_token_id=None),
+    "whisper-large-v3": _bart(
+        *("WhisperForConditionalGeneration", "whisper", 1280, 32),
+        num_mel_bins=128,
+        vocab_size=51866,
+    ),
+    "mixtral-8x7b": Shape(
+        *("MixtralForCausalLM", "mixtral", "bfloat16"),
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "qwen3-30b-a3b": Shape(
+        *("Qwen3MoeForCausalLM", "qwen3_moe", "bfloat16"),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": _rope(1000000.0),
+        },
+    ),
+    "olmoe-1b-7b": Shape(
+        *("OlmoeForCausalLM", "olmoe", "bfloat16"),
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
     "xlm-roberta-base": _xlm_roberta(768, 12, 12),

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
 from .files import read_json
 from .gguf import is_gguf, read_gguf_config, read_gguf_generation
+from .kept_configs import keep
 from .meta_llama import is_meta_folder, read_meta_config
 
 # Which code attends is chosen here, and HF would fetch a name that it does not know.
@@ -33,6 +35,7 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAME = {"kimi_k2": "deepseek_v3"}  # names of makers for a family that transformers has
 _LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
 
 
@@ -46,6 +49,9 @@ def read_written(folder: Path) -> dict[str, Any]:
     if not os.path.isfile(folder / "config.json") and is_meta_folder(folder):
         return read_meta_config(folder)
     written = read_json(folder / "config.json")
+    model_type = written.get("model_type")
+    if isinstance(model_type, str) and model_type in _SAME:
+        written["model_type"] = _SAME[model_type]
     beside = folder / modelopt.FILE
     if not written.get("quantization_config") and os.path.isfile(beside):
         written["quantization_config"] = modelopt.from_file(read_json(beside))
@@ -55,14 +61,18 @@ def read_written(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved.
 
-    No code of the folder runs, and no field of it makes HF look for a file or fill the memory.
-    Raises ModelError that names a bad field, and UnsupportedError for a quantized model of a
-    kind that is not served.
+    It may be a `KeptConfig` of HF's object. No code of the folder runs, and no field of it makes HF
+    look for a file or fill the memory. Raises ModelError that names a bad field, and
+    UnsupportedError for a quantized model of a kind that is not served.
     """
     path = folder if is_gguf(folder) else folder / "config.json"
     written = read_written(folder)
     model_type = check_model_type(written.get("model_type"))
     read_quantization(written)  # which refuses what is not known
+    return keep("config", written, partial(_make_config, path, model_type, written))
+
+
+def _make_config(path: Path, model_type: str, written: Mapping[str, Any]) -> Any:
     fields = usable_fields(model_type, written)
     if written.get("quantization_config"):
         fields["quantization_config"] = written["quantization_config"]
@@ -202,7 +212,8 @@ def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
 def read_generation_config(folder: Path, config: Any) -> Any:
     """generation_config.json; without one, what config.json says of generation, as in HF.
 
-    Fields that HF does not know stay, as in HF, which ignores them. Raises CheckpointError that
+    Fields that HF does not know stay, as in HF, which ignores them. As of `read_config` it may be a
+    `KeptConfig`. Raises CheckpointError that
     names the file, and a field of a wrong type.
     """
     if is_gguf(folder):
@@ -211,12 +222,17 @@ def read_generation_config(folder: Path, config: Any) -> Any:
     if path.is_file():
         return _make_generation_config(path, read_json(path))
     path = folder / "config.json"
-    fields = {name: getattr(config, name, None) for name in _SPECIAL}
+    own = config.to_dict()
+    fields = {name: own.get(name) for name in _SPECIAL}
     written = {name: value for name, value in read_written(folder).items() if name in GENERATION}
     return _make_generation_config(path, fields | written)
 
 
 def _make_generation_config(path: Path, written: Mapping[str, Any]) -> Any:
+    return keep("generation", written, partial(_generation_config, path, written))
+
+
+def _generation_config(path: Path, written: Mapping[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     fields = {n: v for n, v in written.items() if n != "self" and not hasattr(GenerationConfig, n)}

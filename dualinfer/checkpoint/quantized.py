@@ -18,12 +18,14 @@ from ..quantization import (
     quantization_of,
     read_quantization,
 )
+from ..quantization.codes import dequantize
 from ..quantization.formats import Opener
 from ..quantization.packing import held_width, pack, raised
 from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
 from .adapters import AdaptedSource, Adapter
+from .stacked import show_experts
 
 
 class QuantizedSource:
@@ -32,10 +34,17 @@ class QuantizedSource:
     The codes [out, in] have HF's name of the weight, and what is beside them the part's name behind
     a colon: `w:scale@32x128` has a scale for each block of 32 rows and 128 columns, which divide
     those of the matrix; 0 are all. The stored tensors that matrices take are hidden, and all others
-    shown as they are. Scales of eight bits are shown as their bytes.
+    shown as they are. Scales of eight bits are shown as their bytes. Of the `dense` ones, by HF's
+    names, it shows what their codes mean, float32, under the name of the weight.
     """
 
-    def __init__(self, source: TensorSource, matrices: Opener, names: Iterable[str]):
+    def __init__(
+        self,
+        source: TensorSource,
+        matrices: Opener,
+        names: Iterable[str],
+        dense: Iterable[str] = (),
+    ):
         self.description, self.notes = source.description, source.notes
         found = {name: matrices(name) for name in dict.fromkeys(names)}
         self._matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
@@ -51,6 +60,7 @@ class QuantizedSource:
             )
         hidden = self._taken.union(matrices.unused)
         self._plain = [name for name in source.names() if name not in hidden]
+        self._dense = {n: self._matrices.pop(n) for n in dense if n in self._matrices}
 
     def matrix(self, name: str) -> QuantizedMatrix | None:
         """The matrix of HF's name; None where it is stored as it is."""
@@ -67,10 +77,12 @@ class QuantizedSource:
     def names(self) -> Iterable[str]:
         """Names of what is plain, and of codes."""
         parts = [name for n, m in self._matrices.items() for name in _names(n, m)]
-        return [*self._plain, *parts]
+        return [*self._plain, *self._dense, *parts]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor or part."""
+        if name in self._dense:
+            return self._dense[name].shape
         matrix, part, blocks = self._find(name)
         if matrix is None:
             return self._source.shape(name)
@@ -81,6 +93,8 @@ class QuantizedSource:
 
     def dtype(self, name: str) -> str:
         """NumPy's name of the dtype."""
+        if name in self._dense:
+            return "float32"
         matrix, part, _ = self._find(name)
         if matrix is None:
             return self._source.dtype(name)
@@ -92,6 +106,8 @@ class QuantizedSource:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
         """The tensor or part, or what of it is at `index`; codes as devices hold them."""
+        if name in self._dense:
+            return dequantize(self._dense[name])[index or ...]
         matrix, part, blocks = self._find(name)
         if matrix is None:
             return self._source.read(name, index)
@@ -167,24 +183,31 @@ def open_quantized(
     rows = [row for row in table.rows if row.is_weight] + [row for row, _ in table.tied]
     tied = [name for _, name in table.tied]
     names = [source.name for row in rows for source in row.sources] + tied
-    quantized = QuantizedSource(source, matrices, [c for n in names for c in table.candidates(n)])
+    dense = [part.name for row in rows if row.dense for part in row.sources]
+    spelt, dense = ([c for n in own for c in table.candidates(n)] for own in (names, dense))
+    quantized = QuantizedSource(source, matrices, spelt, dense)
     return quantized, replace(table, matrices=quantized.matrix)
+
+
+# A rounded one would choose other experts, or weigh all that the shared one gives, for few bytes.
+_PLAIN = ("router.weight", "shared.gate.weight")
 
 
 def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:
     """The matrices of a plain source, quantized when they are read.
 
     Those are the layers' and the head: it, and an embedding that is the head, are HEAD, and all
-    else that lies outside of the layers stays plain.
+    else that lies outside of the layers stays plain, as routers do.
     """
     stored = set(source.names())
     schemes: dict[str, tuple[BlockScheme | None, bool]] = {}
     tied = {name for row, name in table.tied if row.name == "head.weight"}
     for row in (*table.rows, *(row for row, _ in table.tied)):
-        for part in row.sources if row.is_weight else ():
+        for part in row.sources if row.is_weight and not row.dense else ():
             if row.layer is not None:
                 is_qkv = {*row.axes[0].split("+")} <= {"q", "k", "v"}
                 scheme = recipe.scheme if recipe.qkv or not is_qkv else None
+                scheme = None if row.local_name in _PLAIN else scheme
             else:
                 scheme = HEAD if row.name == "head.weight" or part.name in tied else None
             turned = row.permutation(part) != tuple(sorted(row.permutation(part)))
@@ -240,6 +263,7 @@ def open_as_held(
         if held is not None:
             matrices = replace(held, open=lambda name: None if name in merged else held(name))
     if recipe is not None:
+        source = show_experts(source, table)
         matrices = quantize(recipe, table, source)
     if matrices is None:
         return source, table, notes

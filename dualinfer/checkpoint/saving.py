@@ -20,6 +20,7 @@ import numpy as np
 from ..arrays import numpy_dtype, to_numpy
 from ..config.nested import TensorParallelConfig
 from ..errors import CheckpointError, ConfigError, DualinferError, UnsupportedError
+from ..model.kept_config import made
 from ..model.load_plan import LoadPlan, MadeSource, TensorSource
 from ..model.spec import ModelSpec
 from ..parallel.agreement import Peers
@@ -332,7 +333,7 @@ def _write_descriptions(
 
     `quantized` takes the place of what the config says of quantization.
     """
-    config = copy.deepcopy(saved.config)
+    config = copy.deepcopy(made(saved.config))
     config.architectures, config.dtype = [saved.spec.architecture], saved.dtype
     content = json.loads(config.to_json_string())
     if quantized is not None:
@@ -341,7 +342,7 @@ def _write_descriptions(
         content["tie_word_embeddings"] = False
     _write_json(folder / "config.json", content)
     if saved.spec.can_generate and saved.generation_config is not None:
-        text = saved.generation_config.to_json_string()
+        text = made(saved.generation_config).to_json_string()
         _write_json(folder / "generation_config.json", json.loads(text))
     for file in tokenizer_files(saved.folder):
         write_synced(folder / file.name, file.content, file.mode)

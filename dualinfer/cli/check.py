@@ -2,7 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -23,9 +23,10 @@ from ..errors import (
 from ..model.families import default_class, served_types
 from ..system.tables import Table
 from .parity import difference, first_difference
-from .tiny import VOCAB, tiny_config
+from .tiny import VOCAB, text_config, tiny_config
 
 _ROWS, _TOKENS, _SHORT, _NEW = 2, 17, 9, 12
+_TABLES = ("wte.weight", "shared.weight", "relative_attention_bias.weight")
 
 
 def check(
@@ -44,7 +45,8 @@ def check(
     """Compare a small random model with transformers', layer by layer.
 
     Its sizes are odd and its weights random, so a folder needs no weights. Both backends run it in
-    float32: whole sequences, a batch padded on the left, and greedy text.
+    float32: whole sequences, a batch padded on the left, and greedy text. Encoders of pairs are
+    padded on the right.
     """
     for name in backends.BACKENDS:
         try:
@@ -60,12 +62,10 @@ def check(
 
 def _check(console: Console, target: str, tolerance: float) -> bool:
     """Print how far one family lies from transformers; True if it does not."""
-    ids = np.random.default_rng(0).integers(3, VOCAB, (_ROWS, _TOKENS))
-    mask = np.ones_like(ids)
-    mask[-1, :-_SHORT] = 0
     try:
         model = _make_model(target)
-        wanted = _of_transformers(model, ids, mask)
+        given = _Given.of(model.config)
+        wanted = _of_transformers(model, given)
     except DualinferError:
         raise
     except Exception as error:  # of code that is not ours
@@ -75,12 +75,12 @@ def _check(console: Console, target: str, tolerance: float) -> bool:
     columns: dict[str, dict[str, float | str]] = {}
     for backend in backends.BACKENDS:
         try:
-            found = _of_backend(model, backend, ids, mask, "text" in wanted)
+            found = _of_backend(model, backend, given, "text" in wanted)
         except DualinferError as error:
             console.print(f"{target} on {backend}: {error}", markup=False, highlight=False)
             columns[backend] = {}
             continue
-        columns[backend] = _differences(model, ids, found, wanted)
+        columns[backend] = _differences(model, given, found, wanted)
     table = Table("", *backends.BACKENDS, box=SIMPLE, pad_edge=False)
     table.title = f"{target} ({type(model).__name__}): relative RMS beside transformers"
     names = [*wanted["states"], *(name for name in ("logits", "padded", "text") if name in wanted)]
@@ -91,6 +91,38 @@ def _check(console: Console, target: str, tolerance: float) -> bool:
         table.add_row(name, *(cell if isinstance(cell, str) else f"{cell:.1e}" for cell in cells))
     console.print(table)
     return passed
+
+
+class _Given(NamedTuple):
+    """What models are given: whole sequences, the same padded, and of the latter what begins text.
+
+    `real` are the logits of a padded batch that mean something.
+    """
+
+    whole: dict[str, np.ndarray]
+    padded: dict[str, np.ndarray]
+    prompts: dict[str, np.ndarray]
+    real: slice
+
+    @classmethod
+    def of(cls, config: Any) -> "_Given":
+        """For a model of this config."""
+        random = np.random.default_rng(0)
+        ids = random.integers(3, VOCAB, (_ROWS, _TOKENS))
+        mask = np.ones_like(ids)
+        if not getattr(config, "is_encoder_decoder", False):
+            mask[-1, :-_SHORT] = 0
+            padded = {"input_ids": ids, "attention_mask": mask}
+            return cls({"input_ids": ids}, padded, padded, slice(-_SHORT, None))
+        begins = {"decoder_input_ids": random.integers(3, VOCAB, (_ROWS, _SHORT))}
+        mask[-1, _SHORT:] = 0
+        source, padding = {"input_ids": ids}, {"attention_mask": mask}
+        if hasattr(config, "num_mel_bins"):
+            shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
+            source = {"input_features": random.standard_normal(shape).astype(np.float32)}
+            padding = {}
+        padded = source | padding
+        return cls(source | begins, padded | begins, padded, slice(None))
 
 
 def _is_right(cell: float | str, tolerance: float) -> bool:
@@ -113,7 +145,7 @@ def _make_model(target: str) -> Any:
             f"{shown(target)} is no folder with a config.json, and transformers has no such "
             "model_type. Pass a family such as llama, or a checkpoint's folder."
         )
-    config = config.get_text_config(decoder=True)
+    config = text_config(config)
     named = config.architectures or []
     name = next((n for n in named if hasattr(transformers, n)), default_class(config.model_type))
     tiny = tiny_config(config)
@@ -124,58 +156,78 @@ def _make_model(target: str) -> Any:
     model = make(tiny, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
+            if not p.requires_grad and "embed_positions" in parameter_name:
+                continue  # what is computed stays so
             if p.ndim > 1:
-                is_table = "emb" in parameter_name or parameter_name.endswith(("wte.weight",))
-                p.normal_(0, 0.7 if is_table else 1.5 / max(p.shape) ** 0.5)
+                is_table = "emb" in parameter_name or parameter_name.endswith(_TABLES)
+                spread = 0.7 if is_table else 1.5 / max(p.shape) ** 0.5
+                if parameter_name.endswith("Attention.q.weight"):  # T5's, which scale no scores
+                    spread *= tiny.d_kv**-0.5
+                p.normal_(0, spread)
             else:  # from where they begin, so that norms that add 1 stay norms
                 p.add_(torch.empty_like(p).uniform_(-0.4, 0.4))
     model.tie_weights()
     if model.can_generate():
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
+        if getattr(tiny, "is_encoder_decoder", False):
+            model.generation_config.decoder_start_token_id = 2
+            # Of beams and of what an encoder read the text is not compared.
+            model.generation_config.num_beams = 1
+            model.generation_config.encoder_no_repeat_ngram_size = 0
     return model
 
 
-def _of_transformers(model: Any, ids: np.ndarray, mask: np.ndarray) -> dict[str, Any]:
-    """What HF's model gives: hidden states by name, logits of `ids`, of the padded batch, text."""
+def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
+    """What HF's model gives: hidden states by name, logits, those of the padded batch, text."""
     import torch
+    from transformers import GenerationMixin
 
-    given, padding = torch.from_numpy(ids), torch.from_numpy(mask)
     with torch.no_grad():
-        whole = model(given, output_hidden_states=True, return_dict=True)
-        padded = model(given, attention_mask=padding, return_dict=True)
-        wanted = _named(whole.hidden_states, whole, padded)
+        whole = model(**_tensors(given.whole), output_hidden_states=True, return_dict=True)
+        padded = model(**_tensors(given.padded), return_dict=True)
+        wanted = _named(whole, padded)
         if model.can_generate():
             how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
-            wanted["text"] = to_numpy(model.generate(given, attention_mask=padding, **how))
+            mixin: Any = GenerationMixin  # Whisper's own generate asks for a language
+            ids = mixin.generate(model, **_tensors(given.prompts), **how)
+            wanted["text"] = to_numpy(ids)
     return wanted
 
 
-def _of_backend(
-    model: Any, backend: str, ids: np.ndarray, mask: np.ndarray, speaks: bool
-) -> dict[str, Any]:
+def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _of_backend(model: Any, backend: str, given: _Given, speaks: bool) -> dict[str, Any]:
     how: dict[str, Any] = {"dtype": "float32", "replace_with_kernel_inject": True}
     with closing(init_inference(model, backend=backend, **how)) as engine:
         options: dict[str, Any] = {"return_dict": True, "return_tuple": True}
-        whole = engine.forward(ids, output_hidden_states=True, **options)
-        padded = engine.forward(ids, attention_mask=mask, **options)
-        found = _named(whole.hidden_states, whole, padded)
+        whole = engine.forward(**given.whole, output_hidden_states=True, **options)
+        padded = engine.forward(**given.padded, **options)
+        found = _named(whole, padded)
         if speaks:
             new: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
-            found["text"] = to_numpy(engine.generate(ids, attention_mask=mask, **new))
+            found["text"] = to_numpy(engine.generate(**given.prompts, **new))
     return found
 
 
-def _named(states: Any, whole: Any, padded: Any) -> dict[str, Any]:
-    names = ["embedding", *(f"layer {i}" for i in range(len(states) - 1))]
-    found: dict[str, Any] = {"states": dict(zip(names, map(to_numpy, states), strict=True))}
+def _named(whole: Any, padded: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"states": {}}
+    for stack in ("", "encoder ", "decoder "):
+        states = getattr(whole, f"{stack.strip()}_hidden_states".lstrip("_"), None)
+        for i, state in enumerate(states or ()):
+            name = f"{stack}layer {i - 1}" if i else f"{stack}embedding"
+            found["states"][name] = to_numpy(state)
     if getattr(whole, "logits", None) is not None:
         found |= {"logits": to_numpy(whole.logits), "padded": to_numpy(padded.logits)}
     return found
 
 
 def _differences(
-    model: Any, ids: np.ndarray, found: dict[str, Any], wanted: dict[str, Any]
+    model: Any, given: _Given, found: dict[str, Any], wanted: dict[str, Any]
 ) -> dict[str, float | str]:
     """Relative RMS errors by name, and of the text whether it is the same, ties aside."""
     pairs = {name: (found["states"][name], own) for name, own in wanted["states"].items()}
@@ -183,24 +235,30 @@ def _differences(
     errors = {name: difference(name, *pair).relative_rms for name, pair in pairs.items()}
     if "logits" in wanted:
         errors["logits"] = difference("", found["logits"], wanted["logits"]).relative_rms
-        real = [part["padded"][-1, -_SHORT:] for part in (found, wanted)]
+        real = [part["padded"][-1, given.real] for part in (found, wanted)]
         errors["padded"] = difference("", real[0], real[1]).relative_rms
     if "text" in wanted:
-        errors["text"] = _text_of(model, found["text"], wanted["text"])
+        errors["text"] = _text_of(model, given, found["text"], wanted["text"])
     return errors
 
 
-def _text_of(model: Any, found: np.ndarray, wanted: np.ndarray) -> str:
+def _text_of(model: Any, given: _Given, found: np.ndarray, wanted: np.ndarray) -> str:
     import torch
+
+    pairs = getattr(model.config, "is_encoder_decoder", False)
+    first = 1 if pairs else _TOKENS  # new column
 
     for row, (ours, theirs) in enumerate(zip(found.tolist(), wanted.tolist(), strict=True)):
         at = first_difference(ours, theirs)
         if at is None:
             continue
-        start = 0 if row < _ROWS - 1 else _TOKENS - _SHORT
+        start = 0 if row < _ROWS - 1 or pairs else _TOKENS - _SHORT
+        before = torch.tensor([theirs[start:at]])
+        source = _tensors({name: array[row, None] for name, array in given.prompts.items()})
+        inputs = source | {"decoder_input_ids": before} if pairs else {"input_ids": before}
         with torch.no_grad():
-            scores = model(torch.tensor([theirs[start:at]])).logits[0, -1].double()
+            scores = model(**inputs).logits[0, -1].double()
         gap = (scores[theirs[at]] - scores[ours[at]]).abs() / scores.square().mean().sqrt()
         if gap > 1e-4:
-            return f"differs at {at - _TOKENS}"
+            return f"differs at {at - first}"
     return "equal"

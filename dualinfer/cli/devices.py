@@ -160,7 +160,7 @@ def plan(
     if plan.is_quantized:
         for kind, held in plan.weights.items():
             print_folded(console, f"weights, {kind}: {held}")
-    more = _collectives(plan), _streamed(plan.streaming, host_rate)
+    more = _active(plan), _collectives(plan), _streamed(plan.streaming, host_rate)
     for line in (*_held(plan.devices, plan.whole), *chain(*more)):
         print_folded(console, line)
     for note in (*why, *notes, *plan.notes):
@@ -342,6 +342,18 @@ def _held(parts: Sequence[DevicePart], whole: int) -> list[str]:
     held = sum(part.weights for part in parts)
     more = ", the rest being what several hold, and padding" if held > whole else ""
     return [f"all devices together: {_bytes(held)}, of a model of {_bytes(whole)}{more}"]
+
+
+def _active(found: PlanTable) -> list[str]:
+    """What a step reads of a mixture, whose experts are chosen as if by lot."""
+    if not found.active:
+        return []
+    one, *more = found.active
+    several = ", ".join(f"{_bytes(found.active[n])} for {n}" for n in more)
+    return [
+        f"active: a step reads {_bytes(found.active[one])} of {_bytes(found.whole)} for one token, "
+        f"and is expected to read {several} tokens that choose experts as if by lot"
+    ]
 
 
 def _shares(part: DevicePart) -> list[str]:

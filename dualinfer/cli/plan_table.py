@@ -1,16 +1,16 @@
 """Which device holds what under tensor parallelism, for people, from a model's config alone."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import cache_specs, describe_caches, token_bytes
-from ..backends.held import describe_rows, held_bytes
+from ..backends.caches import LAYOUTS, cache_specs, check_kinds, describe_caches, token_bytes
+from ..backends.held import describe_rows, held_bytes, read_share
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
-from ..model.spec import ModelSpec
+from ..model.spec import Experts, ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
 
@@ -50,7 +50,8 @@ class PlanTable:
 
     A sum is of `sum_size` bytes, in the weights' dtype; a gather joins the logits. `weights` says
     how the whole is held, as an engine's report does, and `streaming` what each device streams from
-    host memory, empty where that is not asked for.
+    host memory, empty where that is not asked for. `active` are the bytes of weights that so many
+    tokens at once are expected to read of a mixture, without embeddings; empty where that is all.
     """
 
     architecture: str
@@ -65,6 +66,7 @@ class PlanTable:
     weights: dict[str, str]
     is_quantized: bool
     streaming: tuple[Streaming, ...] = ()
+    active: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_plan_table(
@@ -87,7 +89,7 @@ def make_plan_table(
     itemsize = numpy_dtype(dtype).itemsize
     codes = None if settings is None else settings.kv_cache_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
-    layers = spec.layers
+    layers = spec.all_layers
     # Rows of the same axes have the same shapes in layers that are one object.
     kinds = [
         (
@@ -102,17 +104,19 @@ def make_plan_table(
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
     shown = [replace(planned[kind], name=row.name) for kind, row in zip(kinds, rows, strict=True)]
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
+    products = sum(2 + (layer.cross is not None) for layer in layers)
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
+    from_vocab += spec.encoder is not None and not spec.encoder.mel
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(rows, shown)),
         devices=tuple(_part(shard, itemsize, counts, codes) for shard in plan.shards),
         whole=sum(row.size for row in shown),
-        sums=0 if size == 1 else 2 * len(spec.layers) + from_vocab,
+        sums=0 if size == 1 else products + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
-        notes=(*_notes(plan, rows), *_cache_notes(spec, codes)),
+        notes=(*_notes(plan, rows), *_cache_notes(spec, codes, size)),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
         streaming=tuple(
@@ -121,7 +125,30 @@ def make_plan_table(
             if settings is not None
             and (found := choose_layers(settings, shard, own, itemsize, free)) is not None
         ),
+        active=_active(table, rows, itemsize),
     )
+
+
+_TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do
+
+
+def _active(table: WeightTable, rows: Sequence[Row], itemsize: int) -> dict[int, int]:
+    """What so many tokens read of a mixture's weights; nothing of a model without one."""
+    spec = table.spec
+    if not any(isinstance(layer.mlp, Experts) for layer in spec.layers):
+        return {}
+    tied = {name for _, name in table.tied}
+    read = [
+        row
+        for row in rows
+        if row.name not in ("embed.weight", "positions.weight")
+        or any(source.name in tied for source in row.sources)
+    ]
+    sizes = [(held_bytes(whole(table), row, itemsize), row) for row in read]
+    return {
+        tokens: round(sum(size * read_share(spec, row, tokens) for size, row in sizes))
+        for tokens in _TOKENS
+    }
 
 
 def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
@@ -169,10 +196,16 @@ def _part(
     return DevicePart(weights, cache, tuple(shard.held()))
 
 
-def _cache_notes(spec: ModelSpec, codes: str | None) -> Iterator[str]:
-    """What the cache keeps where that is codes."""
-    if codes is not None and spec.causal:
-        kinds = describe_caches(cache_specs(spec, codes))
+def _cache_notes(spec: ModelSpec, codes: str | None, size: int) -> Iterator[str]:
+    """What the cache keeps where that is codes, or what all heads share."""
+    if not spec.causal:
+        return
+    specs = cache_specs(spec, codes)
+    check_kinds(specs, LAYOUTS, "torch")
+    if size > 1 and any(own.kind == "latent" for own in specs):
+        yield "cache: latent vectors, which all heads read, so that each device holds all of them"
+    if codes is not None:
+        kinds = describe_caches(specs)
         yield f"cache: {kinds}, with a float32 scale for each token and KV head, which is counted"
 
 

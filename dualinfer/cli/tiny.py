@@ -8,14 +8,36 @@ POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
 _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
 _WINDOW, _ORIGINAL = 5, 64
-_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_FFN = (
+    *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
+)
 _OTHERS = {
     **dict.fromkeys(_FFN, 200),
     **dict.fromkeys(("sliding_window", "window_size"), _WINDOW),
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
+    **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
 }
+# Of mixtures; counts without a default are there as None.
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"moe_num_experts": 6, "n_shared_experts": 1},
+}
+_GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
+_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _KV = ("num_key_value_heads", "num_kv_heads")
+_LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
+_LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
+
+
+def text_config(config: Any) -> Any:
+    """The part of a HF config that describes a language model, or an encoder with its decoder."""
+    both = getattr(config, "is_encoder_decoder", False)
+    return config if both else config.get_text_config(decoder=True)
 
 
 def tiny_config(config: Any) -> Any:
@@ -39,18 +61,33 @@ def tiny_config(config: Any) -> Any:
     for name, value in _OTHERS.items():
         if values.get(name) is not None:
             values[name] = value
+    for name, value in _EXPERTS.items():
+        if name in values and not isinstance(values[name], list):
+            values[name] = value
+    if (values.get("n_group") or 1) > 1:
+        values |= _GROUPS
+    values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}
+    if values.get("mlp_only_layers"):
+        values["mlp_only_layers"] = [0]
     for name in _KV:
         if name in values:
             few = 1 if values[name] == 1 else _KV_HEADS
             values[name] = new_heads if values[name] in (None, heads) else few
+    if values.get("decoder_attention_heads") is not None:
+        values["decoder_attention_heads"] = new_heads // 2
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
+    if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
+        values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         values["rope_parameters"] = _tiny_rope(values["rope_parameters"])
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    for name in ("decoder_layers", "num_decoder_layers"):
+        if values.get(name) is not None:
+            values[name] = 2
     for name in ("architectures", "torch_dtype", "dtype", "quantization_config", "model_type"):
         values.pop(name, None)
     return type(config)(**values)

@@ -5,13 +5,17 @@ on one device or a share of several, is theirs. How a layer attends (a whole seq
 the cache, one token from the cache) is the `attend` function that the runner passes in.
 """
 
-from .blocks import Attend
+from .blocks import Attend, cross_keys
+from .encoder import across_whole, encoded
 from .forward import hidden_states
 from .head import embeddings, last_hidden_state, logits, outputs, pooled
 
 __all__ = [
     "Attend",
+    "across_whole",
+    "cross_keys",
     "embeddings",
+    "encoded",
     "hidden_states",
     "last_hidden_state",
     "logits",

@@ -2,32 +2,66 @@
 
 from collections.abc import Callable
 
-from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Layer
+from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
+from ..model.spec import XIELU, Experts, Layer
 
-# Attention of a layer, by its number, over packed queries, keys and values.
+# Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
+# latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
 
 
 def block(
-    layer: Layer, w: Weights, ops: BlockOps, x: Array, index: int, attend: Attend, spend: bool
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+    spend: bool,
+    across: Attend | None = None,
 ) -> Array:
-    """One layer's output; with `spend` its input may be overwritten."""
+    """One layer's output; with `spend` its input may be overwritten.
+
+    `across` attends to what an encoder gave, where the layer does.
+    """
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
 
     def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
-        qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
+        if layer.attention.latent is not None:
+            qkv = latent(x, norm)
+        else:
+            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None:
             qkv = ops.clip(qkv, layer.attention.clip)
         y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
+    def latent(x: Array, norm: NormOf | None) -> LatentQkv:
+        """Queries of `x`, and what keys and values of all heads are made of."""
+        assert layer.attention.latent is not None
+        shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
+        if layer.attention.latent.query_rank:
+            x = ops.linear(
+                x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
+            )
+            norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
+        return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
+
+    def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """Attention across; the residual may be overwritten."""
+        assert across is not None
+        q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
+        by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
+        return ops.row_product(across(index, q), w["cross_out.weight"], by)
+
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
+        if isinstance(layer.mlp, Experts):
+            return mixture(layer.mlp, w, ops, x, norm, residual)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -40,6 +74,11 @@ def block(
     def scaled(y: Array) -> Array:
         return y if layer.residual_scale == 1 else y * layer.residual_scale
 
+    def added(x: Array, y: Array, norm: NormOf) -> Array:
+        if layer.residual_scale == 1:
+            return ops.add(x, y, norm)
+        return ops.add(x, scaled(ops.norm(y, norm)))
+
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
@@ -48,15 +87,55 @@ def block(
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
     if layer.placement == "pre":
         x = attention(None if layer.bare else norm("attn_norm"), x, spend)
+        if layer.cross:
+            x = cross(x, norm("cross_norm"), x)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
-        y = ops.norm(attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
-        x = ops.add(x, scaled(y))
-        y = ops.norm(mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-        return ops.add(x, scaled(y))
+        x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
+        return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
     assert layer.residual_scale == 1
     if layer.placement == "behind":
-        x = ops.add(x, ops.norm(attention(None, None, spend=False), norm("attn_norm")))
-        return ops.add(x, ops.norm(mlp(x, None, None), norm("mlp_norm")))
+        x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
+        return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
     x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
+    if layer.cross:
+        x = ops.norm(cross(x, None, None), norm("cross_norm"), residual=x)
     return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)
+
+
+def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
+    """Keys and values [B, S, 2 K D] that a layer keeps of what an encoder gave, [B, S, E]."""
+    return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
+
+
+def mixture(
+    experts: Experts,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    norm: NormOf | None,
+    residual: Array | None,
+) -> Array:
+    """What the experts of each token make of `x`, normed first where there is a norm.
+
+    The residual, which may be overwritten, is added if given. The shared expert's part goes into
+    the one sum over devices with the others'.
+    """
+    routing = ops.route(
+        x,
+        w["router.weight"],
+        experts.router,
+        bias=w.get("router.bias"),
+        choice_bias=w.get("router.choice_bias"),
+        norm=norm,
+    )
+    partial = None
+    if experts.shared and not ops.adds_shared(x, experts, w):
+        by = Neighbours(None, norm, experts.activation, experts.gated)
+        partial = ops.partial_product(
+            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
+        )
+        if experts.shared_gated:
+            partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+    by = Neighbours(norm=norm, residual=residual, spend=True)
+    return ops.experts(x, experts, w, routing, by, partial)

@@ -17,14 +17,15 @@ def hidden_states(
     layers: range | None = None,
     x: Array | None = None,
     embeds: Array | None = None,
+    across: Attend | None = None,
 ) -> list[Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
-    its packed queries, keys and values. With `layers` the output of the last one of these, `x`
-    being what the ones before them gave, None at the first.
+    its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
+    last one of these, `x` being what the ones before them gave, None at the first.
     """
     if x is None:
         where = positions, token_types
@@ -41,6 +42,6 @@ def hidden_states(
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
-            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, spend=not keep)
+            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, across)
         kept = [*kept, x] if keep else [x]
     return kept

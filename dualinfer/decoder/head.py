@@ -32,7 +32,8 @@ def outputs(
     elif not spec.has_logits:
         result |= _scores(spec.head, params, ops, last, weights)
     if keep:
-        result["hidden_states"] = (*states[:-1], last)
+        name = "decoder_hidden_states" if spec.encoder else "hidden_states"
+        result[name] = (*states[:-1], last)
     return result
 
 

@@ -8,6 +8,7 @@ from ..backends.profiling import Profiler
 from ..config import InferenceConfig
 from ..errors import ArgumentError, ClosedError, UnsupportedError
 from ..model.embedding import TextEmbedding
+from ..model.kept_config import made
 from ..parallel.agreement import Peers
 from ..parallel.spmd import Call, Turns
 from .report import Report
@@ -56,10 +57,30 @@ class InferenceEngine(TextCalls):
         self._turns = Turns(about.peers, may_fork)
         self._about = about
         self.inference_config = about.inference_config
-        self.config = about.config
-        self.generation_config = about.generation_config
+        self._config: Any = about.config
+        self._generation_config: Any = about.generation_config
         self._profiler = Profiler(runner.stopwatch)
         self._kernels: str | None = getattr(runner, "kernels", None)  # None: the module's own ops
+
+    @property
+    def config(self) -> Any:
+        """The model's own config, HF's object, or None."""
+        self._config = made(self._config)
+        return self._config
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self._config = value
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own defaults of `generate`, HF's object, or None."""
+        self._generation_config = made(self._generation_config)
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._generation_config = value
 
     @property
     def runner(self) -> Any:

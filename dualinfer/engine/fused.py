@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
-from ..backends.base import Request, Runner, Sampling
+from ..backends.base import NO_TOKEN, Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
 from .base import CLOSED, About
@@ -37,9 +37,19 @@ from .options import (
 )
 from .origin import Origin
 from .report import Report
+from .source import (
+    NAMES,
+    make_decoder_prompts,
+    make_frames,
+    make_pair_inputs,
+    make_source,
+    refuse_names,
+)
 from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 
+_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+_HIDDEN = ("suppress_tokens", "begin_suppress_tokens")
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -113,6 +123,9 @@ class FusedEngine(EmbeddingCalls):
         position_ids: Any = None,
         token_type_ids: Any = None,
         inputs_embeds: Any = None,
+        decoder_input_ids: Any = None,
+        decoder_attention_mask: Any = None,
+        input_features: Any = None,
         labels: Any = None,
         num_items_in_batch: Any = None,
         logits_to_keep: Any = 0,
@@ -132,7 +145,10 @@ class FusedEngine(EmbeddingCalls):
         in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
         a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
         `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
-        others are computed, and labels are theirs. Returns HF's ModelOutput; with
+        others are computed, and labels are theirs. Of an encoder-decoder these ids, mask and
+        embeddings are the encoder's, and `decoder_input_ids` [B, T] the decoder's, without which
+        they are made of labels, which are not shifted then. Whisper's encoder reads
+        `input_features` [B, mel, frames]. Returns HF's ModelOutput; with
         `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
         ArgumentError and LengthError before anything runs.
         """
@@ -144,6 +160,11 @@ class FusedEngine(EmbeddingCalls):
             "inputs_embeds": inputs_embeds,
             "labels": labels,
         }
+        given = decoder_input_ids, decoder_attention_mask, input_features
+        beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
+        refuse_names(self._spec, beside)
+        if self._spec.encoder:
+            arguments |= beside
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
             refuse_arguments("forward", unsupported)
@@ -153,28 +174,32 @@ class FusedEngine(EmbeddingCalls):
                     "The cache belongs to generate()."
                 )
             if use_cache is None:
-                use_cache = getattr(self.config, "use_cache", True)
+                use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
-                output_hidden_states = bool(getattr(self.config, "output_hidden_states", False))
-            problem = getattr(self.config, "problem_type", None)
+                output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
+            problem = getattr(self._config, "problem_type", None)
             if labels is not None and problem not in (None, "single_label_classification"):
                 raise ArgumentError(
                     f"labels: the model's config has problem_type={shown(problem)}, whose loss "
                     "fused mode does not compute. Leave labels out."
                 )
-            inputs = make_forward_inputs(
-                self._spec,
-                *call.inputs.values(),
-                logits_to_keep=logits_to_keep,
-                loss_count=num_items_in_batch,
-                output_hidden_states=output_hidden_states,
-                may_pack=not use_cache,
-            )
+            how: dict[str, Any] = {
+                "logits_to_keep": logits_to_keep,
+                "loss_count": num_items_in_batch,
+                "output_hidden_states": output_hidden_states,
+            }
+            if self._spec.encoder:
+                pad = getattr(self._config, "pad_token_id", None)
+                inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
+            else:
+                values = call.inputs.values()
+                inputs = make_forward_inputs(self._spec, *values, may_pack=not use_cache, **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        given = call.inputs["input_ids"]
-        kind = kind_of(call.inputs["inputs_embeds"] if given is None else given) or "list"
+        names = "input_ids", "inputs_embeds", "input_features"
+        given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
+        kind = kind_of(next(given, None)) or "list"
         fields = {
             name: tuple(to_kind(v, kind) for v in results[name])
             if isinstance(results[name], tuple)
@@ -187,7 +212,7 @@ class FusedEngine(EmbeddingCalls):
         if not return_tuple:
             return next(iter(fields.values()))
         if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
+            return_dict = getattr(self._config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
 
     @with_arguments
@@ -206,7 +231,9 @@ class FusedEngine(EmbeddingCalls):
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
         a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
         alone; rows of the result are left-padded, and filled up with the pad id after their end.
-        With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF.
+        With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF. Of
+        an encoder-decoder `input_ids` are what the encoder reads, and the result is the decoder's
+        ids: `decoder_input_ids`, or the id of a start, and the new ones, which lengths count.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
         is an int below 2**64, or one for each prompt; None draws one for each. Raises before
@@ -342,7 +369,7 @@ class FusedEngine(EmbeddingCalls):
             ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
             kwargs.setdefault("token_type_ids", named["token_type_ids"])
         inputs = {"input_ids": ids, "attention_mask": mask}
-        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds")}
+        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds", *NAMES)}
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -388,15 +415,36 @@ class FusedEngine(EmbeddingCalls):
             ids = inputs
         if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
             del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
-        own = config_dict(self.generation_config)
+        own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
+        refuse_names(spec, given)
         options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
-        if embeds is not None:
+        source = None
+        if spec.encoder:
+            if embeds is not None:
+                raise ArgumentError(
+                    f"inputs_embeds: {spec.architecture} generates from input_ids alone here. "
+                    "Pass these, or call engine.forward() with embeddings."
+                )
+            if spec.encoder.mel:
+                source = make_frames(spec, given["input_features"], ids)
+            else:
+                source = make_source(spec, ids, mask, pad)
+            limit, read = self.inference_config.max_out_tokens, max(source.lengths)
+            if limit is not None and not spec.encoder.mel and read > limit:
+                raise LengthError(
+                    f"The encoder's input has {read} tokens, over max_out_tokens ({limit}). "
+                    "Shorten it, or set a larger max_out_tokens."
+                )
+            begins = given["decoder_input_ids"], given["decoder_attention_mask"]
+            start = options.decoder_start
+            prompts = make_decoder_prompts(spec, source, *begins, start, pad)
+        elif embeds is not None:
             prompts = make_embedded(embeds, ids, mask, spec)
         else:
             if ids is None and options.bos_token_id is not None:
@@ -424,6 +472,25 @@ class FusedEngine(EmbeddingCalls):
         self._check_length(prompts, new_tokens)
         options.check_sequences(len(prompts.rows))
         seeds = self._seeds(seed, len(prompts.rows))
+        names, first, last = options.stepwise, None, None
+        if prompts.block.shape[1] > 1:  # HF forces the second token alone
+            names = [name for name in names if name != "forced_bos_token_id"]
+        hidden: list[tuple[int, ...]] = [(), ()]
+        # These the host need not do with the logits of each step.
+        if {*names} <= {*_FORCED, *_HIDDEN} and (new_tokens > 1 or _FORCED[0] not in names):
+            first, last = (options.forced(name) if name in names else None for name in _FORCED)
+            hidden = [options.hidden(name, spec.vocab) if name in names else () for name in _HIDDEN]
+            known = first not in options.eos_token_ids and NO_TOKEN not in (
+                first,
+                last,
+                *sum(hidden, ()),
+            )
+            if known:
+                names = []
+            else:
+                first = last = None
+                hidden = [(), ()]
+        sources = source.rows if source else [None] * len(seeds)
         requests = [
             Request(
                 tokens=row,
@@ -441,17 +508,20 @@ class FusedEngine(EmbeddingCalls):
                     index,
                 ),
                 embeds=vectors,
+                source=read,
+                encoded=0 if read is None else len(read) // (2 if read.ndim > 1 else 1),
+                first=first,
+                last=last,
+                hidden=hidden[0],
+                hidden_at_first=hidden[1],
             )
-            for row, vectors, row_seed in zip(
-                prompts.rows, prompts.embeds or [None] * len(seeds), seeds, strict=True
+            for row, vectors, read, row_seed in zip(
+                prompts.rows, prompts.embeds or [None] * len(seeds), sources, seeds, strict=True
             )
             for index in range(count)
         ]
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
         rules = None
-        names = set(options.stepwise)
-        if prompts.block.shape[1] > 1:  # HF forces the second token alone
-            names.discard("forced_bos_token_id")
         if names:
             backend = self.inference_config.backend
             rules = Rules(options, prompts, new_tokens, backend, self.device)

@@ -134,7 +134,12 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
 
 
 def make_prompts(
-    ids: Any, mask: Any, vocab: int, pad_id: int | None, eos_ids: tuple[int, ...]
+    ids: Any,
+    mask: Any,
+    vocab: int,
+    pad_id: int | None,
+    eos_ids: tuple[int, ...],
+    name: str = "input_ids",
 ) -> Prompts:
     """Prompts from [B, T] ids with a mask, or from a list of lists of any lengths.
 
@@ -146,8 +151,8 @@ def make_prompts(
     kind = kind_of(ids) or "list"
     like = ids if kind == "torch" else None
     if kind_of(ids) == "list" and len(ids) and _has_rows(ids[0]):
-        return _make_ragged(ids, mask, vocab, pad_id)
-    array = check_ids(ids, "input_ids", vocab)
+        return _make_ragged(ids, mask, vocab, pad_id, name)
+    array = check_ids(ids, name, vocab)
     visible = check_mask(mask, array.shape)
     if visible is None:
         padded = kind != "list" and pad_id is not None and pad_id not in eos_ids
@@ -194,16 +199,16 @@ def _has_rows(value: Any) -> bool:
     return kind_of(value) is not None and getattr(value, "ndim", 1) > 0
 
 
-def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None) -> Prompts:
+def _make_ragged(ids: Any, mask: Any, vocab: int, pad_id: int | None, name: str) -> Prompts:
     if mask is not None and (not _has_rows(mask) or len(mask) != len(ids)):
         raise ArgumentError(f"attention_mask must have one row for each of {len(ids)} prompts.")
     rows = []
     for i, row in enumerate(ids):
         if _has_rows(row) and len(row) == 0:
             raise ArgumentError(f"Prompt {i} is empty.")
-        tokens = check_ids(row, f"input_ids[{i}]", vocab)
+        tokens = check_ids(row, f"{name}[{i}]", vocab)
         if len(tokens) > 1:
-            raise ArgumentError(f"input_ids[{i}] has shape {tokens.shape}; expected one prompt.")
+            raise ArgumentError(f"{name}[{i}] has shape {tokens.shape}; expected one prompt.")
         keep = None if mask is None else check_mask(mask[i], tokens.shape)
         if keep is not None and not keep.any():
             raise ArgumentError(f"Prompt {i} is empty: every token of it is masked.")
@@ -251,8 +256,11 @@ def make_forward_inputs(
     loss_count: Any = None,
     output_hidden_states: bool,
     may_pack: bool,
+    name: str = "input_ids",
 ) -> ForwardInputs:
-    """One forward pass's inputs. `may_pack`: positions that start anew separate sequences.
+    """One forward pass's inputs, called `name` in errors.
+
+    `may_pack`: positions that start anew separate sequences.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
@@ -269,7 +277,7 @@ def make_forward_inputs(
             | {"position_ids": positions, "token_type_ids": types},
         )
     if embeds is None:
-        tokens = check_ids(ids, "input_ids", spec.vocab)
+        tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
         vectors = check_embeds(embeds, spec.extent("width"))
@@ -279,7 +287,7 @@ def make_forward_inputs(
     at = default_positions(spec, shape, tokens, visible)
     longest = length if spec.pad is None else int(at.max()) - spec.pad
     if spec.learned_positions and longest > spec.tokens:
-        name = "input_ids" if embeds is None else "inputs_embeds"
+        name = name if embeds is None else "inputs_embeds"
         raise LengthError(
             f"{name} has {longest} tokens, but the model has {spec.tokens} positions."
         )
@@ -320,7 +328,7 @@ def make_forward_inputs(
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
-    """How many sequences a choice is made among, and arrays [B, C, ...] of it as [B * C, ...].
+    """How many sequences a choice is made among, and arrays [B, choices, ...] as [B choices, ...].
 
     Raises ArgumentError where an array's first axes are not those of `name`.
     """
@@ -329,8 +337,7 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
         for own, x in given.items()
     }
     axes = 3 if name == "input_ids" else 4
-    main = arrays[name]
-    shape: tuple[int, ...] = () if main is None else main.shape
+    shape = np.shape(arrays[name])
     if len(shape) != axes:
         raise ArgumentError(
             f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "
@@ -380,7 +387,7 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     """
     if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep == 0):
         return None
-    if spec.head is None or spec.head.kind != "causal":
+    if spec.head is None or spec.head.kind != "causal" or spec.encoder:
         raise ArgumentError(
             f"logits_to_keep={shown(keep)}: {spec.architecture} has no such argument in HF, only "
             "causal models with a vocabulary head have. Leave it out."
@@ -416,7 +423,8 @@ def _check_labels(
 ) -> np.ndarray:
     """Labels as int32, NO_LABEL where none counts; a causal model's, shifted.
 
-    They are [B, K], which is `shape`, or [B] of a model that scores sequences or choices.
+    They are [B, K], which is `shape`, or [B] of a model that scores sequences or choices. Those of
+    an encoder-decoder are not shifted: its inputs are.
     """
     if spec.head is None:
         raise ArgumentError(f"labels: {spec.architecture} has no head, so no loss.")
@@ -451,7 +459,7 @@ def _check_labels(
             f"(0 to {most - 1}), or {NO_LABEL} where no loss is asked for."
         )
     array = array.astype(np.int32)
-    if kind != "causal":
+    if kind != "causal" or spec.encoder:
         return array
     return np.pad(array[:, 1:], ((0, 0), (0, 1)), constant_values=NO_LABEL)
 
@@ -460,10 +468,10 @@ def _loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:
     """HF's `num_items_in_batch`, by which a causal model's sum of losses is divided."""
     if count is None:
         return None
-    if not has_labels or spec.head is None or spec.head.kind != "causal":
+    if not has_labels or spec.head is None or spec.head.kind != "causal" or spec.encoder:
         raise ArgumentError(
             f"num_items_in_batch={shown(count)} divides the loss of a causal model's labels; "
-            "without them, and for masked ones, HF does not read it. Leave it out."
+            "without them, and for others, HF does not read it. Leave it out."
         )
     try:
         number = float(count)

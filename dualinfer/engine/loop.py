@@ -64,6 +64,7 @@ class Live:
             return whole
         return replace(
             whole,
+            first=None,
             tokens=np.append(whole.tokens, np.array(self.tokens, whole.tokens.dtype)),
             max_new_tokens=(self.pause or whole.max_new_tokens) - done,
             min_new_tokens=max(0, whole.min_new_tokens - done),
@@ -74,6 +75,8 @@ class Live:
         self.tokens.append(token)
         self.pauses = len(self.tokens) == self.pause
         full = len(self.tokens) >= self.request.max_new_tokens
+        if full and self.request.last is not None:
+            token = self.tokens[-1] = self.request.last
         self.ended = full or token in self.request.eos_ids
 
 
@@ -133,6 +136,9 @@ class Loop:
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
         self._turns.begin(requests, self._live)
         lives = [Live(r, slot, p) for r, slot, p in zip(requests, slots, pauses, strict=False)]
+        for live in lives:
+            if live.request.first is not None:
+                live.tokens, live.queued = [live.request.first], 2
         slots = slots[: len(lives)]
         try:
             parts = [live.part() for live in lives]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
+from ..backends.base import NO_TOKEN
 from ..errors import ArgumentError, UnsupportedError, shown, warn_caller
 from .inputs import REASONS
 
@@ -62,6 +63,10 @@ class GenerationArguments(TypedDict, total=False):
     output_logits: bool | None
     token_type_ids: Any
     use_cache: bool | None
+    decoder_input_ids: Any
+    decoder_attention_mask: Any
+    decoder_start_token_id: int | Sequence[int] | None
+    input_features: Any
 
 
 def with_arguments(function: F) -> F:
@@ -117,6 +122,8 @@ _SUPPORTED = ", ".join(
         [
             *(*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"),
             *("inputs_embeds", "seed", "streamer", "tokenizer"),
+            *("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id"),
+            "input_features",
         ]
     )
 )
@@ -190,7 +197,7 @@ class GenerationOptions:
     set one, not the model's defaults. `processed` are options that the host applies to each step's
     logits, by name, and `processors` and `criteria` the caller's own functions. `returns` says what
     is asked for beside the ids: of `scores` and `logits`, where HF's output is; None where it is
-    not.
+    not. `decoder_start` is the id, or are those, that an encoder-decoder begins with.
     """
 
     max_new_tokens: int | None
@@ -215,6 +222,20 @@ class GenerationOptions:
     max_time: float | None = None
     renormalize: bool = False
     returns: tuple[str, ...] | None = None
+    decoder_start: Any = None
+
+    def forced(self, name: str) -> int:
+        """The one id that an option forces, NO_TOKEN where it is a list of several."""
+        value = self.processed[name]
+        ids = list(value) if isinstance(value, list | tuple) else [value]
+        is_one = len(ids) == 1 and isinstance(ids[0], int) and not isinstance(ids[0], bool)
+        return ids[0] if is_one and ids[0] >= 0 else NO_TOKEN
+
+    def hidden(self, name: str, vocab: int) -> tuple[int, ...]:
+        """The ids that an option suppresses; NO_TOKEN alone where HF shall say what is wrong."""
+        ids = self.processed[name]
+        known = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
+        return tuple(i for i in dict.fromkeys(ids) if i < vocab) if known else (NO_TOKEN,)
 
     @property
     def stepwise(self) -> list[str]:
@@ -325,6 +346,7 @@ def make_options(
         ),
         renormalize=_boolean({"renormalize_logits": None, **values}, "renormalize_logits"),
         returns=returns,
+        decoder_start=values.get("decoder_start_token_id"),
     )
 
 

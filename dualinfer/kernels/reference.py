@@ -6,7 +6,7 @@ computed in float64 and returned as float32, so that an implementation is judged
 rounding alone. Nothing is fast, and no argument is changed in place.
 
 Letters: B sequences, T tokens, S cache length, N slots, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 import math
@@ -133,6 +133,90 @@ def gated_activation(x: Array, kind: str) -> Array:
     return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
 
 
+def head_product(x: Array, weight: Array) -> Array:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return np.einsum("nhd,hod->nho", _wide(x), _wide(weight)).astype(np.float32)
+
+
+def route(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    choice_bias: Array | None = None,
+    *,
+    chosen: int,
+    score: str = "softmax",
+    groups: int = 1,
+    groups_chosen: int = 1,
+    group_score: str = "max",
+    renormalized: bool = False,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """The experts, int32 [..., k], that rows of x [..., E] choose by weight [X, E], and weights.
+
+    Experts ascend; their weights are float32. `model.spec.Router` says what the numbers mean.
+    Scores are those of float32 logits, so that ties are ties in every implementation.
+    """
+    logits = _wide(matmul(x, weight, bias))
+    scores = logits
+    if score == "sigmoid":
+        scores = np.vectorize(_sigmoid, otypes=[np.float64])(logits)
+    elif score == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+    choice = scores if choice_bias is None else scores + _wide(choice_bias)
+    by_group = choice.reshape(*choice.shape[:-1], groups, -1)
+    best = np.sort(by_group, -1)[..., -(2 if group_score == "two" else 1) :].sum(-1)
+    ranks = np.argsort(np.argsort(-best, -1, kind="stable"), -1)
+    choice = np.where(ranks[..., None] < groups_chosen, by_group, -np.inf).reshape(choice.shape)
+    experts = np.sort(np.argsort(-choice, -1, kind="stable")[..., :chosen], -1)
+    weights = np.take_along_axis(scores, experts, -1)
+    if score == "chosen":
+        weights = np.exp(weights - weights.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+    if renormalized:
+        weights /= weights.sum(-1, keepdims=True) + eps
+    return experts.astype(np.int32), (weights * scale).astype(np.float32)
+
+
+def experts(
+    x: Array,
+    up: Array,
+    down: Array,
+    up_bias: Array | None,
+    down_bias: Array | None,
+    chosen: Array,
+    weights: Array,
+    *,
+    activation: str,
+    gated: bool,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Array:
+    """The sum of what the `chosen` experts [..., k] make of x [..., E], by their weights [..., k].
+
+    up [X, 2F, E] holds gate, then up, or without gates [X, F, E]; down is [X, E, F]. An expert that
+    no row chose is not read. `model.spec.Experts` says what `limit` and `offset` mean.
+    """
+    f = np.vectorize(_ACTIVATIONS[activation], otypes=[np.float64])
+    y = np.zeros((*x.shape[:-1], down.shape[1]))
+    for at in np.ndindex(*chosen.shape):
+        own, row = chosen[at], at[:-1]
+        h = _wide(up[own]) @ _wide(x[row])
+        if up_bias is not None:
+            h = h + _wide(up_bias[own])
+        gate, value = np.split(h, 2) if gated else (h, np.ones(1) - offset)
+        if limit is not None:
+            gate = np.minimum(gate, limit)
+            value = np.clip(value, -limit, limit)
+        part = _wide(down[own]) @ (f(gate) * (value + offset))
+        if down_bias is not None:
+            part = part + _wide(down_bias[own])
+        y[row] += float(weights[at]) * part
+    return y.astype(np.float32)
+
+
 def visible_keys(
     tokens: int,
     causal: bool,
@@ -143,9 +227,9 @@ def visible_keys(
     """bool [B or 1, T, T]: whether a query (second last axis) sees a key (last axis).
 
     With `causal` no query sees the future. `window` counts the tokens seen, the query's own and
-    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False is
-    seen by no query; queries and keys of different `segments` [B, T] do not see each other. A query
-    left with no key at all sees itself.
+    those before it; without `causal` it holds on either side. A key whose `mask` [B, T] is False
+    is seen by no query; queries and keys of different `segments` [B, T] do not see each other. A
+    query left with no key at all sees itself.
     """
     position = np.arange(tokens)
     age = position[:, None] - position[None, :]  # how far a key lies before the query
@@ -176,23 +260,26 @@ def attention(
     positions: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    relative: Array | None = None,
 ) -> Array:
     """Mean of the visible values, weighted by softmax(scale q k); see `visible_keys`.
 
-    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]. Query head h reads
+    Vaswani et al., 2017: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D]; values may have
+    another width than keys, and the result has it then. Query head h reads
     KV head h // G (Ainslie et al., 2023). `softcap` c makes a score c tanh(score / c) (Gemma 2).
     `alibi` [H] adds slope times (the key's position - the query's), with `positions` [B, T], by
     default 0 to T-1 (Press et al., 2022); `alibi_scale` c times the difference of slope times
     position, with each position and each product rounded to bfloat16 (Falcon). `sinks` [H] is a
-    score of no value at all, which takes its part of the softmax. All in this order, before the
-    mask.
+    score of no value at all, which takes its part of the softmax. `relative` [H, 2M+1] adds its
+    column M + n for a key that lies n tokens behind the query, the first or the last column for one
+    that lies farther (T5, Raffel et al., 2020). All in this order, before the mask.
     """
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
     seen = np.broadcast_to(
         visible_keys(tokens, causal, window, mask, segments), (batch, tokens, tokens)
     )
-    out = np.empty(q.shape, np.float64)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), np.float64)
     for b in range(batch):
         for h in range(heads):
             keys, values = _wide(k[b, :, h // group]), _wide(v[b, :, h // group])
@@ -200,6 +287,9 @@ def attention(
             if alibi is not None:
                 at = np.arange(tokens) if positions is None else positions[b].astype(np.int64)
                 scores = scores + _alibi(alibi[h], alibi_scale, at[None, :], at[:, None])
+            if relative is not None:
+                at = np.arange(tokens)
+                scores = scores + _relative(relative[h], at[None, :] - at[:, None])
             weights = _weights(np.where(seen[b], scores, -np.inf), sinks, h)
             out[b, :, h] = weights @ values
     return out.astype(np.float32)
@@ -234,6 +324,12 @@ def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
         return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
 
     return scale * (at(keys) - at(queries))
+
+
+def _relative(row: Array, behind: Array) -> Array:
+    """What a head's row [2M+1] adds for keys so many tokens behind the query."""
+    most = len(row) // 2
+    return _wide(row)[np.clip(behind, -most, most) + most]
 
 
 def _capped(scores: Array, softcap: float | None) -> Array:
@@ -310,13 +406,14 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    relative: Array | None = None,
 ) -> Array:
     """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
     sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
-    `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`; a token's position is its place
-    in the cache.
+    `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`; a token's position
+    is its place in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -330,7 +427,25 @@ def decode_attention(
             scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
             if alibi is not None:
                 scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
+            if relative is not None:
+                scores = scores + _relative(relative[h], np.arange(start, end) - (end - 1))
             out[n, h] = _weights(scores, sinks, h) @ values
+    return out.astype(np.float32)
+
+
+def cross_attention(q: Array, k: Array, v: Array, visible: Array | None, *, scale: float) -> Array:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, one at least in each row; None shows all.
+    """
+    batch, _, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = np.empty(q.shape, np.float64)
+    for b in range(batch):
+        shown = slice(None) if visible is None else visible[b]
+        for h in range(heads):
+            keys, values = _wide(k[b, h // group, shown]), _wide(v[b, h // group, shown])
+            out[b, :, h] = _softmax(_wide(q[b, :, h]) @ keys.T * scale) @ values
     return out.astype(np.float32)
 
 

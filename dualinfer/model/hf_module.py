@@ -341,11 +341,14 @@ def turns_by_length(part: Any) -> bool:
     return any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope"))
 
 
+_LEARNED = ("e_score_correction_bias",)
+
+
 def _changed_buffer(part: Any, other: Any) -> str | None:
     """Name of a buffer whose values are not those of the same module made anew; None if none is.
 
     Half precision may have rounded them, more than once. Frequencies that follow the length of what
-    was last read are left out.
+    was last read are left out, and biases of routers, which training moves.
     """
     import torch
 
@@ -354,7 +357,7 @@ def _changed_buffer(part: Any, other: Any) -> str | None:
     theirs = dict(other.named_buffers(recurse=False))
     for name, buffer in part.named_buffers(recurse=False):
         wanted = theirs.get(name)
-        if wanted is None or buffer.is_meta or wanted.is_meta:
+        if wanted is None or buffer.is_meta or wanted.is_meta or name in _LEARNED:
             continue
         values = buffer.detach().cpu()
         if values.shape != wanted.shape:

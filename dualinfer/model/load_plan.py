@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Any, Protocol, runtime_checkable
@@ -175,6 +175,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
 
     def match(r: Row) -> None:
         stored_names = []
+        if r.others and all(find(part.name) for part in r.others):
+            r = replace(r, sources=r.others, others=())
         for part in r.sources:
             name = find(part.name)
             if name is None:  # HF may have kept the other name of two tied tensors

@@ -1,18 +1,15 @@
 """What forward returns: transformers' ModelOutput with the fields that dualinfer's models have."""
 
-import functools
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
+# In HF's order.
 FIELDS = (
-    "loss",
-    "logits",
-    "start_logits",
-    "end_logits",
-    "last_hidden_state",
-    "pooler_output",
-    "hidden_states",
-)  # HF's order
+    *("loss", "logits", "start_logits", "end_logits"),
+    *("last_hidden_state", "pooler_output", "hidden_states"),
+    *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
+)
 
 
 _CLASSES = {
@@ -24,9 +21,32 @@ _CLASSES = {
 }
 
 
-@functools.cache
+_seers: list[Callable[[Any], None]] = []
+
+
+def on_outputs_type(see: Callable[[Any], None]) -> None:
+    """Have `see` called with each class of outputs, before the first of its objects is made."""
+    _seers.append(see)
+    for kind in _made.values():
+        see(kind)
+
+
+_made: dict[str, Any] = {}
+_making = threading.RLock()
+
+
 def _outputs_type(name: str) -> Any:
-    """A class of _CLASSES, made on first use: transformers is imported by then."""
+    """A class of _CLASSES, made on first use: it takes the import of transformers."""
+    with _making:
+        if name not in _made:
+            kind = _make_type(name)
+            for see in _seers:
+                see(kind)
+            _made[name] = kind
+        return _made[name]
+
+
+def _make_type(name: str) -> Any:
     from dataclasses import make_dataclass
 
     from transformers.utils.generic import ModelOutput

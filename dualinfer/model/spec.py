@@ -2,11 +2,15 @@
 
 A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
 everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab.
+G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
@@ -48,9 +52,66 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Self-attention of one layer; `window` counts the visible tokens, the query's own included.
+class Latent:
+    """What latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values of.
 
+    A token has one latent vector of `rank` elements, normed by `norm`, and `turning` elements of a
+    key that all heads share and that the rotary embedding turns. A head's key is its own projection
+    of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
+    elements, is another projection. Queries have turning elements at their end likewise. They come
+    from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    """
+
+    rank: int
+    turning: int
+    value_dim: int
+    norm: Norm
+    query_rank: int = 0
+
+    @property
+    def width(self) -> int:
+        """What a token is kept in: the latent vector and the shared part of a key."""
+        return self.rank + self.turning
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """A learned number for each head and bucket of distances, added to scaled scores (T5).
+
+    Distances of `most` tokens and more are alike. One bucket of `buckets` serves each of the first
+    distances, and those behind share the rest by their logarithm; with `both_ways` half of them are
+    for keys behind the query, else those have the bucket of distance 0.
+    """
+
+    buckets: int
+    most: int
+    both_ways: bool
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The bucket of each key that lies -most to most tokens behind the query.
+
+        HF's `_relative_position_bucket`, in the same float32 arithmetic.
+        """
+        buckets = self.buckets // 2 if self.both_ways else self.buckets
+        exact, found = buckets // 2, []
+        steps = np.float32(math.log(self.most / exact))
+        for behind in range(-self.most, self.most + 1):
+            away = abs(behind) if self.both_ways else max(-behind, 0)
+            bucket = away
+            if away >= exact:
+                part = np.log(np.float32(away) / np.float32(exact)) / steps
+                bucket = exact + int(part * np.float32(buckets - exact))
+            first = buckets if self.both_ways and behind > 0 else 0
+            found.append(first + min(bucket, buckets - 1))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer, to its own sequence or across to another one.
+
+    `window` counts the visible tokens, the query's own included.
     Without `causal` it counts as many on either side, the query's own in both (ModernBERT).
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
@@ -58,7 +119,9 @@ class Attention:
     scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
-    the query at position p is times 1 + b ln(1 + floor(p / n)).
+    the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
+    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
+    that of queries and keys.
     """
 
     heads: int
@@ -76,12 +139,21 @@ class Attention:
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
     softcap: float | None = None
+    bias: RelativeBias | None = None
+    latent: Latent | None = None
+
+    @property
+    def head_widths(self) -> tuple[int, int, int]:
+        """Elements of one head in the projections to queries, keys and values, in that order."""
+        if self.latent is None:
+            return self.head_dim, self.head_dim, self.head_dim
+        return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Widths of the query, key and value blocks in the fused projection, in that order."""
-        kv = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv, kv
+        """Widths of the query, key and value blocks in projections, in that order."""
+        q, k, v = self.head_widths
+        return self.heads * q, self.kv_heads * k, self.kv_heads * v
 
 
 @dataclass(frozen=True)
@@ -94,8 +166,53 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts and weighs them, by a product with the router's weights.
+
+    Scores of the logits are their `softmax`, their `sigmoid`, or the softmax over the `chosen` ones
+    alone, all in float32. A bias for the choice, if there is one among the weights, is added for
+    the choice alone. Of equal `groups` of experts those `groups_chosen` are open whose best score
+    (`max`), or sum of their `two` best, is the largest. `renormalized` weights are over their sum
+    plus `eps`; then they are times `scale`. Of equal scores that of the lower number goes first.
+    """
+
+    chosen: int
+    score: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: Literal["max", "two"] = "max"
+    renormalized: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
+
+    An expert's hidden values are activation(gate) * (up + `offset`), or without gates
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
+    result is times the logistic function of a product of its own (Qwen2-MoE).
+    """
+
+    count: int
+    ffn: int
+    activation: Activation
+    gated: bool
+    router: Router
+    shared: int = 0
+    shared_gated: bool = False
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
+
+    With `cross` a second attention stands between the two, `pre` or `post`: its keys and values are
+    of what an encoder gives.
 
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). A `bare`
@@ -105,12 +222,13 @@ class Layer:
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     norm: Norm
     placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    cross: Attention | None = None
     bare: bool = False
 
 
@@ -155,7 +273,10 @@ class ModelSpec:
     start anew separate sequences. `embed_width` is that of the embedding and of the head where a
     projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
     types and the norm of the embedding have it as well, and the projection with its bias comes
-    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding.
+    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
+    `encoder` this is a decoder that attends across to what that gives of another sequence, and that
+    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
+    so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -179,6 +300,24 @@ class ModelSpec:
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
+    encoder: "ModelSpec | None" = None
+    start: int | None = None
+    mel: int = 0
+
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, then those of the encoder: numbers of layers in the weights are by these."""
+        return self.layers + (self.encoder.layers if self.encoder else ())
+
+    def number(self, part: "ModelSpec", index: int) -> int:
+        """The number in `all_layers` of a layer of `part`, this model or its encoder."""
+        return index + (len(self.layers) if self.encoder and not part.encoder else 0)
+
+    def with_layers(self, layers: Sequence[Layer]) -> "ModelSpec":
+        """The same model of other layers, given as `all_layers` has them."""
+        own, rest = tuple(layers[: len(self.layers)]), tuple(layers[len(self.layers) :])
+        encoder = replace(self.encoder, layers=rest) if self.encoder else None
+        return replace(self, layers=own, encoder=encoder)
 
     def extent(self, axis: str, layer: int | None = None) -> int:
         """Elements of an axis by its name; of a joined one, such as `q+k+v`, of all its parts.
@@ -206,17 +345,31 @@ class ModelSpec:
             "types": self.token_types,
             "one": 1,
         }
+        if self.encoder:
+            outer["source_positions"] = self.encoder.extent("positions")
+            outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
-        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
+        attention, mlp = self.all_layers[layer].attention, self.all_layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
+            "buckets": attention.bias.buckets if attention.bias else 0,
         }
+        if (own := attention.latent) is not None:
+            inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+        if isinstance(mlp, Experts):
+            inner["experts"] = mlp.count
+            inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def frames(self) -> int:
+        """Frames of every spectrogram that the model reads; 0 where it reads ids."""
+        return 2 * self.learned_positions if self.mel else 0
 
     @property
     def causal(self) -> bool:

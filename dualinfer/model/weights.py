@@ -147,12 +147,16 @@ class Row:
     """One of our weights: its axes, and the stored tensors that make it.
 
     Those of one part that lack the row's first axis are stacked along it, by their `index`; those
-    that lie side by side are joined along its fused axis, in order. A row without sources is
-    `constant` everywhere, or the table that this makes of a shape: HF computes it. `layer` is the
-    number of the layer that it belongs to, None for none. Of a quantized row, by its `scheme`,
-    sources are tensors of several parts; a part has those of the row's axes that its sources have.
-    `blocks` are the rows and columns that have one scale. A row that is a piece of a fused weight
-    has the axes of the `whole`.
+    that lie side by side are joined along its fused axis, in order, with zeros in the place of a
+    part that none has. A row without sources is `constant` everywhere, or the table that this makes
+    of a shape: HF computes it. `layer` is the number of the layer that it belongs to, None for
+    none. Of a quantized row, by its `scheme`, sources are tensors of several parts; a part has
+    those of the row's axes that its sources have. `blocks` are the rows and columns that have one
+    scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
+    array has these elements of the last axis alone, in this order, as often as they are named.
+    `others` are the tensors that a source may have in the place of all of `sources`. A `wide` row
+    is float32 whatever the model computes in, and a `dense` one is never quantized: what a
+    checkpoint quantizes of it is read as what its codes mean.
     """
 
     name: str
@@ -163,6 +167,10 @@ class Row:
     scheme: BlockScheme | None = None
     blocks: tuple[int, int] = (0, 0)
     whole: tuple[str, ...] = ()
+    dense: bool = False
+    picks: tuple[int, ...] = ()
+    others: tuple[Source, ...] = ()
+    wide: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -200,12 +208,14 @@ class Row:
         """Its name without that of its layer."""
         return self.name if self.layer is None else self.name.split(".", 2)[2]
 
-    def of_layer(self, layer: int) -> "Row":
-        """The row of a layer, of this one as a template: `{i}` in HF's names is its number."""
-        sources = (replace(s, name=s.name.replace("{i}", str(layer))) for s in self.sources)
-        return replace(
-            self, name=f"layers.{layer}.{self.name}", sources=tuple(sources), layer=layer
+    def of_layer(self, layer: int, number: int) -> "Row":
+        """The row of a layer, of this one as a template: `{i}` in HF's names is its `number`."""
+        sources, others = (
+            tuple(replace(s, name=s.name.replace("{i}", str(number))) for s in own)
+            for own in (self.sources, self.others)
         )
+        name = f"layers.{layer}.{self.name}"
+        return replace(self, name=name, sources=sources, others=others, layer=layer)
 
     def stacked(self, count: int) -> "Row":
         """The row of `count` stored tensors of each kind: `{x}` in HF's names is the number."""
@@ -245,7 +255,8 @@ class Row:
             )
             seen.add(source.index)
         blocks = scheme.rows, scheme.columns
-        return (replace(self, sources=tuple(sources), scheme=scheme, blocks=blocks),)
+        parts = {"sources": tuple(sources), "others": (), "scheme": scheme, "blocks": blocks}
+        return (replace(self, **parts),)
 
     def _piece(self, source: Source) -> "Row":
         """The row of one of the tensors that are joined."""
@@ -377,6 +388,16 @@ def get_leaf(group: Mapping[str, Leaf], row: Row) -> Leaf:
     return next(piece for piece in held.pieces if piece.axes[0] == row.axes[0])
 
 
+def encoder_weights(outer: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The weights outside of an encoder's layers, by their names in a model of its own.
+
+    They are those of the whole model whose names begin so, and the embedding, which it shares.
+    """
+    own = {n.removeprefix("encoder."): w for n, w in outer.items() if n.startswith("encoder.")}
+    shared = {n: w for n, w in outer.items() if n == "embed.weight"}
+    return {**shared, **own}
+
+
 def join_axis(axes: Sequence[str]) -> int:
     """Index of the axis along which several tensors are joined."""
     return next((i for i, axis in enumerate(axes) if "+" in axis), 0)
@@ -403,12 +424,13 @@ class WeightTable:
 
     `spec` says how long the axes are. `outer` are the rows outside of the layers, and `layers` each
     layer's as a template, whose names leave out the layer and whose HF names have `{i}` in its
-    place: one and the same where layers are alike. `base` is HF's prefix of the headless model;
-    files saved without a head lack it. `renames` are (ours, theirs) pieces of names that older
-    files use. `unused` are patterns of tensors that belong to the family and change no result here.
-    `tied` are rows that HF ties to another tensor, with that tensor's name: a file may hold both,
-    and where they differ HF unties them. `optional` is a part, by the start of our names, that a
-    checkpoint may lack as a whole. `matrices` are the quantized weights of a checkpoint.
+    place: one and the same where layers are alike. Those of an encoder follow the others. `base` is
+    HF's prefix of the headless model; files saved without a head lack it. `renames` are (ours,
+    theirs) pieces of names that older files use. `unused` are patterns of tensors that belong to
+    the family and change no result here. `tied` are rows that HF ties to another tensor, with that
+    tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
+    by the start of our names, that a checkpoint may lack as a whole. `matrices` are the quantized
+    weights of a checkpoint.
     """
 
     spec: ModelSpec
@@ -424,7 +446,12 @@ class WeightTable:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every row: those outside of the layers, then each layer's."""
-        inner = (row.of_layer(i) for i, layer in enumerate(self.layers) for row in layer)
+        own = len(self.spec.layers)
+        inner = (
+            row.of_layer(i, i if i < own else i - own)
+            for i, layer in enumerate(self.layers)
+            for row in layer
+        )
         return tuple(own for row in (*self.outer, *inner) for own in self._resolve(row))
 
     @cached_property
@@ -442,7 +469,7 @@ class WeightTable:
         """The rows of the tensors that a checkpoint of this model holds."""
         if any("{x}" in source.name for source in row.sources):
             row = row.stacked(self.spec.extent(row.axes[0], row.layer))
-        if self.matrices is None or not row.is_weight:
+        if self.matrices is None or not row.is_weight or row.dense:
             return (row,)
         return row.quantized(self._find)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.load_plan import LoadPlan
-from ..model.spec import Layer, ModelSpec
+from ..model.spec import Experts, Layer, ModelSpec
 from ..model.weights import Row, Source, WeightTable, at_blocks, join_axis
 
 
@@ -97,26 +97,26 @@ class Shard:
         """What this device holds of the axes that people know; nothing where it holds all."""
         if self.size == 1:
             return []
-        head_dim = self.spec.layers[layer].attention.head_dim
-        units = (
-            ("query heads", "q", head_dim),
-            ("KV heads", "k", head_dim),
-            ("MLP width", "ffn", 1),
-            ("vocabulary", "vocab", 1),
-        )
+        is_latent = self.spec.all_layers[layer].attention.latent is not None
+        axes = {
+            "query heads": "heads",
+            **({"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}),
+            "MLP width": "ffn",
+            "vocabulary": "vocab",
+        }
         return [
             Held(
                 name,
-                self.share(axis, layer).real // unit,
-                self.share(axis, layer).extent // unit,
-                self.table.spec.extent(axis, layer) // unit,
+                self.share(axis, layer).real,
+                self.share(axis, layer).extent,
+                self.table.spec.extent(axis, layer),
             )
-            for name, axis, unit in units
+            for name, axis in axes.items()
         ]
 
     def describe(self) -> str:
         """What this device holds, for people, padding included; layers that are alike once."""
-        firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.layers)))}
+        firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.all_layers)))}
         kinds = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
         return "; ".join(
             ", ".join(f"{own.name} {own.extent} of {own.whole}" for own in held) for held in kinds
@@ -223,13 +223,30 @@ class Shard:
         """
         source = found[0].read.source
         by_index: dict[int | None, list[Any]] = {}
+        by_axis: dict[str, Any] = {}  # of blocks that are a part of a joined axis each
+        joint = join_axis(row.axes)
         while found:
             read, array = found.pop(0)
-            blocks = self.blocks(row, read, place(array, read.order))
+            kept, order = sorted(read.order), read.order
+            if len(kept) < array.ndim:  # axes of one element that the row has not
+                array = array.reshape([array.shape[i] for i in kept])
+                order = tuple(map(kept.index, order))
+            blocks = self.blocks(row, read, place(array, order))
             shapes = self.block_shapes(row, read)
             own = by_index.setdefault(read.source.index, [])
             own += [pad(block, shape) for block, shape in zip(blocks, shapes, strict=True)]
+            if source.part == "data" and source.index is None and len(read.axes) > joint:
+                by_axis[read.axes[joint]] = own[-1]
         axis = join_axis(row.axes_of(source))
+        names = _parts(row.axes[axis]) if row.axes else []
+        is_part = len(by_axis) < len(names) and all(n in names for n in by_axis)
+        if by_axis and len(names) > 1 and is_part:
+            shapes = {
+                n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names
+            }
+            some = next(iter(by_axis.values()))
+            empty = some[(slice(None),) * axis + (slice(0, 0),)]
+            by_index[None] = [by_axis[n] if n in by_axis else pad(empty, shapes[n]) for n in names]
         arrays = [own[0] if len(own) == 1 else join(own, axis) for own in by_index.values()]
         if source.index is None:
             return arrays[0]
@@ -424,39 +441,46 @@ def make_plan(
     vocab = width("vocab", spec.vocab)
     by_kind: dict[tuple[int, ...], list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
-    for key, layer in {id(layer): layer for layer in spec.layers}.items():
+    for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
-        kind = a.heads, a.kv_heads, a.head_dim, layer.mlp.ffn
+        mlp = layer.mlp
+        shared = mlp.shared if isinstance(mlp, Experts) else 0
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared
         if kind not in by_kind:
             heads = split_heads(a.heads, a.kv_heads, size, equal)
-            ffn = width("gate" if layer.mlp.gated else "ffn", layer.mlp.ffn)
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, strict=True)]
+            ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
+            all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
+            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
         local = {key: cut[rank].layer(layer) for key, (layer, cut) in cuts.items()}
         shares = {key: cut[rank].shares(layer) for key, (layer, cut) in cuts.items()}
-        own = replace(spec, layers=tuple(local[id(layer)] for layer in spec.layers))
-        by_layer = tuple(shares[id(layer)] for layer in spec.layers)
+        own = spec.with_layers([local[id(layer)] for layer in spec.all_layers])
+        by_layer = tuple(shares[id(layer)] for layer in spec.all_layers)
         shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
     return ShardingPlan(table, tuple(shards))
 
 
 class _Cut(NamedTuple):
-    """One device's part of layers of one kind: its query heads, KV heads and MLP width."""
+    """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
+
+    The latter are those of the MLP or of every expert, and of an expert that all tokens share.
+    """
 
     query: Share
     key: Share
     ffn: Share
+    shared: Share
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
-        head_dim = layer.attention.head_dim
-        kv = self.key.times(head_dim)
+        q, k, v = layer.attention.head_widths
         return {
             **{"heads": self.query, "kv_heads": self.key},
-            **{"q": self.query.times(head_dim), "k": kv, "v": kv},
+            **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
             **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
+            **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
 
     def layer(self, layer: Layer) -> Layer:
@@ -466,7 +490,11 @@ class _Cut(NamedTuple):
             slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
         heads = {"heads": query.extent, "kv_heads": self.key.extent, "alibi": slopes}
         attention = replace(layer.attention, **heads)
-        return replace(layer, attention=attention, mlp=replace(layer.mlp, ffn=self.ffn.extent))
+        cross = replace(layer.cross, **heads) if layer.cross else None
+        mlp = replace(layer.mlp, ffn=self.ffn.extent)
+        if isinstance(mlp, Experts):
+            mlp = replace(mlp, shared=self.shared.extent)
+        return replace(layer, attention=attention, mlp=mlp, cross=cross)
 
 
 def split_heads(

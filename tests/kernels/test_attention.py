@@ -73,6 +73,7 @@ SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
 ROUNDED = np.array([0.0031, 0.0273, 0.0131, 0.0523, 0.0017, 0.0008], ml_dtypes.bfloat16)
 ROUNDED = ROUNDED.astype(np.float32)
 SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)
+RELATIVE = normal(11, 6, 2 * 10 + 1, dtype=np.float32)  # alike from 10 tokens on
 COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
 SCORING = {
     "alibi": {"causal": True, "alibi": SLOPES},
@@ -92,6 +93,8 @@ SCORING = {
         **{"causal": True, "alibi": ROUNDED, "alibi_scale": 0.3},
         "positions": np.sort(np.random.default_rng(8).integers(0, 2000, (2, 63))).astype(np.int32),
     },
+    "relative": {"causal": True, "relative": RELATIVE},
+    "relative, bidirectional": {"causal": False, "relative": RELATIVE, "mask": PADDED},
     "softcap": {"causal": True, "softcap": 2.5},
     "softcap, bidirectional": {"causal": False, "softcap": 50.0},
     "sinks": {"causal": True, "sinks": SINKS},
@@ -258,3 +261,18 @@ def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
         monkeypatch.setattr(ops, "_WHOLE", size)
         pieces = ops.attention(put(q), put(k), put(v), **how)
         assert_close(np.asarray(pieces), np.asarray(whole), q.dtype, length=64)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("lengths", [None, (63, 1, 40)], ids=["all", "some"])
+def test_cross_attention_is_the_reference(backend, dtype, tokens, lengths):
+    q = normal(1, 3, tokens, 6, 80, dtype=dtype)
+    k, v = (normal(i, 3, 3, 63, 80, dtype=dtype) for i in (2, 3))
+    visible = None
+    if lengths is not None:
+        visible = np.arange(63) < np.array(lengths)[:, None]
+        for part in (k, v):
+            part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
+    expected = reference.cross_attention(q, k, v, visible, scale=0.2)
+    actual = backend.cross_attention(q, k, v, visible, scale=0.2)
+    assert_close(actual, expected, dtype, length=63, roundings=2)

@@ -68,6 +68,7 @@ PACKED = np.repeat(packed(63, 5, 20, 38), 2, 0)
 SLOPES = numbers(7, 4, low=0.01, high=0.7)
 ROUNDED = (SLOPES / 100).astype(ml_dtypes.bfloat16).astype(np.float32)
 SINKS = numbers(8, 4, low=-2, high=3)
+RELATIVE = numbers(10, 4, 2 * 10 + 1)  # alike from 10 tokens on
 COUNTED = np.maximum(PADDED.cumsum(1) - 1, 0).astype(np.int32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "window of 1": {"causal": True, "window": 1},
@@ -99,6 +100,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi, rounded": {
         **{"causal": True, "alibi": ROUNDED, "alibi_scale": 0.3, "mask": PADDED},
         "positions": np.sort(np.random.default_rng(9).integers(0, 2000, (2, 63))).astype(np.int32),
+    },
+    "relative": {"causal": True, "relative": RELATIVE},
+    "relative, mask, bidirectional": {"causal": False, "relative": RELATIVE, "mask": HOLES},
+    "relative, soft cap, window": {
+        **{"causal": True, "relative": RELATIVE, "softcap": 2.0, "window": 20}
     },
     "soft cap": {"causal": True, "softcap": 2.0},
     "soft cap, window": {"causal": True, "softcap": 30.0, "window": 20},

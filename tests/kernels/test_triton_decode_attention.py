@@ -72,9 +72,8 @@ class Step:
         q, k, v = self.new_heads(**how)
         old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
         cache = reference.append(old, k, v, self.lengths)
-        scoring = {
-            n: how[n] for n in ("window", "alibi", "alibi_scale", "softcap", "sinks") if n in how
-        }
+        names = "window", "alibi", "alibi_scale", "softcap", "sinks", "relative"
+        scoring = {n: how[n] for n in names if n in how}
         seen = np.minimum(self.lengths + 1, cache[0].shape[2])
         y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
         return y.reshape(len(y), -1), [k, v]
@@ -92,7 +91,7 @@ def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray
         ]
         views = whole[0][:count, :, :tokens], whole[1][:count, :, :tokens]
         wide = put(np.pad(step.qkv, [(0, 0), (0, 5)], constant_values=np.nan))
-        counters = torch.zeros(count * step.kv_heads + 3, dtype=torch.int32, device=wide.device)
+        counters = torch.zeros(count * step.heads + 3, dtype=torch.int32, device=wide.device)
         y = decode_attention(
             wide[:, : step.qkv.shape[1]],
             views,
@@ -133,7 +132,7 @@ def check(step: Step, config: DecodeConfig | None, scale: float = 0.2, **how: An
 
 
 # Query heads, KV heads, head_dim.
-HEADS = [(1, 1, 64), (3, 3, 80), (4, 2, 96), (5, 1, 128), (4, 2, 256), (2, 1, 63)]
+HEADS = [(1, 1, 64), (3, 3, 80), (4, 2, 96), (5, 1, 128), (4, 2, 256), (2, 1, 63), (37, 1, 40)]
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
@@ -303,7 +302,7 @@ def run_blocks(
     table[list(free)] = -1
     tensors = [put(pool) for pool in pools]
     wide = put(np.pad(table, [(0, 0), (0, 3)], constant_values=10**6))[:, : table.shape[1]]
-    counters = torch.zeros(len(table) * step.kv_heads, dtype=torch.int32, device=wide.device)
+    counters = torch.zeros(len(table) * step.heads, dtype=torch.int32, device=wide.device)
     y = decode_attention(
         put(step.qkv),
         tuple(tensors),
@@ -383,3 +382,53 @@ def test_what_cannot_be_run_is_refused():
     for message, (*args, options) in refused.items():
         with pytest.raises(ValueError, match=message):
             decode_attention(*args, **good | options)
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)], ids=str)
+@few_dtypes
+def test_a_bias_by_distance_is_added(dtype, heads, kv_heads, config):
+    step = Step(dtype, heads, kv_heads, 16, 63, [0, 5, 62])
+    for most in (10, 100):  # some tokens lie farther, and none
+        check(step, config, relative=normal(5, heads, 2 * most + 1, dtype=dtype))
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT, None], ids=["one program", "splits", "own"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)], ids=str)
+@few_dtypes
+def test_a_token_attends_to_what_slots_keep_of_another_sequence(dtype, heads, kv_heads, config):
+    """Nothing is written; the places are as many as there are, and not one more."""
+    lengths, dim = np.array([1, 20, 63], np.int32), 40
+    q = normal(1, 3, 1, heads, dim, dtype=dtype)
+    cache = [normal(i, 3, kv_heads, 63, dim, dtype=dtype) for i in (2, 3)]
+    visible = np.arange(63) < lengths[:, None]
+    for part in cache:
+        part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
+    expected = reference.cross_attention(q, *cache, visible, scale=0.3)
+    held, counters = [put(x) for x in cache], torch.zeros(99, dtype=torch.int32)
+    found = decode_attention(
+        put(q.reshape(3, -1)),
+        held,
+        put(lengths),
+        heads=heads,
+        scale=0.3,
+        counters=counters.to(held[0].device),
+        cross=True,
+        config=config,
+        sms=5,
+    )
+    assert_close(get(found), expected.reshape(3, -1), dtype, length=200, roundings=3)
+    for part, before in zip(held, cache, strict=True):
+        np.testing.assert_array_equal(get(part), before)
+
+
+def test_a_slot_that_keeps_nothing_gives_numbers():
+    cache = [torch.zeros(2, 2, 33, 16) for _ in range(2)]
+    counters, lengths = torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    how = {"heads": 2, "scale": 1.0, "counters": counters, "cross": True}
+    where = put(np.zeros(1)).device
+    moved = [x.to(where) for x in (torch.ones(2, 32), *cache, lengths)]
+    how["counters"] = counters.to(where)
+    for config in (ONE, SPLIT):
+        y = decode_attention(moved[0], moved[1:3], moved[3], config=config, **how)
+        assert not y.isnan().any()

@@ -65,6 +65,18 @@ def test_residual_is_added_and_rounded_first(dtype, shape):
     assert_close(get(found), expected, dtype, length=shape[-1])
 
 
+@pytest.mark.parametrize("shape", [(1, 63), (2, 5, 1000)], ids=str)
+def test_residual_is_added_to_what_was_normed_and_rounded(dtype, shape):
+    x, residual = normal(1, *shape, dtype=dtype), normal(2, *shape, dtype=dtype, scale=30.0)
+    weight, bias = put(gain(dtype, shape[-1])), put(normal(3, shape[-1], dtype=dtype))
+    alone = layer_norm(put(x), weight, bias, 1e-6)
+    found = layer_norm(put(x), weight, bias, 1e-6, residual=strided(residual), after=True)
+    np.testing.assert_array_equal(get(found), get(put(residual) + alone))
+    alone = rms_norm(put(x), weight, 1e-6, unit_offset=True)
+    found = rms_norm(strided(x), weight, 1e-6, unit_offset=True, residual=put(residual), after=True)
+    np.testing.assert_array_equal(get(found), get(put(residual) + alone))
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_what_rounding_takes_from_the_sum_is_not_normed(dtype):
     """Beside 4096 a quarter is lost in 16 bits: the row is constant, and its norm is the bias."""

@@ -57,10 +57,12 @@ VECTOR, TILE = QuantizedVectorConfig(4, 2, 1, 2), QuantizedTileConfig(16, 16, 4,
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-def make(form: str | BlockScheme, features: int, width: int) -> tuple[Packed, np.ndarray]:
+def make(
+    form: str | BlockScheme, features: int, width: int, seed: int = 1
+) -> tuple[Packed, np.ndarray]:
     """A weight as a device holds it, and what its codes mean, in float32."""
     scheme = FORMS[form] if isinstance(form, str) else form
-    arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
+    arrays = quantize(scheme, normal(seed, features, width, dtype=FLOAT32))
     meant = dequantize(scheme, arrays)
     arrays["codes"] = pack(arrays["codes"], scheme)
     if scheme.codes == "int4" and scheme.zeros:

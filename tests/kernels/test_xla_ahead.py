@@ -20,6 +20,7 @@ from dualinfer.kernels.triton import (  # noqa: E402
     attention,
     decode_attention,
     exchange,
+    latent,
     linear,
     rotary,
 )
@@ -59,6 +60,12 @@ def recorded(dtype: str, early: bool) -> list[Launch]:
     decode_attention.decode_attention(
         x(4, 6 * 64), cache, x(4, dtype="int32"), heads=4, scale=0.1, **how
     )
+    queries, latents = x(4, 1, 4 * 96), x(4, 64, 160)
+    turn = {"heads": 4, "rank": 128, "norm": x(128), "eps": 1e-6, "cache": latents}
+    turn |= {"inv_freq": x(16, dtype="float32"), "pdl": early}
+    latent.turn_latents(queries, x(4, 1, 160), x(4, 1, dtype="int32"), **turn)
+    given = queries, latents, x(4, dtype="int32"), x(4 * 128, 128)
+    latent.decode_latents(*given, heads=4, turning=32, scale=0.1, pdl=early)
     box = exchange.Mailbox(None, 3, 1 << 17, 9, x(12, dtype="int32"), order=counters)
     wide, added = x(2, 255, dtype="float32"), x(2, 255)
     exchange.sum_ranks(wide, box, x(255), added, dtype, pdl=early)
@@ -148,7 +155,7 @@ def test_every_kernel_compiles_for_hopper_and_ampere(reports):
     lines = [line for line in reports[0] if line[0] != "program"]
     for capability in (80, 90):
         mine = [line for line in lines if line[1] == capability]
-        assert len({name for name, *_ in mine}) == 10 and all(kind for _, _, kind, _, _ in mine)
+        assert len({name for name, *_ in mine}) == 14 and all(kind for _, _, kind, _, _ in mine)
 
 
 def test_a_program_has_the_same_number_in_every_process(reports):

@@ -1,5 +1,7 @@
 """The JAX backend: `create_runner` loads a model onto a JAX device."""
 
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from ..streaming import Streaming, check_host, choose_layers
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .cache import least_free_bytes
-from .compilation_cache import use_compilation_cache
+from .compilation_cache import keep_all, use_compilation_cache
 from .device import KERNELS_NEED, NO_TRITON, has_triton, runs_kernels
 from .exchange import open_exchange
 from .executables import check_untraced, compiler_options
@@ -76,11 +78,14 @@ def create_runner(
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
     register_outputs()
     use_compilation_cache(place.device)
+    if _wants_kernels(config) and runs_kernels(place.device):
+        Thread(target=_prepare_kernels, args=(place.device,), name="dualinfer-triton").start()
     grain = config.tensor_parallel.tp_grain_size
     tp_plan = make_plan(plan.table, place.size, grain, equal=True)
     streaming = _streaming(config, place, tp_plan, plan, dtype.itemsize, peers)
     with without_mesh():
-        params, model, notes = load_params(place, tp_plan, plan, source, dtype, streaming)
+        with keep_all():  # what joins pieces of a weight
+            params, model, notes = load_params(place, tp_plan, plan, source, dtype, streaming)
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, bool(ops.kernels))
         most = spec.most_tokens(config.max_out_tokens)
@@ -95,6 +100,19 @@ def create_runner(
     if _wants_kernels(config) and not ops.kernels:
         runner.notes += (f"{NO_KERNELS}{_obstacle(spec, place.device)}",)
     return runner
+
+
+def _prepare_kernels(device: jax.Device) -> None:
+    """Import Triton and have it looked through, while weights are read.
+
+    Whatever fails here fails again where the kernels are needed, and is told there.
+    """
+    with suppress(Exception):
+        from ...kernels.xla.handler import prepare
+        from ...kernels.xla.launches import capability_of
+        from .ops import kernels  # noqa: F401
+
+        prepare(capability_of(device))
 
 
 def _streaming(

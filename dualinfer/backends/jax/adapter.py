@@ -10,7 +10,7 @@ import jax
 
 from ...config.dtypes import dtype_name
 from ...errors import UnsupportedError
-from ...model.outputs import make_outputs
+from ...model.outputs import make_outputs, on_outputs_type
 from .executables import TRACED, check_untraced
 from .functional import batch_by_rows, traced_inputs
 from .params import Model, make_tree, read_tree
@@ -166,6 +166,11 @@ class _FusedEngine(_Engine):
         tokens.
         """
         runner = self.runner
+        if runner.spec.encoder:
+            raise UnsupportedError(
+                f"apply() is a function of one sequence; {runner.spec.architecture} reads two. "
+                "Call the engine itself."
+            )
         weights = read_tree(params, runner.params)
         inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
         forward = batch_by_rows(runner.pure_forward(output_hidden_states))
@@ -206,7 +211,6 @@ def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def register_outputs() -> None:
     """Make what forward and generate return pytrees; once, since JAX takes a class but once."""
-    from ...model.outputs import GenerateOutputs, Outputs
 
     def flatten_with_keys(outputs: Any) -> Any:
         return [(jax.tree_util.DictKey(k), v) for k, v in outputs.items()], tuple(outputs)
@@ -214,12 +218,13 @@ def register_outputs() -> None:
     def flatten(outputs: Any) -> Any:
         return tuple(outputs.values()), tuple(outputs)
 
-    for kind in (Outputs, GenerateOutputs):
-
-        def unflatten(names: tuple[str, ...], values: Any, kind: Any = kind) -> Any:
+    def register(kind: Any) -> None:
+        def unflatten(names: tuple[str, ...], values: Any) -> Any:
             outputs = kind()
             for name, value in zip(names, values, strict=True):
                 outputs[name] = value  # a None too, which __init__ leaves out
             return outputs
 
         jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
+
+    on_outputs_type(register)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import ArgumentError, LengthError, UnsupportedError
 from ..base import Request
+from ..caches import Room
 from ..slots import RESERVED, SMALLEST_CACHE, bucket
 from .cache import Cache
 from .executables import Job
@@ -78,8 +79,8 @@ class Steps(Protocol):
 
     device: jax.Device
 
-    def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
-        """New buffers for `slots` sequences of `tokens` tokens; called under jax.eval_shape."""
+    def make_buffers(self, room: Room, eos_width: int) -> tuple[Cache, SlotState]:
+        """New buffers for `room`; called under jax.eval_shape."""
         ...
 
     def prefill_job(
@@ -115,7 +116,7 @@ def _of_request(
     last_start, most = (bucket(n, SMALLEST_CACHE) for n in (started, request.cache_tokens))
     tokens = bucket(len(request.tokens), SMALLEST_CACHE)
     while tokens <= most:
-        buffers = jax.eval_shape(partial(runner.make_buffers, count, tokens, eos_width))
+        buffers = jax.eval_shape(partial(runner.make_buffers, Room(count, tokens), eos_width))
         if tokens <= last_start:
             yield runner.prefill_job([request] * count, range(count), *buffers)
         if request.max_new_tokens > 1:
@@ -124,9 +125,9 @@ def _of_request(
         tokens *= 2
 
 
-def decode(runner: Steps, slots: int, tokens: int, eos_width: int, alone: bool) -> Job:
-    """A step of `slots` sequences in a cache of `tokens` tokens each, for abstract arrays."""
-    buffers = jax.eval_shape(partial(runner.make_buffers, slots, tokens, eos_width))
+def decode(runner: Steps, room: Room, eos_width: int, alone: bool) -> Job:
+    """A step of the sequences in a cache of `room`, for abstract arrays."""
+    buffers = jax.eval_shape(partial(runner.make_buffers, room, eos_width))
     job = runner.decode_job(1, alone, BEST, *buffers)
     return job._replace(args=_abstract(job, runner.device))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...system.memory import host_free_bytes
-from ..caches import CacheSpec, CacheView, block_table, buffers, check_kinds
+from ..caches import CacheSpec, CacheView, Room, block_table, buffers, check_kinds
 from .executables import jit_few
 from .mesh import WHOLE, Place
 from .ops.primitives import CACHE_CODES
@@ -167,7 +167,92 @@ class BlockCache(NamedTuple):
         return jax.tree.map(rows, self._pools).read()
 
 
-KINDS: dict[str, type[Any]] = {"full": FullCache, "blocks": BlockCache}  # each a LayerCache
+class CrossCache(NamedTuple):
+    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
+
+    k: jax.Array
+    v: jax.Array
+    lengths: jax.Array
+    kind = "cross"
+    codes = None
+
+    @property
+    def capacity(self) -> int:
+        """See `CrossView.capacity`."""
+        return self.k.shape[2]
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, zero))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = slots - len(self.k), 0, tokens - self.capacity
+        k, v = (padded(x, more) for x in self[:2])
+        return type(self)(k, v, padded(self.lengths, more[:1]))
+
+    def keep(self, slots: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
+        """See `CrossView.keep`; zeros lie behind. Slots beyond the cache are dropped."""
+
+        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+            rows = padded(new, (0, buffer.shape[2] - new.shape[1])).swapaxes(1, 2)
+            return buffer.at[slots].set(rows, mode="drop")
+
+        counts = self.lengths.at[slots].set(lengths.astype(self.lengths.dtype), mode="drop")
+        return type(self)(put(self.k, k), put(self.v, v), counts)
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """See `CrossView.read`."""
+        return self.k, self.v
+
+
+class LatentCache(NamedTuple):
+    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+
+    shared: jax.Array
+    kind, codes = "latent", None
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.shared.shape[1]
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, zero))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
+
+    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
+        rows = padded(k[:, :, 0], (0, self.capacity - k.shape[1]))
+        return type(self)(self.shared.at[slots].set(rows, mode="drop"))
+
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
+        """See `CacheView.append`."""
+        at = jnp.minimum(lengths, self.capacity - 1)
+        return type(self)(self.shared.at[jnp.arange(len(k)), at].set(k[:, 0]))
+
+    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """See `CacheView.read`."""
+        keys = self.shared[:, None]
+        return keys, keys
+
+
+KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
+    "full": FullCache,
+    "blocks": BlockCache,
+    "cross": CrossCache,
+    "latent": LatentCache,
+}
 
 
 def codes_of(k: jax.Array) -> str | None:
@@ -211,11 +296,20 @@ def zeros(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> list[jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Every layer's arrays, for `slots` sequences of `tokens` tokens: exactly a bucket's."""
+    """Every layer's arrays, for `slots` sequences of `tokens` tokens: exactly a bucket's.
 
-    layers: Sequence[LayerCache]
+    The cross caches, of `encoded` places each, are the last.
+    """
+
+    layers: Sequence[Any]
     slots: int = field(metadata={"static": True})
     tokens: int = field(metadata={"static": True})
+    encoded: int = field(default=0, metadata={"static": True})
+
+    @property
+    def room(self) -> Room:
+        """What it has room for."""
+        return Room(self.slots, self.tokens, self.encoded)
 
 
 def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
@@ -226,31 +320,27 @@ def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
     ]
 
 
-def make_cache(
-    specs: Sequence[CacheSpec], slots: int, tokens: int, dtype: Any, place: Place
-) -> Cache:
+def make_cache(specs: Sequence[CacheSpec], room: Room, dtype: Any, place: Place) -> Cache:
     """A new cache. `specs` are those of one device."""
-    make = _make(tuple(specs), slots, tokens, place)
-    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), slots, tokens)
+    make = _make(tuple(specs), room, place)
+    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), *room)
 
 
 @jit_few
-def _make(
-    specs: tuple[CacheSpec, ...], slots: int, tokens: int, place: Place
-) -> Callable[..., list[LayerCache]]:
+def _make(specs: tuple[CacheSpec, ...], room: Room, place: Place) -> Callable[..., list[Any]]:
     """All layers' arrays by one call: one after another they take the host milliseconds."""
 
-    def make(zero: jax.Array) -> list[LayerCache]:
-        return [KINDS[spec.kind].make(spec, slots, tokens, zero) for spec in specs]
+    def make(zero: jax.Array) -> list[Any]:
+        return [KINDS[s.kind].make(s, room.slots, room.of(s), zero) for s in specs]
 
     return place.spread(make, WHOLE, split(specs, place))
 
 
-def grow(cache: Cache, specs: Sequence[CacheSpec], slots: int, tokens: int, place: Place) -> Cache:
-    """The same contents in a cache of `slots` by `tokens`, no smaller in either."""
+def grow(cache: Cache, specs: Sequence[CacheSpec], room: Room, place: Place) -> Cache:
+    """The same contents in a cache of `room`, no smaller in anything."""
     pairs = zip(specs, cache.layers, strict=True)
-    layers = [_grow(spec, slots, tokens, place)(layer) for spec, layer in pairs]
-    return Cache(layers, slots, tokens)
+    layers = [_grow(spec, room.slots, room.of(spec), place)(layer) for spec, layer in pairs]
+    return Cache(layers, *room)
 
 
 @jit_few

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...model.spec import ModelSpec
 from ...parallel.sharding import ShardingPlan
 from .mesh import ManyDevices, Place
 
@@ -55,15 +56,17 @@ class Split(NamedTuple):
         rows = jnp.clip(ids, 0, self.plan.table.spec.vocab - 1) - self._rank * extent
         return jnp.clip(rows, 0, extent - 1), (rows >= 0) & (rows < extent)
 
-    def whole(self, layer: int) -> tuple[int, int, jax.Array] | None:
-        """See `contract.LayerAttention`."""
-        a = self.plan.table.spec.layers[layer].attention
+    def whole(self, spec: ModelSpec, index: int) -> tuple[int, int, jax.Array] | None:
+        """See `contract.LayerAttention`; of a layer of `spec`, the model's or its encoder's."""
+        layer = self.plan.table.spec.number(spec, index)
+        a = self.plan.table.spec.all_layers[layer].attention
         if a.qk_norm is None or a.qk_norm_over != "all":
             return None
         parts = np.array(self.plan.key_parts(layer), np.float32)
         return *a.qkv_sizes[:2], jnp.asarray(parts)[self._rank]
 
-    def slopes(self, layer: int) -> jax.Array | None:
-        """This device's ALiBi slopes, float32 [H], of a layer."""
-        slopes = [shard.spec.layers[layer].attention.alibi for shard in self.plan.shards]
+    def slopes(self, spec: ModelSpec, index: int) -> jax.Array | None:
+        """This device's ALiBi slopes, float32 [H], of a layer; as in `whole`."""
+        layer = self.plan.table.spec.number(spec, index)
+        slopes = [shard.spec.all_layers[layer].attention.alibi for shard in self.plan.shards]
         return None if slopes[0] is None else jnp.asarray(np.array(slopes, np.float32))[self._rank]

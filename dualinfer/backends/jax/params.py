@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ...arrays import kind_of, to_jax
@@ -16,6 +17,7 @@ from ...model.weights import (
     Leaf,
     Row,
     Weight,
+    encoder_weights,
     make_leaf,
     named_arrays,
     part_name,
@@ -52,6 +54,11 @@ class Params(NamedTuple):
     def group(self, row: Row) -> Weights:
         """The weights of the row's layer, or those outside the layers."""
         return self.outer if row.layer is None else self.layers[row.layer]
+
+    def of_encoder(self, decoder: int) -> "Params":
+        """The weights of the encoder, whose layers follow those of a `decoder` of so many."""
+        outer = encoder_weights(self.outer)
+        return self._replace(outer=outer, layers=self.layers[decoder:])
 
     def leaves(self) -> list[Leaf]:
         """Every leaf."""
@@ -203,7 +210,7 @@ class Model(Part):
     """A whole model to inspect, as `model.layers[0].qkv.weight`; shares the engine's buffers."""
 
     def __init__(self, spec: ModelSpec, devices: int):
-        sizes = [layer.attention.qkv_sizes for layer in spec.layers]
+        sizes = [layer.attention.qkv_sizes for layer in spec.all_layers]
         self.layers = nnx.List([Layer(size, devices) for size in sizes])
 
     def show(self, row: Row, leaf: Leaf) -> None:
@@ -258,7 +265,7 @@ def load_params(
     model that shows them, and notes for people: how much was read, and how fast.
     """
     spec = tp_plan.shards[0].spec
-    params, model = Params({}, tuple({} for _ in spec.layers)), Model(spec, tp_plan.size)
+    params, model = Params({}, tuple({} for _ in spec.all_layers)), Model(spec, tp_plan.size)
     where = params, model, place, tp_plan
     return params, model, read_into(*where, plan, source, dtype, streaming)
 
@@ -318,10 +325,13 @@ def _assemble(
 
     def put(array: Any, order: tuple[int, ...]) -> jax.Array:
         turned = to_jax(array, device).transpose(order)
-        return turned.astype(dtype) if row.scheme is None else turned
+        if row.scheme is not None:
+            return turned
+        return turned.astype(jnp.float32 if row.wide else dtype)
 
     own = [one for one in found if one.read.source.part == part]
-    return shard.assemble(row, own, put, padding(row.scheme, part, _padded), jnp.concatenate)
+    array = shard.assemble(row, own, put, padding(row.scheme, part, _padded), jnp.concatenate)
+    return array[..., np.array(row.picks)] if row.picks else array
 
 
 def _padded(block: jax.Array, shape: tuple[int, ...], value: int) -> jax.Array:

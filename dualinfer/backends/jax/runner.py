@@ -20,9 +20,9 @@ from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
-from ..caches import cache_bytes, cache_specs, check_room, describe_caches, served
+from ..caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -40,9 +40,11 @@ from .sampler import (
     SlotState,
     choose,
     copy_rows,
+    hidden_rows,
     mode_of,
     prompt_embeds,
     prompt_rows,
+    source_rows,
 )
 from .steps import Steps, cut, loss
 
@@ -155,15 +157,8 @@ class JaxRunner:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None
-        arrays = (
-            inputs.ids,
-            positions,
-            mask,
-            types,
-            inputs.segments,
-            inputs.embeds,
-            inputs.weights,
-        )
+        arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
+        read, sources = self._padded_source(inputs.source, size[0])
         count = tokens if inputs.kept is None else len(inputs.kept)
         places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
 
@@ -182,13 +177,14 @@ class JaxRunner:
             values = self.spec.embed
             if self.spec.has_logits and not inputs.texts:
                 values = self.spec.vocab * places // size[1]
-            values += (len(self.spec.layers) + 1) * self.spec.embed if keep else 0
-            rows = max(1, self._most_tokens_of(size[1], values) // size[1])
-            outputs = self._outputs([*padded, kept], size, keep, min(rows, size[0]), how)
-        is_whole = (*size, places) == (batch, tokens, count)
+            values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
+            width = size[1] + (bucket(read, SMALLEST_PROMPT) if read else 0)
+            rows = max(1, self._most_tokens_of(width, values) // bucket(width))
+            outputs = self._outputs([*padded, kept, *sources], size, keep, min(rows, size[0]), how)
+        is_whole = (*size, places) == (batch, tokens, count) and not read
         head = self.spec.head
         flat = head is not None and head.kind in ("span", "replaced")
-        cut_back = outputs if is_whole else cut(batch, tokens, count, flat)(outputs)
+        cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
         result = self._place.local(cut_back)
         if inputs.choices:
             result = {**result, "logits": result["logits"].reshape(-1, inputs.choices)}
@@ -199,6 +195,39 @@ class JaxRunner:
                 scores = self._place.local(outputs["logits"])
             result["loss"] = loss(scores, labels, inputs.loss_count)
         return result
+
+    def _padded_source(
+        self, source: ForwardInputs | None, rows: int
+    ) -> tuple[int | None, list[np.ndarray | None]]:
+        """What an encoder reads, in buckets for so many rows, and how many tokens that really are.
+
+        Ids, positions, mask and embeddings; what is so by default is made on the device.
+        """
+        if source is None:
+            return None, [None] * 4
+        batch, tokens = source.shape
+        width, mask = bucket(tokens, SMALLEST_PROMPT), source.mask
+        if self.spec.encoder and self.spec.encoder.mel:
+            assert source.embeds is not None
+            frames = np.zeros((rows, *source.embeds.shape[1:]), np.float32)
+            frames[:batch] = source.embeds
+            return tokens, [None, None, None, frames]
+        if mask is None and (batch, tokens) != (rows, width):
+            mask = np.ones((batch, tokens), bool)
+
+        def pad(array: np.ndarray) -> np.ndarray:
+            padded = np.zeros((rows, width, *array.shape[2:]), array.dtype)
+            padded[:batch, :tokens] = array
+            return padded
+
+        positions = source.positions
+        if np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape)):
+            positions = None
+        arrays = [source.ids, positions, mask, source.embeds]
+        padded = [None if x is None else pad(x) for x in arrays]
+        if padded[2] is not None:
+            padded[2][batch:] = True  # rows that see nothing are no numbers
+        return tokens, padded
 
     def _outputs(
         self,
@@ -332,7 +361,7 @@ class JaxRunner:
     def _make_room(self, cache: Cache) -> None:
         """Grow the cache to what the live slots reach."""
         if self._live.reach > cache.tokens:
-            self._grow(cache, self._live.width, bucket(self._live.reach, SMALLEST_CACHE))
+            self._grow(cache, self._room(self._live.reach))
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
         """Numbers of the prompts that one step serves at a time."""
@@ -364,8 +393,13 @@ class JaxRunner:
         state = self._state if state is None else state
         free, eos_width = state.eos.shape
         mode = mode_of(SamplingFeatures.of(requests))
-        arrays = *prompt_rows(requests, slots, free, eos_width), np.array(mode, "i4")
-        ids = arrays[0]
+        rows = prompt_rows(requests, slots, free, eos_width)
+        ids, first = rows[0], None
+        if state.hidden is not None:
+            hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
+            rows = *rows[:2], rows[2]._replace(hidden=hidden)
+        source = source_rows(requests, len(ids))
+        arrays = *rows, np.array(mode, "i4"), source, first
 
         embeds = prompt_embeds(requests, ids.shape)
 
@@ -377,10 +411,12 @@ class JaxRunner:
             embeds: jax.Array | None,
             *part: Any,
         ) -> Any:
-            rows: Any = *unpack(packed, arrays), embeds
-            return self.steps.prefill(params, cache, state, *rows, *part, choose=choose)
+            *rows, source, first = unpack(packed, arrays)
+            inputs: Any = *rows, embeds, *part
+            how: Any = {"choose": choose, "source": source, "first": first}
+            return self.steps.prefill(params, cache, state, *inputs, **how)
 
-        given = None if embeds is None else embeds.shape
+        given = embeds.shape if embeds is not None else source[0].shape if source else None
         return Step(("prefill", ids.shape, given, choose), step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
@@ -395,7 +431,8 @@ class JaxRunner:
 
     def _job(self, step: Step, cache: Cache, state: Any) -> Job:
         """A step that takes over cache and state."""
-        key = (*step.key, cache.slots, cache.tokens, *state.eos.shape)
+        hides = () if state.hidden is None else ("hidden",)
+        key = (*step.key, *cache.room, *state.eos.shape, *hides)
         args = (self._leaves, cache, state, *step.args)
         whole, layers = self._shardings
         shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
@@ -478,20 +515,26 @@ class JaxRunner:
         kernels out, and to load them waits until a GPU is idle.
         """
         assert self._cache is not None and self._state is not None
-        if self._peers.size > 1 or self._exchange is not None:
+        if self._peers.size > 1 or self._exchange is not None or self._state.hidden is not None:
             return
-        slots, eos, alone = self._cache.slots, self._state.eos.shape, self._alone
-        key = "one" if alone else "decode", slots, tokens, *eos
-        self._executables.begin(key, partial(self._lower_decode, slots, tokens, eos[1], alone))
+        eos, alone = self._state.eos.shape, self._alone
+        room = self._cache.room._replace(tokens=tokens)
+        key = "one" if alone else "decode", *room, *eos
+        self._executables.begin(key, partial(self._lower_decode, room, eos[1], alone))
 
     @in_place
     def _lower_decode(self, *sizes: Any) -> jax.stages.Lowered:
         return self._executables.lower(ahead.decode(self, *sizes))
 
-    def make_buffers(self, slots: int, tokens: int, eos_width: int) -> tuple[Cache, SlotState]:
-        """New buffers for `slots` sequences of `tokens` tokens; the state in host memory."""
-        cache = make_cache(self._cache_specs, slots, tokens, self.dtype, self._place)
-        return cache, SlotState.make(slots, eos_width, self.spec.vocab)
+    def make_buffers(self, room: Room, eos_width: int) -> tuple[Cache, SlotState]:
+        """New buffers for `room`; the state in host memory."""
+        cache = make_cache(self._cache_specs, room, self.dtype, self._place)
+        return cache, SlotState.make(room.slots, eos_width, self.spec.vocab)
+
+    def _room(self, tokens: int) -> Room:
+        """What the live slots need of a cache, for `tokens` of each, in buckets."""
+        encoded = encoded_bucket(self.spec, self._live.encoded)
+        return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
 
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
@@ -500,45 +543,48 @@ class JaxRunner:
         something live they only grow.
         """
         requests = self._live.requests
-        count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
+        room = self._room(self._live.reserved)
+        count = room.slots
         eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
-        old = self._state
+        old, hides = self._state, any(r.hidden or r.hidden_at_first for r in requests)
         if idle:
             held = self._cache
-            if held is not None and (held.slots, held.tokens) != (count, tokens):
+            if held is not None and held.room != room:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(held)  # else its bytes still count as in use
                 self._cache = held = None
-            if old is not None and old.eos.shape != (count, eos_width):
+            fits = old is not None and hides == (old.hidden is not None)
+            if old is not None and (old.eos.shape != (count, eos_width) or not fits):
                 old = None
         if self._cache is not None:
-            self._grow(self._cache, count, tokens)
+            self._grow(self._cache, room)
         else:
-            self._check_room(count, tokens)
-            self._cache = make_cache(self._cache_specs, count, tokens, self.dtype, self._place)
+            self._check_room(room)
+            self._cache = make_cache(self._cache_specs, room, self.dtype, self._place)
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            if old.eos.shape == (count, eos_width):
+            hides = hides or old.hidden is not None
+            if old.eos.shape == (count, eos_width) and hides == (old.hidden is not None):
                 return  # free rows in it are not active
-        state = SlotState.make(count, eos_width, self.spec.vocab)
+        state = SlotState.make(count, eos_width, self.spec.vocab, hides)
         if old is not None:
             state = copy_rows(old, state)
         self._state = self._place.put(state)
 
-    def _check_room(self, slots: int, tokens: int) -> None:
-        needed, free = self.cache_bytes_for(slots, tokens), self.free_bytes()
-        check_room(self._peers, slots, tokens, needed, free, self._place.name)
+    def _check_room(self, room: Room) -> None:
+        needed = cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
+        check_room(self._peers, room, needed, self.free_bytes(), self._place.name)
 
-    def _grow(self, held: Cache, slots: int, tokens: int) -> None:
-        """Hold at least `slots` by `tokens`; OutOfMemoryError if the new buffers have no room.
+    def _grow(self, held: Cache, room: Room) -> None:
+        """Hold at least `room`; OutOfMemoryError if the new buffers have none.
 
         The old ones are there until all is copied.
         """
-        slots, tokens = max(slots, held.slots), max(tokens, held.tokens)
-        if (slots, tokens) != (held.slots, held.tokens):
-            self._check_room(slots, tokens)
-            self._cache = grow(held, self._cache_specs, slots, tokens, self._place)
+        room = room.joined(held.room)
+        if room != held.room:
+            self._check_room(room)
+            self._cache = grow(held, self._cache_specs, room, self._place)
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:
@@ -560,8 +606,9 @@ class JaxRunner:
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
-        slots, tokens = bucket(slots), bucket(tokens, SMALLEST_CACHE)
-        return cache_bytes(self._cache_specs, slots, tokens, jnp.dtype(self.dtype).itemsize)
+        tokens = bucket(tokens, SMALLEST_CACHE)
+        room = Room(bucket(slots), tokens, encoded_bucket(self.spec, tokens))
+        return cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
 
     def stopwatch(self, use_cuda_events: bool) -> Clock:
         """A running clock; JAX has no events, so that both forms time to completion."""
@@ -578,9 +625,15 @@ class JaxRunner:
                 f"compile_kwargs={dict(compile_kwargs or {})!r} name steps of generation, and the "
                 f"{self.spec.family} model does not generate. Call compile() without arguments."
             )
+        if self.spec.encoder:
+            raise UnsupportedError(
+                f"compile_kwargs={dict(compile_kwargs or {})!r}: the steps of an encoder-decoder "
+                "depend on the lengths of both sequences, and are compiled as they come. Call "
+                "compile() without arguments."
+            )
         wanted.check_length(self._most_tokens)
         most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens - 1
-        self._check_room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE))
+        self._check_room(Room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE)))
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:

@@ -36,7 +36,8 @@ class SlotState(NamedTuple):
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
     others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens,
-    those of a chunk of steps once it has ended.
+    those of a chunk of steps once it has ended. `hidden` [N, V] are those that are never chosen;
+    None where every slot may choose all.
     """
 
     active: jax.Array
@@ -56,9 +57,10 @@ class SlotState(NamedTuple):
     seed_high: jax.Array
     return_index: jax.Array
     seen: jax.Array
+    hidden: jax.Array | None = None
 
     @classmethod
-    def make(cls, slots: int, eos_width: int, vocab: int) -> "SlotState":
+    def make(cls, slots: int, eos_width: int, vocab: int, hides: bool = False) -> "SlotState":
         """All slots free, in host memory."""
         integers = ("last", "length", "new", "remaining", "minimum", "top_k")
         floats = ("temperature", "top_p", "min_p", "penalty")
@@ -67,6 +69,7 @@ class SlotState(NamedTuple):
             "noise": np.zeros(slots, bool),
             "eos": np.full((slots, eos_width), NO_TOKEN, np.int32),
             "seen": np.zeros((slots, vocab), bool),
+            "hidden": np.zeros((slots, vocab), bool) if hides else None,
             **{name: np.zeros(slots, np.int32) for name in integers},
             **{name: np.zeros(slots, np.uint32) for name in WORDS},
             **{name: np.ones(slots, np.float32) for name in floats},
@@ -98,6 +101,35 @@ def prompt_rows(
         active=np.ones(count, bool), length=lengths, **columns
     )
     return ids, where, rows
+
+
+def hidden_rows(
+    requests: Sequence[Request], count: int, vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `count` rows hide, bool [B, V] each: always, and of their first token beside that."""
+    always, first = (np.zeros((count, vocab), bool) for _ in range(2))
+    for i, r in enumerate(requests):
+        always[i, list(r.hidden)], first[i, list(r.hidden_at_first)] = True, True
+    return always, first
+
+
+def source_rows(
+    requests: Sequence[Request], count: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
+    """What an encoder reads for `count` rows, in buckets, and how many places are real, [B].
+
+    Ids [B, S] or spectrograms [B, 2 S, mel], of one length; () for none.
+    """
+    sources = [r.source for r in requests if r.source is not None]
+    if not sources:
+        return ()
+    longest, rest = max(map(len, sources)), sources[0].shape[1:]
+    width = longest if rest else bucket(longest, SMALLEST_PROMPT)
+    given = np.zeros((count, width, *rest), np.float32 if rest else np.int32)
+    lengths = np.ones(count, np.int32)
+    for i, source in enumerate(sources):
+        given[i, : len(source)], lengths[i] = source, requests[i].encoded
+    return given, lengths
 
 
 def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:
@@ -140,6 +172,8 @@ def advance(
 def copy_rows(old: SlotState, new: SlotState) -> SlotState:
     """`new` with the rows of a smaller `old`."""
     for name, column in old._asdict().items():
+        if column is None:
+            continue
         getattr(new, name)[tuple(slice(n) for n in column.shape)] = np.asarray(column)
     return new
 

@@ -1,5 +1,6 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -34,9 +35,10 @@ class Steps:
         self.spec, self.ops, self.block = spec, ops, _BLOCK if on_gpu else 1
         count = len(spec.layers)
         bounds = [count * i // _PARTS for i in range(_PARTS + 1)]
-        is_cut = on_gpu and count >= 2 * _PARTS
+        is_cut = on_gpu and count >= 2 * _PARTS and spec.encoder is None
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
-        self._kv_heads = max(layer.attention.kv_heads for layer in spec.layers)
+        self._reads_frames = spec.encoder is not None and spec.encoder.mel > 0
+        self._kv_heads = max(layer.attention.kv_heads for layer in spec.all_layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
         return self.ops.make_scratch(slots * self._kv_heads, params.mailboxes)
@@ -53,6 +55,10 @@ class Steps:
         embeds: jax.Array | None = None,
         weights: jax.Array | None = None,
         kept: jax.Array | None = None,
+        source: jax.Array | None = None,
+        source_positions: jax.Array | None = None,
+        source_mask: jax.Array | None = None,
+        source_embeds: jax.Array | None = None,
         x: jax.Array | None = None,
         *,
         keep: bool,
@@ -64,7 +70,7 @@ class Steps:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
         `ids` or `embeds`, and the rest, as in `base.ForwardInputs`; `last` [B] as in
-        `contract.Ops.angles`.
+        `contract.Ops.angles`. The `source` and what goes with it are what an encoder reads.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
@@ -89,8 +95,22 @@ class Steps:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
+        across, of_encoder = None, {}
+        read = source if source_embeds is None else source_embeds
+        if read is not None:
+            if source_positions is None:
+                places = read.shape[1] // 2 if self._reads_frames else read.shape[1]
+                source_positions = jnp.broadcast_to(jnp.arange(places), (batch, places))
+            if source_embeds is not None:
+                source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
+            what = source, source_positions, source_mask, source_embeds
+            encoded = decoder.encoded(*model, *what, keep)
+            across = decoder.across_whole(*model, encoded[-1], source_mask)
+            of_encoder = {"encoder_last_hidden_state": encoded[-1]}
+            if keep:
+                of_encoder["encoder_hidden_states"] = tuple(encoded)
         args = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*args, keep, layers, x, embeds)
+        states = decoder.hidden_states(*args, keep, layers, x, embeds, across)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
@@ -99,7 +119,7 @@ class Steps:
             how = texts, largest
             result = decoder.embeddings(*model, states[-1], weights, segments, how)
             return result, ops.given_up()
-        result = decoder.outputs(*model, states, keep, kept, weights)
+        result = {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
@@ -108,14 +128,15 @@ class Steps:
         self, params: Params, *arrays: Any, keep: bool, rows: int, **how: Any
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
-        *by_row, kept = arrays[:-1]  # the last is the x of a part, and this is the whole pass
+        # The last is the x of a part, and this is the whole pass.
+        by_row, kept = [*arrays[:7], *arrays[8:-1]], arrays[7]
 
         ids, positions, embeds = *by_row[:2], by_row[5]
         given = ids if embeds is None else embeds
         last = jnp.full(rows, given.shape[1] - 1 if positions is None else positions.max())
 
         def some(part: list[Any]) -> Any:
-            inputs: Any = (*part, kept)
+            inputs: Any = (*part[:7], kept, *part[7:])
             return self.forward(params, *inputs, keep=keep, last=last, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
@@ -138,13 +159,17 @@ class Steps:
         layers: range | None = None,
         *,
         choose: bool = True,
+        source: tuple[jax.Array, jax.Array] | tuple[()] = (),
+        first: jax.Array | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
         they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
-        state.
+        state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
+        of it goes to the cache. bool `first` [B, V] are tokens that no first one may be, beside
+        those that a row hides.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -159,12 +184,15 @@ class Steps:
 
         if embeds is not None:
             embeds = embeds.astype(params.outer["embed.weight"].dtype)
-        how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds}
+        across = self._across(params, ops, filled, slots, *source) if source else None
+        how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds, "across": across}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
-        scores = decoder.logits(*model, last, wide=True)
+        scores = _shown(decoder.logits(*model, last, wide=True), rows)
+        if first is not None:
+            scores = jnp.where(first, -jnp.inf, scores)
         if not choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
@@ -182,6 +210,36 @@ class Steps:
         rows = rows._replace(seen=mark(rows.seen, token[None]))
         state = _merged(state, rows, slots)
         return replace(cache, layers=filled), state, token[None], ops.given_up()
+
+    def _across(
+        self,
+        params: Params,
+        ops: PlainOps,
+        filled: list[Any],
+        slots: jax.Array,
+        source: jax.Array,
+        lengths: jax.Array,
+    ) -> decoder.Attend:
+        """Attention to what the encoder gives of `source`, which goes into the caches `filled`."""
+        model, own = (self.spec, params, ops), len(self.spec.layers)
+        places = source.shape[1] // 2 if self._reads_frames else source.shape[1]
+        at = jnp.broadcast_to(jnp.arange(places), (len(source), places))
+        if self._reads_frames:
+            vectors = source.astype(params.outer["embed.weight"].dtype)
+            mask, states = None, decoder.encoded(*model, None, at, None, vectors)[-1]
+        else:
+            mask = at < lengths[:, None]
+            states = decoder.encoded(*model, source, at, mask)[-1]
+
+        def across(i: int, q: jax.Array) -> jax.Array:
+            a = self.spec.layers[i].cross
+            assert a is not None
+            kv = decoder.cross_keys(params.layers[i], ops, states)
+            how: Any = {"cache": filled[own + i], "slots": slots, "lengths": lengths}
+            y, filled[own + i] = ops.attend_across(a, q, kv, mask, **how)
+            return y
+
+        return across
 
     @jax.named_scope("dualinfer")
     def decode(
@@ -297,7 +355,7 @@ class Steps:
         """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers)
-        scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        scores = _shown(decoder.logits(self.spec, params, ops, x[:, 0], wide=True), state)
         state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
         return cache, state, ops.scratch, tokens, rows
 
@@ -325,29 +383,43 @@ class Steps:
             y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
             return y
 
-        how: dict[str, Any] = {"layers": layers, "x": x}
+        def across(i: int, q: jax.Array) -> jax.Array:
+            a = self.spec.layers[i].cross
+            assert a is not None
+            return ops.attend_kept(a, q, filled[len(self.spec.layers) + i])
+
+        how: dict[str, Any] = {"layers": layers, "x": x, "across": across}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return replace(cache, layers=filled), y
+
+
+def _shown(logits: jax.Array, state: SlotState) -> jax.Array:
+    """Logits [N, V], -inf where a token is hidden."""
+    return logits if state.hidden is None else jnp.where(state.hidden, -jnp.inf, logits)
 
 
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
     """The state with `rows` in `slots`; those of slots that there are not are dropped."""
     merged = {
-        name: column.at[slots].set(getattr(rows, name), mode="drop")
+        name: None if column is None else column.at[slots].set(getattr(rows, name), mode="drop")
         for name, column in state._asdict().items()
     }
     return SlotState(**merged)
 
 
 @jit_few
-def cut(batch: int, tokens: int, kept: int | None = None, flat: bool = False) -> Any:
+def cut(
+    batch: int, tokens: int, kept: int | None = None, read: int | None = None, flat: bool = False
+) -> Callable[[Any], Any]:
     """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
 
-    With `flat` there is one score of a token, not several.
+    Those of an encoder have the tokens that it `read`. With `flat` there is one score of a token,
+    not several.
     """
 
     def part(name: str, value: Any) -> Any:
         count = tokens if kept is None or name != "logits" else kept
+        count = read if name.startswith("encoder_") else count
         axes = int(not (flat and name.endswith("logits")))
         return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
 

@@ -10,6 +10,7 @@ from ...parallel.agreement import Peers
 from ..caches import (
     CacheSpec,
     CacheView,
+    Room,
     block_table,
     buffers,
     cache_bytes,
@@ -183,7 +184,108 @@ class BlockCache(NamedTuple):
         return over(self._pools, lambda x: x[self.table].transpose(1, 2).flatten(2, 3)).read()
 
 
-KINDS: dict[str, type[LayerCache]] = {"full": FullCache, "blocks": BlockCache}
+class CrossCache(NamedTuple):
+    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    kind = "cross"
+    codes = None
+
+    @property
+    def capacity(self) -> int:
+        """See `CrossView.capacity`."""
+        return self.k.shape[2]
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, dtype, device))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = slots - len(self.k), 0, tokens - self.capacity
+        k, v = (padded(x, more) for x in self[:2])
+        return type(self)(k, v, padded(self.lengths, more[:1]))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        k, v = (x[:slots, :, :tokens] for x in self[:2])
+        return type(self)(k, v, self.lengths[:slots])
+
+    def keep(
+        self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
+    ) -> Self:
+        """See `CrossView.keep`; in place."""
+        tokens = k.shape[1]
+        for buffer, new in ((self.k, k), (self.v, v)):
+            buffer[slots, :, :tokens] = new.transpose(1, 2)
+        self.lengths[slots] = lengths.to(self.lengths.dtype)
+        return self
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CrossView.read`; no copy."""
+        return self.k, self.v
+
+
+class LatentCache(NamedTuple):
+    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+
+    shared: torch.Tensor
+    kind, codes = "latent", None
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.shared.shape[1]
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, dtype, device))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return type(self)(self.shared[:slots, :tokens])
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
+        """See `CacheView.write`; in place."""
+        tokens = k.shape[1]
+        self.shared[slots, :tokens] = k[:, :, 0]
+        self.shared[slots, tokens:] = k.new_zeros(())
+        return self
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
+        """See `CacheView.append`; in place."""
+        slots = torch.arange(len(k), device=k.device)
+        self.shared[slots, lengths.clamp(max=self.capacity - 1)] = k[:, 0]
+        return self
+
+    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheView.read`; no copy."""
+        keys = self.shared[:, None]
+        return keys, keys
+
+
+KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
+    "full": FullCache,
+    "blocks": BlockCache,
+    "cross": CrossCache,
+    "latent": LatentCache,
+}
 
 
 def codes_of(k: torch.Tensor) -> str | None:
@@ -232,9 +334,9 @@ def zeros(
 
 
 class Cache:
-    """Every layer's buffers for `slots` sequences of `tokens` tokens; smaller buckets are views.
+    """Every layer's buffers for some room, the cross caches last; smaller buckets are views.
 
-    `peers` have one each, of the same slots and tokens.
+    `peers` have one each, of the same room.
     """
 
     def __init__(
@@ -243,52 +345,63 @@ class Cache:
         check_kinds(specs, KINDS, "torch")
         self.specs, self._peers = specs, peers
         self._dtype, self._device = dtype, device
-        self._layers: list[LayerCache] = []
-        self.slots = self.tokens = 0
+        self._layers: list[Any] = []
+        self.room = Room()
 
-    def smaller_than(self, slots: int, tokens: int) -> bool:
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence that have room."""
+        return self.room.tokens
+
+    def smaller_than(self, room: Room) -> bool:
         """True if `grow` to this size would allocate."""
-        return slots > self.slots or tokens > self.tokens
+        return not room.within(self.room)
 
-    def grow(self, slots: int, tokens: int) -> None:
-        """Hold at least `slots` by `tokens`; contents stay. A grown cache has new addresses.
+    def grow(self, room: Room) -> None:
+        """Hold at least `room`; contents stay. A grown cache has new addresses.
 
         Raises OutOfMemoryError, with the cache as it was, where the device has no room for the new
         buffers beside the old ones; in all of the peers, if one has none.
         """
-        if not self.smaller_than(slots, tokens):
+        if not self.smaller_than(room):
             return
-        slots, tokens = max(slots, self.slots), max(tokens, self.tokens)
-        needed = self.bytes_for(slots, tokens)
+        room = room.joined(self.room)
+        needed = self.bytes_for(room)
         free, where = free_bytes(self._device), str(self._device)
         if self._peers.size > 1:
             where += f" of rank {self._peers.rank}"
-        check_room(self._peers, slots, tokens, needed, free, where)
+        check_room(self._peers, room, needed, free, where)
         with self._peers.together("Making the buffers of a cache"):
             try:
-                layers = self._grown(slots, tokens)
+                layers = self._grown(room)
             except torch.OutOfMemoryError as error:  # what is free may lie in pieces
-                raise no_room(slots, tokens, needed, free, where) from error
-        self._layers, self.slots, self.tokens = layers, slots, tokens
+                raise no_room(room, needed, free, where) from error
+        self._layers, self.room = layers, room
 
-    def _grown(self, slots: int, tokens: int) -> list[LayerCache]:
+    def _grown(self, room: Room) -> list[Any]:
         """New buffers with the old contents."""
+        slots, where = room.slots, (self._dtype, self._device)
         if self._layers:
-            return [layer.grown(slots, tokens) for layer in self._layers]
-        where = self._dtype, self._device
-        return [KINDS[spec.kind].make(spec, slots, tokens, *where) for spec in self.specs]
+            pairs = zip(self.specs, self._layers, strict=True)
+            return [layer.grown(slots, room.of(spec)) for spec, layer in pairs]
+        return [KINDS[s.kind].make(s, slots, room.of(s), *where) for s in self.specs]
 
-    def bytes_for(self, slots: int, tokens: int) -> int:
+    def bytes_for(self, room: Room) -> int:
         """Bytes of a cache of this size."""
-        return cache_bytes(self.specs, slots, tokens, self._dtype.itemsize)
+        return cache_bytes(self.specs, room, self._dtype.itemsize)
 
-    def view(self, slots: int, tokens: int) -> list[LayerCache]:
-        """The first `slots` rows and `tokens` positions of every layer."""
-        return [layer.view(slots, tokens) for layer in self._layers]
+    def view(self, room: Room) -> list[Any]:
+        """The first slots and positions of every layer; the cross caches last."""
+        pairs = zip(self.specs, self._layers, strict=True)
+        return [layer.view(room.slots, room.of(spec)) for spec, layer in pairs]
 
-    def layer(self, index: int) -> LayerCache:
+    def layer(self, index: int) -> Any:
         """All of one layer's buffers."""
         return self._layers[index]
+
+    def cross(self, index: int) -> CrossCache:
+        """All of one layer's cross cache."""
+        return self._layers[len(self._layers) // 2 + index]
 
     @property
     def bytes(self) -> int:
@@ -298,4 +411,4 @@ class Cache:
 
     def clear(self) -> None:
         """Let go of the buffers."""
-        self._layers, self.slots, self.tokens = [], 0, 0
+        self._layers, self.room = [], Room()

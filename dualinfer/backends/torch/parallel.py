@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistributedError
+from ...model.spec import ModelSpec
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 
@@ -190,10 +191,11 @@ class Split(NamedTuple):
         shares = [shard.share("vocab") for shard in plan.shards]
         return cls(ranks, shares[ranks.rank].start, tuple(share.extent for share in shares), plan)
 
-    def whole(self, layer: int) -> tuple[int, int, float] | None:
-        """See `contract.LayerAttention`."""
+    def whole(self, spec: ModelSpec, index: int) -> tuple[int, int, float] | None:
+        """See `contract.LayerAttention`; of a layer of `spec`, the model's or its encoder's."""
         assert self.plan is not None
-        a = self.plan.table.spec.layers[layer].attention
+        layer = self.plan.table.spec.number(spec, index)
+        a = self.plan.table.spec.all_layers[layer].attention
         if a.qk_norm is None or a.qk_norm_over != "all":
             return None
         return *a.qkv_sizes[:2], self.plan.key_parts(layer)[self.ranks.rank]

@@ -12,7 +12,16 @@ from ...arrays import from_numpy
 from ...checkpoint.reader import RowReader
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import Rope
-from ...model.weights import Leaf, Row, get_leaf, make_leaf, parts_of, put_leaf, with_parts
+from ...model.weights import (
+    Leaf,
+    Row,
+    encoder_weights,
+    get_leaf,
+    make_leaf,
+    parts_of,
+    put_leaf,
+    with_parts,
+)
 from ...parallel.sharding import Found, Shard, fit_blocks
 from ...quantization.packing import padding
 from ..streaming import Streaming
@@ -41,6 +50,11 @@ class Params(NamedTuple):
         """The weights of the row's layer, or those outside the layers."""
         return self.outer if row.layer is None else self.layers[row.layer]
 
+    def of_encoder(self, decoder: int) -> "Params":
+        """The weights of the encoder, whose layers follow those of a `decoder` of so many."""
+        outer = encoder_weights(self.outer)
+        return self._replace(outer=outer, layers=self.layers[decoder:])
+
     def leaves(self) -> list[Leaf]:
         """Every leaf."""
         return [leaf for group in (self.outer, *self.layers) for leaf in group.values()]
@@ -64,10 +78,10 @@ def load_params(
     def constant(values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    attention = {layer.attention for layer in shard.spec.layers}
+    attention = {layer.attention for layer in shard.spec.all_layers}
     frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
-    params = Params({}, [{} for _ in shard.spec.layers], frequencies, slopes)
+    params = Params({}, [{} for _ in shard.spec.all_layers], frequencies, slopes)
     lent, plan = set(), fit_blocks(plan, [shard])
     blocks: dict[int, torch.Tensor] = {}
     moves = streaming.moves if streaming else lambda row: False
@@ -133,7 +147,7 @@ def _assemble(
         if callable(value):
             return {"data": from_numpy(value(shape), "torch").to(device=device, dtype=dtype)}
         return {"data": torch.full(shape, value, dtype=dtype, device=device)}
-    target = dtype if row.scheme is None else None
+    target = None if row.scheme else torch.float32 if row.wide else dtype
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         tensor = from_numpy(array, "torch") if isinstance(array, np.ndarray) else array
@@ -146,7 +160,8 @@ def _assemble(
     parts = {}
     for part, own in by_part.items():
         pad = padding(row.scheme, part, _padded)
-        parts[part] = shard.assemble(row, own, place, pad, torch.cat).contiguous()
+        array = shard.assemble(row, own, place, pad, torch.cat)
+        parts[part] = (array[..., list(row.picks)] if row.picks else array).contiguous()
     return parts
 
 

@@ -24,12 +24,17 @@ _MOST_AT_ONCE = 32768
 
 
 class _Buffers(NamedTuple):
-    """What a graph reads and writes, for B prompts of T tokens, or of as many embeddings."""
+    """What a graph reads and writes, for B prompts of T tokens, or of as many embeddings.
+
+    With an encoder also what it reads, and the place of each one's last token.
+    """
 
     ids: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
     out: torch.Tensor
+    source: torch.Tensor | None = None
+    source_last: torch.Tensor | None = None
 
 
 class Prompts:
@@ -40,16 +45,38 @@ class Prompts:
         self._buffers: dict[Hashable, _Buffers] = {}
 
     def run(
-        self, params: Params, cache: Cache, tokens: list[np.ndarray], slots: torch.Tensor
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: list[np.ndarray],
+        slots: torch.Tensor,
+        sources: list[Any] | None = None,
     ) -> torch.Tensor:
         """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B].
 
-        `tokens` are ids [T] of each prompt, or embeddings [T, W].
+        `tokens` are ids [T] of each prompt, or embeddings [T, W]; `sources` are what an encoder
+        reads for it, ids [S].
         """
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
-        if slots.is_cuda and len(tokens) * width <= _MOST_REPLAYED:
-            return self._replayed(params, cache, tokens, slots, width)
+        read, most = 0, 0 if sources is None else max(map(len, sources))
+        if sources is not None:
+            frames = sources[0].ndim > 1  # of one length
+            read = most if frames else -(-most // GRAIN) * GRAIN
+        if slots.is_cuda and len(tokens) * (width + read) <= _MOST_REPLAYED:
+            return self._replayed(params, cache, tokens, slots, width, sources, read)
+        if sources is not None:
+            at_once = max(1, _MOST_AT_ONCE // (longest + most))
+            parts = []
+            for first in range(0, len(tokens), at_once):
+                group = slice(first, first + at_once)
+                put = partial(torch.as_tensor, device=slots.device)
+                ids, last = map(put, _padded(tokens[group], max(map(len, tokens[group]))))
+                given = _padded(sources[group], max(map(len, sources[group])))
+                source, source_last = map(put, given)
+                how: Any = {"source": source, "source_last": source_last}
+                parts.append(self._pass(params, cache, ids, slots[group], last, **how))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         takes_chunks = all(map(self._ops.knows, cache.specs))
         at_once = max(1, _MOST_AT_ONCE // longest) if takes_chunks else len(tokens)
         parts = []
@@ -77,11 +104,13 @@ class Prompts:
         tokens: list[np.ndarray],
         slots: torch.Tensor,
         width: int,
+        sources: list[Any] | None,
+        read: int,
     ) -> torch.Tensor:
         """Padded to `width`: without graphs too, so that these change no bit."""
         graphs = self.graphs
         given = tokens[0].shape[1:]
-        key = "prompts", len(tokens), width, given
+        key = "prompts", len(tokens), width, given, read
         b = self._buffers.get(key)
         is_new = b is None
         if b is None:
@@ -94,23 +123,39 @@ class Prompts:
                 integers(count),
                 integers(count),
                 floats(count, self._spec.embed),
+                self._source_buffer(sources, read, integers, floats),
+                integers(count) if sources else None,
             )
             self._buffers[key] = b
         ids, last = _padded(tokens, width)
         b.ids.copy_(torch.from_numpy(ids))
         b.last.copy_(torch.from_numpy(last))
         b.slots.copy_(slots)
+        if sources and b.source is not None and b.source_last is not None:
+            source, source_last = _padded(sources, read)
+            b.source.copy_(torch.from_numpy(source))
+            b.source_last.copy_(torch.from_numpy(source_last))
         if graphs is not None and key in graphs:
             graphs.replay(key)
             return b.out
 
         def work() -> None:
-            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last))
+            how: Any = {"source": b.source, "source_last": b.source_last}
+            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last, **how))
 
         work()
         if graphs is not None and not is_new:  # a size that comes a second time is worth a capture
             graphs.capture(key, work)
         return b.out
+
+    def _source_buffer(
+        self, sources: list[Any] | None, read: int, integers: Any, floats: Any
+    ) -> torch.Tensor | None:
+        """Room for ids [B, S], or for spectrograms; None without an encoder."""
+        if sources is None:
+            return None
+        shape = len(sources), read, *sources[0].shape[1:]
+        return floats(*shape) if len(shape) > 2 else integers(*shape)
 
     def _in_pieces(
         self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
@@ -133,10 +178,13 @@ class Prompts:
         last: torch.Tensor,
         chunk: Chunk | None = None,
         whole: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        source_last: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
 
-        `whole` [B] are the last positions of prompts of which this is a chunk.
+        `whole` [B] are the last positions of prompts of which this is a chunk. An encoder reads
+        `source` [B, S] up to `source_last` [B], and what layers need of it goes to the cache.
         """
         start = chunk.start if chunk else 0
         shape = ids.shape[:2]
@@ -150,8 +198,41 @@ class Prompts:
             return self._ops.attend(layer, qkv, angles, **how)[0]
 
         model = self._spec, params, self._ops
-        x = decoder.hidden_states(*model, ids, positions, None, attend, embeds=embeds)[-1]
+        across = None
+        if source is not None and source_last is not None:
+            across = self._across(params, cache, source, slots, source_last)
+        how: dict[str, Any] = {"embeds": embeds, "across": across}
+        x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
+
+    def _across(
+        self,
+        params: Params,
+        cache: Cache,
+        source: torch.Tensor,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+    ) -> decoder.Attend:
+        """Attention to what the encoder gives of `source`, which the cache keeps in `slots`."""
+        model = self._spec, params, self._ops
+        if source.ndim > 2:
+            dtype, mask = params.outer["embed.weight"].dtype, None
+            at = torch.arange(source.shape[1] // 2, device=source.device).expand(len(source), -1)
+            states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
+            last = last // 2
+        else:
+            at = torch.arange(source.shape[1], device=source.device)
+            mask = at[None] <= last[:, None]
+            states = decoder.encoded(*model, source, at.expand(source.shape), mask)[-1]
+
+        def across(i: int, q: torch.Tensor) -> torch.Tensor:
+            a = self._spec.layers[i].cross
+            assert a is not None
+            kv = decoder.cross_keys(params.layers[i], self._ops, states)
+            how: dict[str, Any] = {"cache": cache.cross(i), "slots": slots, "lengths": last + 1}
+            return self._ops.attend_across(a, q, kv, mask, **how)[0]
+
+        return across
 
 
 def _padded(tokens: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:

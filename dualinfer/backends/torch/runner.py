@@ -17,12 +17,12 @@ from ...parallel.agreement import Peers
 from ...parallel.sharding import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
-from ..caches import cache_specs, describe_caches, served
+from ..caches import Room, cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from . import sampler
-from .cache import Cache, LayerCache
+from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import CallGraphs, StepGraphs, graph_facts
@@ -125,9 +125,12 @@ class TorchRunner:
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
+        source: Any = inputs.source or (None,) * 4
+        if inputs.source:
+            source = (source.ids, source.positions, source.mask, source.embeds)
         tensors = [
             None if array is None else torch.from_numpy(array)
-            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights)
+            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest
@@ -153,6 +156,10 @@ class TorchRunner:
         embeds: torch.Tensor | None,
         kept: torch.Tensor | None,
         weights: torch.Tensor | None,
+        source: torch.Tensor | None,
+        source_positions: torch.Tensor | None,
+        source_mask: torch.Tensor | None,
+        source_embeds: torch.Tensor | None,
         keep: bool,
         texts: int,
         largest: bool,
@@ -170,11 +177,19 @@ class TorchRunner:
 
         embeds = None if embeds is None else embeds.to(self.dtype)
         given: dict[str, Any] = {"keep": keep, "embeds": embeds}
+        of_encoder: dict[str, Any] = {}
+        if source_positions is not None:
+            vectors = None if source_embeds is None else source_embeds.to(self.dtype)
+            encoded = decoder.encoded(*model, source, source_positions, source_mask, vectors, keep)
+            given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
+            of_encoder = {"encoder_last_hidden_state": encoded[-1]}
+            if keep:
+                of_encoder["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
         if texts:
             assert weights is not None and segments is not None
             return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
-        return decoder.outputs(*model, states, keep, kept, weights)
+        return {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
         """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
@@ -220,12 +235,18 @@ class TorchRunner:
         zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"length": lengths, "new": zeros, **columns})
+        state.hide(slots, [r.hidden for r in requests])
         if features.penalty:
             self._mark_seen(requests, slots)
-        with self._own_settings(int(lengths.sum())):
+        read = sum(r.encoded for r in requests)
+        with self._own_settings(int(lengths.sum()) + read):
             prompts = [r.prompt for r in requests]
-            last = self._prompts.run(self._passed, self._cache, prompts, rows)
+            sources = None if self.spec.encoder is None else [r.source for r in requests]
+            last = self._prompts.run(self._passed, self._cache, prompts, rows, sources)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
+        for row, request in enumerate(requests):
+            if ids := [*request.hidden, *request.hidden_at_first]:
+                scores[row, ids] = -torch.inf
         return rows, scores
 
     @in_order
@@ -283,10 +304,10 @@ class TorchRunner:
     @torch.inference_mode()
     def decode(self, steps: int) -> PendingTokens:
         """Up to `steps` tokens for every live slot."""
-        state, cache, tokens = self._views(steps)
+        state, cache, room = self._views(steps)
         slots = state.active.shape[0]
         features = SamplingFeatures.of(self._live.requests)
-        key = slots, tokens, self.ops.launches_of(features)
+        key = slots, room, self.ops.launches_of(features)
         out, step = self._tokens[:, :slots], self._row[:slots]
         out.fill_(NO_TOKEN)
         step.zero_()
@@ -302,18 +323,23 @@ class TorchRunner:
 
     def _views(
         self, steps: int, slots: Sequence[int] | None = None
-    ) -> tuple[SlotState, list[LayerCache], int]:
-        """State and cache, grown for `steps` more of these slots, or of every one, and its tokens.
+    ) -> tuple[SlotState, list[Any], Room]:
+        """State and cache, grown for `steps` more of these slots, or of every one, and its room.
 
         They are views that cover the live slots.
         """
         assert self._state is not None and self._live
         self._live.advance(steps, slots)
-        count, tokens = self._live.width, bucket(self._live.reach, SMALLEST_CACHE)
-        if self._cache.smaller_than(count, tokens):
+        room = self._room(self._live.reach)
+        if self._cache.smaller_than(room):
             self._forget_steps()
-        self._cache.grow(count, tokens)
-        return self._state.view(count), self._cache.view(count, tokens), tokens
+        self._cache.grow(room)
+        return self._state.view(room.slots), self._cache.view(room), room
+
+    def _room(self, tokens: int) -> Room:
+        """What the live slots need of a cache, for `tokens` of each, in buckets."""
+        encoded = encoded_bucket(self.spec, self._live.encoded)
+        return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
         """Do `run` once, from the key's graph where there are graphs."""
@@ -329,7 +355,7 @@ class TorchRunner:
     def _step(
         self,
         state: SlotState,
-        cache: list[LayerCache],
+        cache: list[Any],
         features: SamplingFeatures,
         out: torch.Tensor,
         step: torch.Tensor,
@@ -337,7 +363,7 @@ class TorchRunner:
         """One token for each active slot, all in place: ready for capture."""
         self.ops.advance(self._next_scores(state, cache), state, features, out, step)
 
-    def _next_scores(self, state: SlotState, cache: list[LayerCache]) -> torch.Tensor:
+    def _next_scores(self, state: SlotState, cache: list[Any]) -> torch.Tensor:
         """Logits float32 [N, V] after each slot's last token, which goes into the cache."""
         params = self._passed
         model = self.spec, params, self.ops
@@ -348,8 +374,13 @@ class TorchRunner:
             layer = self.ops.layer_attention(self.spec, params, i)
             return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
 
-        x = decoder.hidden_states(*model, ids, positions, None, attend)[-1]
-        return decoder.logits(*model, x[:, 0], wide=True)
+        def across(i: int, q: torch.Tensor) -> torch.Tensor:
+            a = self.spec.layers[i].cross
+            assert a is not None
+            return self.ops.attend_kept(a, q, cache[len(self.spec.layers) + i])
+
+        x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
+        return state.shown(decoder.logits(*model, x[:, 0], wide=True))
 
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
@@ -365,20 +396,24 @@ class TorchRunner:
 
     def _reserve(self, idle: bool) -> None:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
-        count, tokens = self._live.width, bucket(self._live.reserved, SMALLEST_CACHE)
-        if self._cache.smaller_than(count, tokens):
+        room = self._room(self._live.reserved)
+        count = room.slots
+        if self._cache.smaller_than(room):
             self._forget_steps()
             if idle:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
-        self._cache.grow(count, tokens)
+        self._cache.grow(room)
         eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
-        old = self._state
-        if old is None or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
+        old, hides = self._state, any(r.hidden for r in self._live.requests)
+        hides = hides or (old is not None and old.hidden is not None)
+        fits = old is not None and hides == (old.hidden is not None)
+        if old is None or not fits or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            self._state = SlotState.make(count, eos_width, self.spec.vocab, self.device)
+            what = count, eos_width, self.spec.vocab, self.device, hides
+            self._state = SlotState.make(*what)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
             self._row = torch.empty(count, **integers)
@@ -452,7 +487,9 @@ class TorchRunner:
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
-        return self._cache.bytes_for(bucket(slots), bucket(tokens, SMALLEST_CACHE))
+        encoded = encoded_bucket(self.spec, tokens)
+        room = Room(bucket(slots), bucket(tokens, SMALLEST_CACHE), encoded)
+        return self._cache.bytes_for(room)
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""

@@ -4,7 +4,9 @@ Meaning and order of the filters: transformers `generation/logits_process.py`. T
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,8 @@ class SlotState:
     """Static buffers of decoding, a row a slot. `last` is sampled but not yet in the cache.
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
-    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens.
+    others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens, and
+    `hidden` [N, V] those that are never chosen; None where every slot may choose all.
     """
 
     active: torch.Tensor
@@ -40,9 +43,12 @@ class SlotState:
     seed_high: torch.Tensor
     return_index: torch.Tensor
     seen: torch.Tensor
+    hidden: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, slots: int, eos_width: int, vocab: int, device: torch.device) -> "SlotState":
+    def make(
+        cls, slots: int, eos_width: int, vocab: int, device: torch.device, hides: bool = False
+    ) -> "SlotState":
         """All slots free."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -56,6 +62,7 @@ class SlotState:
             noise=zeros(torch.bool),
             eos=zeros(torch.int64, eos_width) + NO_TOKEN,
             seen=zeros(torch.bool, vocab),
+            hidden=zeros(torch.bool, vocab) if hides else None,
             **{name: zeros(torch.int64) for name in (*integers, *words)},
             **{name: zeros(torch.float32) + 1 for name in floats},
         )
@@ -66,7 +73,8 @@ class SlotState:
 
     def take(self, rows: slice | torch.Tensor) -> "SlotState":
         """Some rows: those of a slice share memory, those of an index [N] are copies."""
-        return SlotState(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return SlotState(**{n: None if x is None else x[rows] for n, x in columns.items()})
 
     def write(self, slots: torch.Tensor, rows: dict[str, np.ndarray]) -> None:
         """Set columns of `slots` in place."""
@@ -83,7 +91,20 @@ class SlotState:
         """Take over the rows of a smaller state."""
         for f in fields(self):
             old = getattr(other, f.name)
-            getattr(self, f.name)[tuple(slice(n) for n in old.shape)] = old
+            if old is not None:
+                getattr(self, f.name)[tuple(slice(n) for n in old.shape)] = old
+
+    def hide(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Choose none of these `tokens` in `slots`, in place; an empty one shows all again."""
+        if self.hidden is None:
+            return
+        for slot, ids in zip(slots, tokens, strict=True):
+            self.hidden[slot] = False
+            self.hidden[slot, list(ids)] = True
+
+    def shown(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V], -inf where a token is hidden."""
+        return logits if self.hidden is None else logits.masked_fill(self.hidden, -torch.inf)
 
 
 @named("sampling")

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from .operands import Launch, Pointer
+from . import norm
+from .operands import Launch, Pointer, Recording
 
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -45,6 +46,17 @@ def codes(launches: Sequence[Launch], capability: int) -> list[Code]:
     with ThreadPoolExecutor(min(len(distinct), _THREADS), "dualinfer-triton") as pool:
         list(pool.map(lambda launch: code(launch, capability), distinct.values()))
     return [code(launch, capability) for launch in launches]
+
+
+def prepare(capability: int) -> None:
+    """Have Triton look once at all that its keys and compilers are made of, which takes a second.
+
+    That is a hash of its own library and the versions of its tools; a later `code` finds it done.
+    """
+    recording = Recording()
+    x, weight = (recording.operand(shape, "float16") for shape in ((1, 16), (16,)))
+    norm.rms_norm(x, weight, 1e-6)
+    code(recording.launches[0], capability)
 
 
 def _fact(value: Any) -> Any:

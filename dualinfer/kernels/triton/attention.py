@@ -9,6 +9,7 @@ from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
 from .blocks import table_arguments
 from .codes import scale_arguments
+from .decode_attention import check_relative
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
 from .operands import Operand, dtype_name
 
@@ -30,6 +31,7 @@ def attention(
     positions: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
+    relative: Any = None,
     start: int = 0,
     table: Any = None,
     scales: Any = None,
@@ -40,12 +42,13 @@ def attention(
     """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
 
     Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
-    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's. `segments` must not decrease
-    along a row: blocks of keys of other segments are passed over. Keys and values that are hidden
-    are read all the same and must be finite. Strides are free but for the last axis. `sms` is the
-    device's number of multiprocessors. With `table` int32 [B, blocks] k and v are the pools of a
-    cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least. With
-    `scales`, a pair float32 of the axes of k and v before D, these are codes (codes.py).
+    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are T5's,
+    and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other segments
+    are passed over. Keys and values that are hidden are read all the same and must be finite.
+    Strides are free but for the last axis. `sms` is the device's number of multiprocessors. With
+    `table` int32 [B, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks, K,
+    size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of k
+    and v before D, these are codes (codes.py).
     """
     batch, tokens, heads, dim = q.shape
     by_table = table_arguments(table, k)
@@ -60,6 +63,9 @@ def attention(
         _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
     _check_option("alibi", alibi, (heads,), _FLOAT32)
     _check_option("sinks", sinks, (heads,), _FLOAT32)
+    most = check_relative(relative, heads)
+    if relative is not None and alibi is not None:
+        raise ValueError("relative and alibi were given; one of them measures distances.")
     if segments is not None and start:
         raise ValueError(f"segments with start={start}: packed sequences must start at 0.")
     if positions is not None and alibi is None:
@@ -89,7 +95,8 @@ def attention(
     launch(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
-        *tensors, out, mask, segments, positions, alibi, sinks, *by_table[:2], *held,
+        *tensors, out, mask, segments, positions, alibi, sinks, relative, most,
+        *by_table[:2], *held,
         factor, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),

@@ -116,7 +116,7 @@ def _scores(
     k, k_rest, k_strides = keys
     mask_ptr, segments_ptr, positions_ptr = per_key
     b, head, end = place
-    scale, softcap, slope, alibi_scale, window = scoring
+    scale, softcap, slope, alibi_scale, window, relative_ptr, most = scoring
     columns = n + tl.arange(0, BLOCK_N)
     tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     tile = _meant(tile, k_strides, b, head, n, end, q.dtype, BLOCK_N, DIM)
@@ -137,6 +137,10 @@ def _scores(
         else:
             ahead = sloped(slope, k_position)[None, :] - sloped(slope, q_position)[:, None]
             bias = ahead * alibi_scale
+        s = s * (scale if softcap is None else softcap) + bias
+    if relative_ptr is not None:
+        behind = tl.minimum(tl.maximum(columns[None, :] - rows[:, None], -most), most)
+        bias = tl.load(relative_ptr + behind + most).to(tl.float32) * 1.4426950408889634
         s = s * (scale if softcap is None else softcap) + bias
     if SEES == _ITSELF:
         s = tl.where((columns[None, :] == rows[:, None]) & blind[:, None], s, float("-inf"))
@@ -194,8 +198,8 @@ def _add(
 @triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
-    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, table_ptr, table_stride,
-    k_scale_ptr, v_scale_ptr,
+    mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
+    table_stride, k_scale_ptr, v_scale_ptr,
     scale, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
@@ -277,13 +281,17 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
     place = (b, kv_head, end)
-    scoring = (scale, softcap, None, None, window)
+    scoring = (scale, softcap, None, None, window, None, most)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head)
         if alibi_scale is None:
             slope *= 1.4426950408889634
-        scoring = (scale, softcap, slope, alibi_scale, window)
+        scoring = (scale, softcap, slope, alibi_scale, window, None, most)
+        factor = 1.0
+    if relative_ptr is not None:
+        relative_ptr += head * (2 * most + 1)
+        scoring = (scale, softcap, None, None, window, relative_ptr, most)
         factor = 1.0
     for i in range(0, masked):
         n = tl.where(i < lower, lo + i * BLOCK_N, full_hi + (i - lower) * BLOCK_N)

@@ -2,7 +2,8 @@
 
 The cached tokens of a sequence are split over programs, as flash-decoding does; the last program
 of a KV head to end joins their results, in their order, so that no second launch is needed and the
-bits are the same every time.
+bits are the same every time. Where a KV head serves many queries, and there are few KV heads, a
+program has some of the queries: to join those of 71 one after another took longer than all else.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
@@ -18,6 +19,9 @@ from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
+
+_FEW_HEADS = 16  # queries that share a KV head, of which a program has all
+MOST_PARTS = 2048  # programs where it has not: fewer than multiprocessors times parts of a head
 
 
 class DecodeConfig(NamedTuple):
@@ -80,38 +84,47 @@ def _encoded(x, CODES: tl.constexpr):
 @triton.jit
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
-    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, table_ptr, k_scale_ptr,
-    v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride, token_stride,
-    capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
+    k_scale_ptr, v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride,
+    token_stride, capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     TWO_TABLES: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    CODES: tl.constexpr, PDL: tl.constexpr,
+    CODES: tl.constexpr, CROSS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    kv_head = tl.program_id(0) % KV_HEADS
-    slot = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    PARTS: tl.constexpr = (GROUP + EACH - 1) // EACH
+    part = tl.program_id(0) % PARTS
+    pair = tl.program_id(0) // PARTS
+    kv_head = pair % KV_HEADS
+    slot = (pair // KV_HEADS).to(tl.int64)
+    first_head = part * EACH
+    heads = tl.minimum(GROUP - first_head, EACH)
     split = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     g = tl.arange(0, BLOCK_G)
     dtype = qkv_ptr.dtype.element_ty
     # Nothing in front of this kernel in a step writes lengths or the cache's older tokens.
-    length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
+    if CROSS:  # a slot that keeps nothing is nobody's, and gives what is finite
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + slot), 1), capacity).to(tl.int32)
+    else:
+        length = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32)
     if ROTARY > 0:
-        pair = d % (ROTARY // 2)
+        turn_of = d % (ROTARY // 2)
         partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
         sign = tl.where(d < ROTARY // 2, -1.0, 1.0)
         if INTERLEAVED:
-            pair = d // 2
+            turn_of = d // 2
             partner = d ^ 1
             sign = tl.where(d % 2 == 0, -1.0, 1.0)
         turned = d < ROTARY
         partner = tl.where(turned, partner, d)
         if TWO_TABLES:  # the second is that of long sequences
             frequencies_ptr += tl.where(length >= original, ROTARY // 2, 0)
-        angle = length.to(tl.float32) * tl.load(frequencies_ptr + pair, mask=turned, other=0.0)
+        angle = length.to(tl.float32) * tl.load(frequencies_ptr + turn_of, mask=turned, other=0.0)
         cos = tl.where(turned, tl.cos(angle) * rotary_scale, 1.0)
         sin = tl.where(turned, tl.sin(angle) * rotary_scale * sign, 0.0)
     else:
@@ -130,18 +143,21 @@ def _decode_attention_kernel(
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
-    q_heads = kv_head * GROUP + g
+    q_heads = kv_head * GROUP + first_head + g
     q_at = qkv_ptr + q_heads[:, None] * DIM
-    inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    real = g < heads
+    inside = real[:, None] & (d < DIM)[None, :]
     turn = (partner, cos, sin)
     q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + q_heads, mask=g < GROUP, other=0.0)
+        slope = tl.load(slopes_ptr + q_heads, mask=real, other=0.0)
+    if relative_ptr is not None:
+        relative_ptr += q_heads[:, None] * (2 * most + 1) + most
     top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    if split == SPLITS - 1:  # the new token
+    if (split == SPLITS - 1) & (not CROSS):  # the new token
         row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
         new = d[None, :] < DIM
         k_at = qkv_ptr + row[:, None] * DIM
@@ -158,6 +174,8 @@ def _decode_attention_kernel(
             token = length + tl.zeros((1, 1), tl.int32)
             to, new = places(table_ptr, token, new, slot_stride, token_stride, SIZE)
             at = base + to + d[None, :]
+        if PARTS > 1:
+            new = new & (part + tl.zeros((1, 1), tl.int32) == 0)  # one of them writes
         if CODES is None:
             tl.store(k_ptr + at, k_new, mask=new)
             tl.store(v_ptr + at, v_new, mask=new)
@@ -171,16 +189,22 @@ def _decode_attention_kernel(
                 token = length + tl.zeros((1, 1), tl.int32)
                 to, there = places(table_ptr, token, token >= 0, slot_stride, token_stride, SIZE)
                 row = base + to
+            if PARTS > 1:
+                there = there & (part + tl.zeros((1, 1), tl.int32) == 0)
             tl.store(k_scale_ptr + row // DIM, k_scale, mask=there)
             tl.store(v_scale_ptr + row // DIM, v_scale, mask=there)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if SOFTCAP:
             score = softcap * activate(score / softcap, "tanh")
+        if relative_ptr is not None:
+            column = tl.zeros((BLOCK_G, 1), tl.int32)
+            bias = tl.load(relative_ptr + column, mask=real[:, None], other=0.0)
+            score += tl.sum(bias.to(tl.float32), 1)
         top = score
         total += 1.0
         acc += v_new.to(tl.float32) if CODES is None else v_new * _unit(CODES)
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + q_heads, mask=g < GROUP, other=-float("inf"))
+            sink = tl.load(sinks_ptr + q_heads, mask=real, other=-float("inf"))
             top = tl.maximum(score, sink)
             share_of_new = tl.exp(score - top)
             total = share_of_new + tl.exp(sink - top)
@@ -221,6 +245,10 @@ def _decode_attention_kernel(
         else:
             ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
             score += ahead * alibi_scale
+        if relative_ptr is not None:
+            behind = tl.maximum(s - length, -most)[None, :]
+            bias = tl.load(relative_ptr + behind, mask=real[:, None], other=0.0)
+            score += bias.to(tl.float32)
         score = tl.where((s < last)[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         kept = tl.exp(top - higher)
@@ -240,16 +268,14 @@ def _decode_attention_kernel(
     if CODES is not None:
         acc *= 1 / _unit(CODES)
     if SPLITS == 1:
-        heads = tl.program_id(0).to(tl.int64) * GROUP + g
-        y_at = y_ptr + heads[:, None] * DIM + d[None, :]
-        mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
-        tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+        y_heads = pair.to(tl.int64) * GROUP + first_head + g
+        y_at = y_ptr + y_heads[:, None] * DIM + d[None, :]
+        tl.store(y_at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
     else:
-        # Partials are [slot and KV head, split, G, D + 2]: the sums, their weight and exponent.
+        # Partials are [program, split, heads, D + 2]: the sums, their weight and exponent.
         width: tl.constexpr = BLOCK_D + 2
-        base = tl.program_id(0).to(tl.int64) * SPLITS * GROUP
-        mine = partial_ptr + (base + split * GROUP + g) * width
-        real = g < GROUP
+        base = tl.program_id(0).to(tl.int64) * SPLITS * EACH
+        mine = partial_ptr + (base + split * EACH + g) * width
         tl.store(mine[:, None] + d[None, :], acc, mask=real[:, None])
         tl.store(mine + BLOCK_D, total, mask=real)
         tl.store(mine + BLOCK_D + 1, top, mask=real)
@@ -260,15 +286,15 @@ def _decode_attention_kernel(
             tl.debug_barrier()
             parts = tl.arange(0, SPLIT_BLOCK)
             there = parts < SPLITS
-            for head in range(GROUP):
-                at = partial_ptr + (base + parts * GROUP + head) * width
+            for head in range(heads):
+                at = partial_ptr + (base + parts * EACH + head) * width
                 tops = tl.load(at + BLOCK_D + 1, there, -float("inf"), cache_modifier=".cg")
                 totals = tl.load(at + BLOCK_D, there, 0.0, cache_modifier=".cg")
                 sums_at = at[:, None] + d[None, :]
                 sums = tl.load(sums_at, there[:, None], 0.0, cache_modifier=".cg")
                 weight = tl.exp(tops - tl.max(tops, 0))
                 y = tl.sum(weight[:, None] * sums, 0) / tl.sum(weight * totals, 0)
-                y_at = (tl.program_id(0).to(tl.int64) * GROUP + head) * DIM + d
+                y_at = (pair.to(tl.int64) * GROUP + first_head + head) * DIM + d
                 tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=d < DIM)
 
 
@@ -287,6 +313,7 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    relative: Any = None,
     inv_freq: Any = None,
     scaling: float = 1.0,
     interleaved: bool = False,
@@ -296,6 +323,7 @@ def decode_attention(
     norm_unit_offset: bool = False,
     norm_turned: bool = False,
     original: int = 0,
+    cross: bool = False,
     config: DecodeConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -309,35 +337,42 @@ def decode_attention(
     views [N, K, S, D] with D contiguous. A full slot overwrites its last place. With `table` int32
     [N, blocks] the cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's
     axes before D, of codes (codes.py).
-    `window`, `alibi`, `alibi_scale`, `softcap` and `sinks` as in `attention`.
-    `counters` int32 [N K or more] are 0, and are again when the launch has ended.
+    `window`, `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`.
+    `counters` int32, one a program (N K or MOST_PARTS suffice), are 0, and are again when the
+    launch has ended. With `cross` qkv are queries alone, [N, H D], and attend to the lengths[n]
+    places that slot n keeps: nothing is written, and of the options none but `scale` is known.
     """
     keys, values = cache
     _, kv_heads, _, dim = keys.shape
     slots, capacity = slots_and_room(keys, table)
     table, table_stride, size = table_arguments(table, keys)
-    _check(qkv, keys, values, slots, lengths, heads, counters, inv_freq, original)
+    most = check_relative(relative, heads)
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
+    each = _heads_each(slots * kv_heads, group, sms)
+    programs = slots * kv_heads * triton.cdiv(group, each)
+    _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, original, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
         kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
-        config = default_config(slots * kv_heads, capacity, dim, kept, sms)
+        config = default_config(programs, capacity, dim, kept, sms)
     # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
     # they do not take, would pay for the rows that are not there.
-    block_g = max(16, next_power_of_2(group)) if group > 1 or qkv.element_size() == 2 else 1
+    block_g = max(16, next_power_of_2(each)) if group > 1 or qkv.element_size() == 2 else 1
     block_d = max(16, next_power_of_2(dim))
     partial = counters  # not read without splits
     if config.splits > 1:
-        shape = slots * heads, config.splits, block_d + 2
+        shape = programs * each, config.splits, block_d + 2
         partial = empty(counters, shape, "float32")
     launch(
         _decode_attention_kernel,
-        (slots * kv_heads, config.splits),
+        (programs, config.splits),
         *(qkv, keys, values, lengths, y, partial, counters, inv_freq, q_norm, k_norm),
         *(
             alibi,
             sinks,
+            relative,
+            most,
             table,
             *held,
             original,
@@ -350,18 +385,35 @@ def decode_attention(
             alibi_scale,
         ),
         *(window or 0, norm_eps, scaling),
-        **{"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "INTERLEAVED": interleaved},
+        **{"KV_HEADS": kv_heads, "GROUP": group, "EACH": each, "DIM": dim},
+        INTERLEAVED=interleaved,
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[-1],
         TWO_TABLES=original > 0,
         **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
         **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
-        **{"SIZE": size, "CODES": codes},
+        **{"SIZE": size, "CODES": codes, "CROSS": cross},
         num_warps=config.warps,
         pdl=pdl,
     )
     return y
+
+
+def _heads_each(pairs: int, group: int, sms: int) -> int:
+    """Queries of a KV head that a program has: all, or what the matrix units take at a time."""
+    few = group <= _FEW_HEADS or pairs >= sms or pairs * triton.cdiv(group, _FEW_HEADS) > MOST_PARTS
+    return group if few else _FEW_HEADS
+
+
+def check_relative(relative: Any, heads: int) -> int:
+    """M of biases [H, 2M+1]; 0 for none. ValueError for what is neither."""
+    if relative is None:
+        return 0
+    rows, width = relative.shape
+    if rows != heads or width % 2 == 0 or not relative.is_contiguous():
+        raise ValueError(f"relative {tuple(relative.shape)}: ({heads}, 2M+1) is expected.")
+    return width // 2
 
 
 def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
@@ -430,12 +482,14 @@ def _check(
     lengths: Any,
     heads: int,
     counters: Any,
+    programs: int,
     inv_freq: Any,
     original: int,
+    cross: bool,
 ) -> None:
     """Raise ValueError for arguments that the kernel would misread."""
     _, kv_heads, _, dim = keys.shape
-    width = (heads + 2 * kv_heads) * dim
+    width = (heads if cross else heads + 2 * kv_heads) * dim
     if tuple(qkv.shape) != (slots, width) or qkv.stride(1) != 1:
         raise ValueError(
             f"qkv {tuple(qkv.shape)} does not fit {heads} heads and a cache {tuple(keys.shape)}: "
@@ -451,8 +505,8 @@ def _check(
         )
     if tuple(lengths.shape) != (slots,) or lengths.stride(0) != 1:
         raise ValueError(f"lengths {tuple(lengths.shape)}: one for each of {slots} slots, please.")
-    if counters.numel() < slots * kv_heads:
-        raise ValueError(f"{counters.numel()} counters; {slots * kv_heads} are needed.")
+    if counters.numel() < programs:
+        raise ValueError(f"{counters.numel()} counters; {programs} are needed.")
     if inv_freq is not None and 2 * inv_freq.shape[-1] > dim:
         raise ValueError(f"{inv_freq.shape[-1]} frequencies turn more than {dim} elements.")
     if inv_freq is not None and original and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):

@@ -169,7 +169,10 @@ def default_config(
         rows = max(1, min(8, (16384 if count == 1 else 8192) // elements))
         while rows > 1 and features // rows < 2 * sms:
             rows //= 2
-        return VectorConfig(rows, 4 if rows * elements <= 8192 else 8)
+        warps = 4 if rows * elements <= 8192 else 8
+        # Programs that go through several blocks norm their x once.
+        several = count == 1 and not gated and warps == 8 and features >= 4 * sms * rows
+        return VectorConfig(rows, warps, 2 if several else 0)
     if itemsize == 4:
         return TileConfig(32, 32, 32, 4, 2)
     if count > 64:

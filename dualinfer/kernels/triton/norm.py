@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last axis, with the addition of the residual in front of them."""
+"""RMSNorm and LayerNorm over the last axis, with the residual's addition before or after them."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, rows, width, eps, size1, size2,
     x_stride0, x_stride1, x_stride2, residual_stride0, residual_stride1, residual_stride2,
     CENTER: tl.constexpr, UNIT_OFFSET: tl.constexpr, EARLY: tl.constexpr, AXES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    AFTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     column = tl.arange(0, BLOCK)[None, :]
@@ -40,11 +40,13 @@ def _norm_kernel(
     at = row_offset(row, sizes, (x_stride0, x_stride1, x_stride2), AXES)
     x = tl.load(x_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
     to = row.to(tl.int64) * width + column
+    residual = x
     if residual_ptr is not None:
         strides = (residual_stride0, residual_stride1, residual_stride2)
         at = row_offset(row, sizes, strides, AXES)
-        x += tl.load(residual_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(y_ptr.dtype.element_ty).to(tl.float32)
+        residual = tl.load(residual_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
+        if not AFTER:
+            x = (x + residual).to(y_ptr.dtype.element_ty).to(tl.float32)
     if CENTER:
         x = tl.where(within, x - tl.sum(x, 1, keep_dims=True) / width, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / width + eps)
@@ -56,6 +58,8 @@ def _norm_kernel(
     y *= gain
     if bias_ptr is not None:
         y += tl.cast(bias, tl.float32)
+    if AFTER:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32) + residual
     tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -66,15 +70,17 @@ def rms_norm(
     *,
     unit_offset: bool = False,
     residual: Any = None,
+    after: bool = False,
     pdl: bool = False,
 ) -> Any:
     """x [..., E] over its root mean square, times weight [E], in float32, rounded once.
 
     With `unit_offset` times 1 + weight (Gemma). With `residual` [..., E] the sum x + residual,
-    rounded to x's dtype, is normed. `pdl` as in `launch`: the weight is read before the kernel in
-    front has ended. E is at most 16384; leading axes may be strided.
+    rounded to x's dtype, is normed; with `after` the residual is added to the rounded result.
+    `pdl` as in `launch`: the weight is read before the kernel in front has ended. E is at most
+    16384; leading axes may be strided.
     """
-    return _run(x, weight, None, eps, False, unit_offset, residual, pdl)
+    return _run(x, weight, None, eps, False, unit_offset, residual, after, pdl)
 
 
 def layer_norm(
@@ -85,13 +91,14 @@ def layer_norm(
     *,
     unit_offset: bool = False,
     residual: Any = None,
+    after: bool = False,
     pdl: bool = False,
 ) -> Any:
     """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] or None.
 
     The variance is that of the differences from the mean, in float32. The rest as in `rms_norm`.
     """
-    return _run(x, weight, bias, eps, True, unit_offset, residual, pdl)
+    return _run(x, weight, bias, eps, True, unit_offset, residual, after, pdl)
 
 
 def _run(
@@ -102,6 +109,7 @@ def _run(
     center: bool,
     unit_offset: bool,
     residual: Any,
+    after: bool,
     pdl: bool,
 ) -> Any:
     check_last_axis("x", x)
@@ -131,7 +139,7 @@ def _run(
             (triton.cdiv(rows, rows_each),),
             x, residual, weight, bias, y, rows, width, eps, *sizes, *strides[0], *strides[-1],
             CENTER=center, UNIT_OFFSET=unit_offset, EARLY=block < WIDEST,  # as registers allow
-            AXES=axes, ROWS=rows_each, BLOCK=block,
+            AXES=axes, AFTER=after and residual is not None, ROWS=rows_each, BLOCK=block,
             num_warps=min(max(block * rows_each // 512, 1), 16), pdl=pdl,
         )  # fmt: skip
     return y

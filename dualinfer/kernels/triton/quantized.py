@@ -21,11 +21,11 @@ from .tunable import Key, Kind, Tunable, powers
 
 MOST_ROWS = 128  # of x; more are multiplied with a matrix that `values` makes
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
-_MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
+MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _MASKS = 0x000F000F  # of two
 _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
-_CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
+CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
 _ORDERED = 64  # quads of a row of x that a program puts in order
 _VALUES = 4096  # codes that a program of `values` reads
 
@@ -150,8 +150,8 @@ def linear(
         config = default_config(key, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, features)
-    arrays, ends = (rows, *_arrays(weight)), (bias, residual)
-    meant = _meaning(weight)
+    arrays, ends = (rows, *arrays_of(weight)), (bias, residual)
+    meant = constants_of(weight)
     how = {"ACTIVATION": activation, "GATED": gated, "num_warps": config.warps, "pdl": pdl}
     kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
     quads = triton.cdiv(width, 128 // weight.bits)
@@ -159,7 +159,7 @@ def linear(
         launch(
             stream_kernel,
             (min(triton.cdiv(features, config.rows), sms * config.programs),),
-            *(*arrays, *ends, *norm_arrays, y, features, eps, _MASK),
+            *(*arrays, *ends, *norm_arrays, y, features, eps, MASK),
             **{**meant, "ROWS": config.rows, "QUADS": next_power_of_2(quads), "NORM": kind, **how},
         )
         return y
@@ -181,7 +181,7 @@ def linear(
         return y
     parts, at_once = 2 if gated else 1, config.quads
     if isinstance(config, QuantizedTileConfig) and weight.columns:
-        at_once = min(at_once, max(1, weight.columns * weight.bits // 128) * _CHUNKS)
+        at_once = min(at_once, max(1, weight.columns * weight.bits // 128) * CHUNKS)
     turns = triton.cdiv(quads, at_once)
     if isinstance(config, QuantizedVectorConfig):
         tiles, area = (triton.cdiv(features, config.rows),), config.rows * parts
@@ -197,14 +197,14 @@ def linear(
         launch(
             matvec_kernel,
             (*tiles, splits),
-            *(*arrays, *ends, *norm_arrays, y, partial, counters, features, eps, _MASK),
+            *(*arrays, *ends, *norm_arrays, y, partial, counters, features, eps, MASK),
             **{**meant, "ROWS": config.rows, "NORM": kind, **how},
         )
         return y
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; those of one row have.")
     if weight.bits == 4:
-        rows = _ordered(rows, pdl)
+        rows = in_order_of_nibbles(rows, pdl)
         strides = rows.stride(0), strides[1]
     launch(
         tile_kernel,
@@ -215,10 +215,13 @@ def linear(
     return y
 
 
-def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False) -> Any:
-    """The matrix [out, width] that a weight stands for, in `dtype`, by default that of `like`."""
+def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False, out: Any = None) -> Any:
+    """The matrix [out, width] that a weight stands for, in `dtype`, by default that of `like`.
+
+    It is written to `out`, contiguous, if that is given.
+    """
     features = weight.data.shape[0]
-    y = like.new_empty((features, weight.width), dtype=dtype or like.dtype)
+    y = like.new_empty((features, weight.width), dtype=dtype or like.dtype) if out is None else out
     per = 128 // weight.bits
     quads = min(next_power_of_2(triton.cdiv(weight.width, per)), 64)
     rows = max(1, _VALUES // (quads * per))
@@ -226,13 +229,13 @@ def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False) -> A
     launch(
         values_kernel,
         grid,
-        *(*_arrays(weight), y, features),
-        **{**_meaning(weight), "ROWS": rows, "QUADS": quads, "num_warps": 4, "pdl": pdl},
+        *(*arrays_of(weight), y, features),
+        **{**constants_of(weight), "ROWS": rows, "QUADS": quads, "num_warps": 4, "pdl": pdl},
     )
     return y
 
 
-def _ordered(x: Any, pdl: bool) -> Any:
+def in_order_of_nibbles(x: Any, pdl: bool) -> Any:
     """Rows of x [rows, K] as the tiles of codes of 4 bits want them."""
     count, width = x.shape
     quads = triton.cdiv(width, 32)
@@ -243,7 +246,7 @@ def _ordered(x: Any, pdl: bool) -> Any:
     return y
 
 
-def _arrays(weight: Packed) -> tuple[Any, ...]:
+def arrays_of(weight: Packed) -> tuple[Any, ...]:
     """What the kernels get of a weight: its codes as words, where rows begin at a word."""
     data = weight.data
     if weight.bits == 4 or weight.width % 16 == 0:
@@ -251,7 +254,7 @@ def _arrays(weight: Packed) -> tuple[Any, ...]:
     return data, weight.scale, weight.zero, weight.outer
 
 
-def _meaning(weight: Packed) -> dict[str, Any]:
+def constants_of(weight: Packed) -> dict[str, Any]:
     """The kernels' constants that say what the codes mean."""
     rows = weight.rows if weight.scale.shape[0] > 1 else 0
     # Signed codes of 4 bits are held as code + 8, and so are their zeros.

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from . import attention_choice, decode_attention, eight_bit, linear, quantized
+from . import (
+    attention_choice,
+    decode_attention,
+    eight_bit,
+    experts,
+    latent,
+    linear,
+    quantized,
+    routing,
+)
 from .tunable import Key, Kind, Tunable
 
 Config: TypeAlias = Any  # one of the kinds of the op
@@ -16,7 +25,17 @@ _MOST_CANDIDATES = 14
 _OPS: Mapping[str, Tunable] = {
     tunable.op: tunable
     for tunable in (
-        op.TUNABLE for op in (linear, quantized, eight_bit, decode_attention, attention_choice)
+        op.TUNABLE
+        for op in (
+            linear,
+            quantized,
+            eight_bit,
+            decode_attention,
+            latent,
+            attention_choice,
+            routing,
+            experts,
+        )
     )
 }
 

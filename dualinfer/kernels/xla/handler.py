@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..triton.ahead import POINTER, Code, codes
+from ..triton.ahead import prepare as prepare
 from ..triton.operands import Launch, Pointer
 
 TARGET = "dualinfer_triton_launches"

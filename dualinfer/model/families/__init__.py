@@ -9,8 +9,10 @@ from ...quantization import read_quantization
 from ..spec import ModelSpec
 from ..weights import WeightTable
 from . import (
+    bart,
     bert,
     bloom,
+    deepseek,
     fairseq,
     falcon,
     gemma,
@@ -23,6 +25,8 @@ from . import (
     mpt,
     opt,
     relatives,
+    t5,
+    whisper,
 )
 from .fields import ConfigFields
 from .heads import base_class, classes_of_decoder, with_head
@@ -33,6 +37,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert),
+        *(bart, t5, whisper, deepseek),
     )
     for model_type in family.CLASSES
 }
@@ -56,6 +61,11 @@ def check_model_type(model_type: Any) -> str:
 def served_types() -> list[str]:
     """The model_types that fused mode knows, sorted."""
     return sorted(_FAMILIES)
+
+
+def served_modules() -> list[ModuleType]:
+    """The files of families, in the order in which the pages list them; each has CLASSES."""
+    return list(dict.fromkeys(_FAMILIES.values()))
 
 
 def default_class(model_type: str) -> str | None:

@@ -136,7 +136,10 @@ _KINDS = {
     ),
     "nomic_bert": _Kind(
         *("NomicBert", "nomic_bert."),
-        (_BERT_MASKED[0], "cls.predictions.transform.layer_norm", *_BERT_MASKED[2:]),
+        (
+            *("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
+            *_BERT_MASKED[2:],
+        ),
         layer="layers.{i}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.o_proj",

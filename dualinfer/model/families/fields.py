@@ -192,7 +192,8 @@ class ConfigFields:
 
     def finish(self) -> None:
         """Refuse every field that nobody read and that is set to something."""
-        self.require("is_encoder_decoder", False)
+        if "is_encoder_decoder" not in self._read:
+            self.require("is_encoder_decoder", False)
         self.require("rope_interleaved", False)
         self.require("use_mrope", False)
         self.require("output_attentions", False)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...errors import ModelError, shown
-from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable, row
+from . import mixtures
 from . import rows as make
 from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
@@ -83,6 +84,13 @@ _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": Tr
 _OLMO2 |= {"qk_norm_over": "all"}
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
+_WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into windows of layers
+_HUNYUAN: dict[str, Any] = {
+    "qk_norm": True,
+    "qk_names": ("query_layernorm", "key_layernorm"),
+    "norm_turned": True,
+    "ignored": ("eod_token_id",),
+}
 _KINDS = {
     "apertus": _Kind(
         *("Apertus",),
@@ -112,11 +120,15 @@ _KINDS = {
         ),
     ),
     "cwm": _Kind("Cwm", qkv_bias=False, out_bias=False),
+    "dots1": _Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
     "ernie4_5": _Kind(
         *("Ernie4_5",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
         interleaved=True,
         tied=True,
+    ),
+    "ernie4_5_moe": _Kind(
+        *("Ernie4_5_Moe",), qkv_bias=False, out_bias=False, interleaved=True, tied=True
     ),
     "exaone4": _Kind(
         *("Exaone4",),
@@ -129,15 +141,21 @@ _KINDS = {
     "gemma": _Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
     "glm": _Kind("Glm", **_GLM, interleaved=True),
     "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
-    "granite": _Kind("Granite", mlp_bias="mlp_bias"),
-    "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
-    "hunyuan_v1_dense": _Kind(
-        *("HunYuanDenseV1",),
-        qk_norm=True,
-        qk_names=("query_layernorm", "key_layernorm"),
-        norm_turned=True,
-        ignored=("eod_token_id",),
+    "glm4_moe": _Kind(
+        *("Glm4Moe",),
+        out_bias=False,
+        qk_norm="use_qk_norm",
+        ignored=("num_nextn_predict_layers", "num_mtp_layers"),  # layers behind those that answer
     ),
+    "gpt_oss": _Kind(
+        *("GptOss",),
+        ignored=("initial_context_length",),
+    ),
+    "granite": _Kind("Granite", mlp_bias="mlp_bias"),
+    "granitemoe": _Kind("GraniteMoe"),
+    "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
+    "hunyuan_v1_dense": _Kind("HunYuanDenseV1", **_HUNYUAN),
+    "hunyuan_v1_moe": _Kind("HunYuanMoEV1", **_HUNYUAN),
     "hyperclovax": _Kind("HyperCLOVAX", **_LLAMA, placement="around", norms=_PERI),
     "internlm3": _Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),
     "iquestcoder": _Kind("Llama", ("IQuestCoderForCausalLM",), **_LLAMA),
@@ -150,6 +168,10 @@ _KINDS = {
     ),
     "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
     "ministral3": _Kind("Ministral3", qkv_bias=False, out_bias=False),
+    "minimax_m2": _Kind(
+        *("MiniMaxM2",), qkv_bias=False, out_bias=False, qk_norm=True, qk_norm_over="all"
+    ),
+    "mixtral": _Kind("Mixtral", qkv_bias=False, out_bias=False),
     "nanochat": _Kind(
         *("NanoChat",),
         weighted=False,
@@ -171,6 +193,7 @@ _KINDS = {
     "olmo": _Kind("Olmo", norm="layer", eps="", weighted=False),
     "olmo2": _Kind("Olmo2", **_OLMO2),
     "olmo3": _Kind("Olmo3", **_OLMO2),
+    "olmoe": _Kind("Olmoe", qk_norm=True, qk_norm_over="all"),
     "phi": _Kind(
         *("Phi",),
         **_LAYER_NORM,
@@ -190,6 +213,8 @@ _KINDS = {
         mlp=("gate_up_proj", "down_proj"),
         ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
     ),
+    "qwen2_moe": _Kind("Qwen2Moe", qkv_bias="qkv_bias", out_bias=False, ignored=_WINDOWED),
+    "qwen3_moe": _Kind("Qwen3Moe", qk_norm=True, ignored=_WINDOWED),
     "seed_oss": _Kind(
         *("SeedOss",),
         out_bias="attention_out_bias",
@@ -230,6 +255,7 @@ _KINDS = {
     ),
 }
 _ROPES_BY_KIND = ("olmo3",)
+_GRANITES = ("granite", "granitemoe", "hyperclovax")
 CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
 
 
@@ -259,7 +285,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         if kind.backwards:
             rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
         ropes[turns] = rope
-    is_granite = fields.family in ("granite", "hyperclovax")
+    is_granite = fields.family in _GRANITES
     scale = fields.number("attention_multiplier") if is_granite else head_dim**-0.5
     shared: dict[str, Any] = {"qk_norm": norm if says(kind.qk_norm) else None}
     if shared["qk_norm"]:
@@ -272,9 +298,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     behind = kind.placement
     if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
         behind = "pre"
-    placement = {"parallel": parallel, "shared_norm": parallel}
+    placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
+    mlps: list[Mlp | Experts] = [mlp] * len(attentions)
+    if fields.family in mixtures.MIXTURES:
+        mlps = mixtures.read_layers(fields, mlp, len(attentions))
+    kinds = [(*own, mlp) for own, mlp in zip(attentions, mlps, strict=True)]
     blocks = {
-        (window, turns): Layer(
+        (window, turns, mlp): Layer(
             Attention(*shape, window=window, rope=ropes[turns], **shared),
             mlp,
             norm,
@@ -282,14 +312,14 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             **placement,
             residual_scale=fields.number("residual_multiplier") if is_granite else 1.0,
         )
-        for window, turns in dict.fromkeys(attentions)
+        for window, turns, mlp in dict.fromkeys(kinds)
     }
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=tuple(blocks[own] for own in attentions),
+        layers=tuple(blocks[own] for own in kinds),
         max_positions=max(reach(own, positions) for own in parameters.values()),
         embed_scale=_embed_scale(fields, embed),
         scales_embeds=is_granite,
@@ -298,6 +328,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
     fields.require("use_bidirectional_attention", False)
+    if fields.family == "olmoe":
+        fields.require("clip_qkv")  # after the norms of queries and keys, not in front
+    elif fields.family == "ernie4_5_moe":
+        fields.require("use_bias", False)
+    elif fields.family == "minimax_m2":
+        sizes = {rope.inv_freq for rope in ropes.values() if rope}
+        fields.require("rotary_dim", *(2 * len(own) for own in sizes))
     fields.ignore("attention_dropout", *kind.ignored)
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
 
@@ -344,7 +381,7 @@ def _rope_parameters(
             fields.require(name, own.get(name))
     if fields.family == "ministral3":  # HF reads neither for the angles
         parameters[""] = dict(given, llama_4_scaling_beta=None, max_position_embeddings=None)
-    if fields.family == "hunyuan_v1_dense" and given.get("rope_type") == "dynamic":
+    if fields.family.startswith("hunyuan_v1") and given.get("rope_type") == "dynamic":
         alpha, theta = given.get("alpha", 0), given.get("rope_theta", 0)
         dim = fields.size("head_dim")
         if is_positive(alpha) and is_positive(theta) and dim > 2:  # which makes it static
@@ -359,10 +396,11 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     None for none, "" for the one that the model has, else HF's name of its kind of layer.
     """
     count, family = fields.layers("num_hidden_layers"), fields.family
-    if family in ("starcoder2", "phi3", "ministral3"):
+    if family in ("starcoder2", "phi3", "ministral3", "mixtral", "qwen3_moe"):
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
-    if family not in ("cohere2", "cwm", "exaone4", "ministral", "olmo3", "smollm3"):
+    turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
+    if family not in (*turning, "cohere2", "exaone4", "olmo3", "smollm3"):
         return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
@@ -376,13 +414,13 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
                 f"{count} layers."
             )
         return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
-    everywhere = family in ("cwm", "ministral")
+    everywhere = family in turning
     everywhere |= family == "exaone4" and fields.take("sliding_window") is None
     return [(w, "" if everywhere or w is not None else None) for w in windows]
 
 
 def _embed_scale(fields: ConfigFields, embed: int) -> float:
-    if fields.family in ("granite", "hyperclovax"):
+    if fields.family in _GRANITES:
         return fields.number("embedding_multiplier")
     return embed**0.5 if fields.family == "gemma" else 1.0
 
@@ -391,7 +429,7 @@ def _head(fields: ConfigFields, has_head: bool) -> Head | None:
     scale = 1.0
     if fields.family.startswith("cohere"):
         scale = fields.number("logit_scale")
-    elif fields.family == "granite":
+    elif fields.family in ("granite", "granitemoe"):
         scale = 1 / fields.number("logits_scaling")
     elif fields.family == "hyperclovax":
         scale = fields.number("logits_scaling")
@@ -424,30 +462,53 @@ def _table(
     elif kind.qk_norm:
         layer += [r for x in "qk" for r in make.plain_norm(norm, f"{x}_norm", "head_dim")]
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
-    *first, down = kind.mlp
-    if len(first) == 2:
-        layer += make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias)
-    else:
-        axes = "gate+up embed" if kind.gated else "ffn embed"
-        layer += make.linear("up", f"{hf}mlp.{first[0]}", axes, mlp_bias)
-    if spec.layers[0].mlp.activation == "xielu":
-        layer += make.xielu(f"{hf}mlp.act_fn")
-    inner = "embed up" if kind.gated else "embed ffn"
-    layer += make.linear("down", f"{hf}mlp.{down}", inner, mlp_bias)
+    if fields.family == "gpt_oss":
+        sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
+        layer.append(replace(sinks, wide=True))
+    dense = _dense_rows(kind, hf, mlp_bias, spec.layers[0].mlp.activation == "xielu")
+    own = mixtures.MIXTURES.get(fields.family)
     outer = _norm(kind, norm, "final_norm", f"model.{kind.final_norm}")
     if spec.embed_norm:
         outer += _norm(kind, norm, "embed_norm", "")
     if kind.head_bias and spec.head:
         outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
-    return make.causal_table(
+    unused = [r"rotary_emb\.inv_freq$"]
+    if own:
+        unused += [*own.unused, rf"^(model\.)?layers\.{len(spec.layers)}\."]
+    table = make.causal_table(
         spec,
         layer,
         outer,
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", kind.tied),
         base="model.",
-        unused=[r"rotary_emb\.inv_freq$"],
+        unused=unused,
+        renames=own.renames if own else (),
     )
+
+    def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
+        if own is None or not isinstance(mlp, Experts):
+            return (*layer, *dense)
+        return (*layer, *mixtures.make_rows(own, mlp, hf))
+
+    by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)}
+    return replace(table, layers=tuple(by_kind[layer.mlp] for layer in spec.layers))
+
+
+def _dense_rows(kind: _Kind, hf: str, bias: bool, is_xielu: bool) -> list[Row]:
+    """The rows of a feed-forward in a layer by HF's name."""
+    rows: list[Row] = []
+    *first, down = kind.mlp
+    if len(first) == 2:
+        rows += make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias)
+    else:
+        axes = "gate+up embed" if kind.gated else "ffn embed"
+        rows += make.linear("up", f"{hf}mlp.{first[0]}", axes, bias)
+    if is_xielu:
+        rows += make.xielu(f"{hf}mlp.act_fn")
+    inner = "embed up" if kind.gated else "embed ffn"
+    rows += make.linear("down", f"{hf}mlp.{down}", inner, bias)
+    return rows
 
 
 def _norm(kind: _Kind, norm: Norm, ours: str, theirs: str) -> list[Row]:

@@ -4,7 +4,7 @@ In a layer's template `{i}` stands for its number in HF's names; where a project
 several, `{p}` stands for the name of a part.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from ..spec import XIELU, Attention, ModelSpec, Norm
@@ -26,13 +26,26 @@ def linear(ours: str, theirs: str, axes: str, bias: bool = True, stored: str = "
     return rows
 
 
-def joined(ours: str, theirs: str, parts: Mapping[str, str], bias: bool) -> list[Row]:
-    """One projection of the embedding in the place of several: axis to HF's name of each."""
+def joined(
+    ours: str,
+    theirs: str,
+    parts: Mapping[str, str],
+    bias: bool,
+    biased: Container[str] | None = None,
+) -> list[Row]:
+    """One projection of the embedding in the place of several: axis to HF's name of each.
+
+    `biased` are the axes that have a bias, None for all.
+    """
     fused = "+".join(parts)
     rows = []
     for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + bias]:
         names = {axis: theirs.replace("{p}", name) for axis, name in parts.items()}
-        sources = [(f"{name}.{part}", axis + rest) for axis, name in names.items()]
+        sources = [
+            (f"{name}.{part}", axis + rest)
+            for axis, name in names.items()
+            if part == "weight" or biased is None or axis in biased
+        ]
         rows.append(row(f"{ours}.{part}", fused + rest, *sources))
     return rows
 
@@ -43,6 +56,22 @@ def packed(ours: str, theirs: str, layout: str, bias: bool) -> list[Row]:
     if bias:
         rows.append(row(f"{ours}.bias", "q+k+v", (f"{theirs}.bias", layout)))
     return rows
+
+
+def cross(
+    theirs: str,
+    parts: Mapping[str, str],
+    out: str,
+    bias: bool,
+    biased: Container[str] | None = None,
+) -> list[Row]:
+    """Attention across to an encoder's output; HF's names of the parts, and of what is behind."""
+    keys = {axis: parts[axis] for axis in ("k", "v")}
+    return [
+        *joined("cross_q", theirs, {"q": parts["q"]}, bias, biased),
+        *joined("cross_kv", theirs, keys, bias, biased),
+        *linear("cross_out", theirs.replace("{p}", out), "embed q", bias),
+    ]
 
 
 def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:

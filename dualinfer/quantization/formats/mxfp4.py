@@ -43,7 +43,8 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         if not found:
             return None
         whole = f"{found[1]}.{found[3]}"
-        if whole in checkpoint.names:
+        parts = {f"{whole}_blocks", f"{whole}_scales"}
+        if whole in checkpoint.names or checkpoint.names.isdisjoint(parts):
             return None
         if left_out(found[1], skipped):
             raise checkpoint.error(

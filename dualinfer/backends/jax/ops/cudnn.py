@@ -17,7 +17,9 @@ def cudnn_serves(layer: LayerAttention, qkv: jax.Array, mask: Any, segments: Any
     `qkv` is [B, T, (H + 2K) D]. Whether there is a GPU, the caller knows.
     """
     a, tokens = layer.spec, qkv.shape[1]
-    if any(x is not None for x in (mask, segments, layer.slopes, a.softcap)):
+    if any(
+        x is not None for x in (mask, segments, layer.slopes, a.softcap, layer.bias, layer.sinks)
+    ):
         return False
     if a.window is not None and a.window < tokens:
         return False

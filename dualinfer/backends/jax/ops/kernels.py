@@ -22,32 +22,44 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    experts,
     filters,
     head_norm,
+    latent,
     linear,
     quantized,
     rotary,
+    routing,
     sampling,
     thresholds,
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
+from ....kernels.triton.experts import Mixture
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.operands import empty
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call, capability_of
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import EightBit, packed, rounds_input
+from ...caches import CacheView, CrossView
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
+from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import primitives
+from . import mixtures, primitives
 from .cudnn import cudnn_serves
 from .plain import PlainOps, last_of, scoring, turns
 
@@ -59,6 +71,9 @@ def unserved(spec: ModelSpec) -> str | None:
     dim = max(layer.attention.head_dim for layer in spec.layers)
     if dim > attention.LARGEST_HEAD:
         return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    if max(ranks, default=0) > latent.LARGEST_RANK:
+        return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
@@ -69,7 +84,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
@@ -86,8 +101,15 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows; XLA for prompts",
+        "router": "Triton, with norm and choice in one launch",
+        "experts": (
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units"
+        ),
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": "Triton, split KV, of one token; XLA of more",
+        "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
@@ -163,8 +185,26 @@ class KernelOps(PlainOps):
         rows = math.prod(x.shape[:-1])
         if rows > linear.MOST_ROWS:
             return super().norm(x, norm, residual)
+        return self._normed(x, norm, residual, rows)
+
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
+        """See `PlainOps.add`."""
+        rows = math.prod(y.shape[:-1])
+        if norm is None or rows > linear.MOST_ROWS:
+            return super().add(x, y, norm)
+        return self._normed(y, norm, x, rows, after=True)
+
+    def _normed(
+        self,
+        x: jax.Array,
+        norm: NormOf,
+        residual: jax.Array | None,
+        rows: int,
+        after: bool = False,
+    ) -> jax.Array:
         spec, weight, bias = norm
-        how: dict[str, Any] = {"residual": residual, "pdl": self.starts_early(rows)}
+        how: dict[str, Any] = {"residual": residual, "after": after}
+        how["pdl"] = self.starts_early(rows)
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
             how["unit_offset"] = spec.unit_offset
@@ -244,8 +284,114 @@ class KernelOps(PlainOps):
                 capability=self.capability,
             )[0]
 
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
+        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+            return super().route(x, weight, router, norm=norm, **beside)
+        count, matrix = math.prod(x.shape[:-1]), weight.data
+        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        key = routing.tuning_key(count, *matrix.shape, matrix.dtype.itemsize)
+        with jax.named_scope("router"):
+            found, (self._counters,) = call(
+                routing.route,
+                x,
+                matrix,
+                **beside,
+                **routing.arguments(router),
+                norm=NormArguments.of(norm),
+                counters=self._counters,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return Routing(*found)
+
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return shares_launches(mixture, w, math.prod(x.shape[:-1]))
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        if held is None:
+            return super().experts(x, mixture, w, routing, by, partial)
+        return self._mixed(x, held, routing, by, partial)
+
+    def _mixed(
+        self,
+        x: jax.Array,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: jax.Array | None,
+    ) -> jax.Array:
+        """What all experts make of x, with all that is added."""
+        if self.split is None:
+            return self._of_this_device(x, mixture, routing, by, partial)
+        bias, own = mixture.down_bias, mixture._replace(down_bias=None)
+        y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        y = self.split.sum(y)
+        if bias is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def _of_this_device(
+        self,
+        x: jax.Array,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: jax.Array | None,
+    ) -> jax.Array:
+        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
+        count, chosen, norm = math.prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
+        with jax.named_scope("experts"):
+            y, (self._counters,) = call(
+                experts.experts,
+                x,
+                mixture,
+                routing,
+                norm=NormArguments.of(norm),
+                residual=by.residual,
+                partial=partial,
+                dtype="float32" if by.wide else None,
+                config=self.configurations.find(key),
+                counters=self._counters,
+                sms=self.sms,
+                pdl=self.starts_early(count),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y
+
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""
+        x, weight = self._share_input(x, weight)
         if not self._serves_product(x, weight, ALONE):
             return super().partial_product(*self._with_values(x, weight))
         return self.linear(x, weight, Neighbours(wide=True))
@@ -314,10 +460,78 @@ class KernelOps(PlainOps):
         """The cache, if kernels know its kind."""
         return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheView | None]:
+        """See `PlainOps._latents`; by one launch."""
+        a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
+        assert a.latent is not None and norm is not None and rope is not None
+        held = [] if cache is None else [cast(LatentCache, cache).shared]
+        with jax.named_scope("rotary"):
+            _, (queries, shared, *filled) = call(
+                latent.turn_latents,
+                *qkv,
+                angles if lengths is None else lengths[:, None],
+                heads=a.heads,
+                rank=a.latent.rank,
+                norm=norm.weight,
+                eps=norm.spec.eps,
+                inv_freq=_frequencies(rope),
+                scaling=rope.scaling,
+                interleaved=rope.interleaved,
+                cache=held[0] if held else None,
+                slots=slots,
+                pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+                capability=self.capability,
+                written=(*qkv, *held),
+            )
+        q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
+        return q, shared, LatentCache(*filled) if held else None
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        mask: jax.Array | None,
+        segments: jax.Array | None,
+    ) -> tuple[jax.Array, CacheView | None]:
+        """`attend` with latent attention: keys and values of each head are made, of one width."""
+        a = layer.spec
+        q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+        k, v = self._of_latents(layer, shared)
+        width = v.shape[-1]
+        most = max(width, a.head_dim)
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in (q, k, v))
+        batch, tokens = q.shape[:2]
+        shape = q.dtype.itemsize, most, tokens, batch * a.heads, a.causal
+        with jax.named_scope("attention"):
+            y, _ = call(
+                attention.attention,
+                *(q, k, v),
+                scale=a.scale,
+                causal=a.causal,
+                mask=mask,
+                segments=segments,
+                sms=self.sms,
+                config=self.configurations.find(attention_choice.tuning_key(*shape)),
+                pdl=self.starts_early(batch * tokens),
+                capability=self.capability,
+            )
+        return y[..., :width].reshape(batch, tokens, -1), cache
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         *,
         mask: jax.Array | None = None,
@@ -327,6 +541,8 @@ class KernelOps(PlainOps):
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
@@ -344,7 +560,7 @@ class KernelOps(PlainOps):
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
-        how |= {"pdl": turn["pdl"]} | scoring(layer)
+        how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         apart = by_cudnn or (cache is not None and known is None)
         with jax.named_scope("rotary"):
@@ -379,12 +595,14 @@ class KernelOps(PlainOps):
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_token_to_latents(layer, qkv, cache, lengths)
         known = self._known(cache)
         if known is None:
             rope, growth = layer.spec.rope, layer.spec.growth
@@ -415,10 +633,63 @@ class KernelOps(PlainOps):
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
                 written=(*held, self._counters),
+                relative=layer.bias,
                 **_norms_of(layer),
                 **scoring(layer),
             )
         return y[:, None], _with(known, filled)
+
+    def _attend_token_to_latents(
+        self, layer: LayerAttention, qkv: LatentQkv, cache: CacheView, lengths: jax.Array
+    ) -> tuple[jax.Array, CacheView]:
+        """Each head's value of one new token a slot, [N, 1, H value_dim], and the cache."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
+        shape = a.heads, a.latent.rank, q.dtype.itemsize
+        key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+        with jax.named_scope("decode_attention"):
+            y, _ = call(
+                latent.decode_latents,
+                q.reshape(qkv.queries.shape),
+                cast(LatentCache, written).shared,
+                lengths,
+                layer.kv.data,
+                heads=a.heads,
+                turning=a.latent.turning,
+                scale=a.scale,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(len(lengths)),
+                capability=self.capability,
+            )
+        return y[:, None], cast(CacheView, written)
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        slots, kv_heads, reach, dim = cache.k.shape
+        shape = a.heads // kv_heads, dim, cache.k.dtype.itemsize
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        assert self._counters is not None
+        with jax.named_scope("cross_attention"):
+            y, (self._counters,) = call(
+                decode_attention.decode_attention,
+                q[:, 0],
+                cache[:2],
+                cache.lengths,
+                heads=a.heads,
+                scale=a.scale,
+                counters=self._counters,
+                cross=True,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(slots),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y[:, None]
 
     def advance(
         self,

@@ -10,16 +10,24 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import ModelSpec, Rope
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Rope, Router
 from ....model.weights import Weight
-from ...caches import CacheSpec, CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...caches import CacheSpec, CacheView, CrossView
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from .. import sampler
 from ..exchange import Exchange
 from ..parallel import Split
 from ..params import Params
 from ..sampler import SlotState
-from . import primitives
+from . import mixtures, primitives
 
 
 def turns(
@@ -180,7 +188,6 @@ class PlainOps:
         """See `contract.BlockOps.row_product`."""
         if self.split is None:
             return self.linear(x, weight, by)
-        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         y = self.split.sum(self.partial_product(x, weight))
         if by.bias is not None:
             y = y + by.bias.astype(y.dtype)
@@ -188,12 +195,64 @@ class PlainOps:
         return y if by.residual is None else by.residual + y
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """x weight^T of this device's columns, before the sum; float32 where rows are few."""
-        return primitives.partial_product(x, weight)
+        """See `contract.BlockOps.partial_product`; float32 where rows are few."""
+        return primitives.partial_product(*self._share_input(x, weight))
 
-    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _share_input(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
+        """A device's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return primitives.SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        rows = self.norm(x, norm) if norm else x
+        return mixtures.route(rows, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        if partial is not None:
+            y = y + partial.astype(jnp.float32)
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
+    def gate(
+        self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        return (y.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(y.dtype)
+
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
-        return x + y
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""
@@ -202,6 +261,18 @@ class PlainOps:
     def xielu(self, x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array,
+        stride: int,
+        activation: Activation,
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
 
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""
@@ -214,10 +285,10 @@ class PlainOps:
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
         a = spec.layers[index].attention
-        slopes = self.split.slopes(index) if self.split else None
+        slopes = self.split.slopes(spec, index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
 
     def angles(
@@ -280,10 +351,64 @@ class PlainOps:
         )
         return a.reshape(q.shape), b.reshape(k.shape)
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheView | None]:
+        """Turned queries [B, T, H, D], what heads share [B, T, rank + turning], and the cache.
+
+        That is what is cached: at the start of `slots`, or at `lengths` of them all.
+        """
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.latent_norm is not None and a.rope is not None
+        cos, sin = angles[a.rope]
+        q = qkv.queries.reshape(*qkv.queries.shape[:-1], a.heads, a.head_dim)
+        q, turning = jnp.split(q, (a.head_dim - latent.turning,), axis=-1)
+        vector, key = jnp.split(qkv.shared, (latent.rank,), axis=-1)
+        turn = a.rope.interleaved
+        q = jnp.concatenate((q, primitives.rotary(turning, cos, sin, turn)), axis=-1)
+        key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
+        shared = jnp.concatenate((PlainOps.norm(self, vector, layer.latent_norm), key), axis=-1)
+        if cache is not None and lengths is not None:
+            cache = primitives.append(cache, shared, shared, lengths)
+        elif cache is not None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, shared[:, :, None], shared[:, :, None])
+        return q, shared, cache
+
+    def _of_latents(self, layer: LayerAttention, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.kv is not None
+        vectors, key = jnp.split(shared, (latent.rank,), axis=-1)
+        k, v = jnp.split(self.linear(vectors, layer.kv), (a.qkv_sizes[1],), axis=-1)
+        k, v = (x.reshape(*x.shape[:-1], a.heads, -1) for x in (k, v))
+        key = jnp.broadcast_to(key[:, :, None], (*k.shape[:3], latent.turning))
+        return jnp.concatenate((k, key), axis=-1), v
+
+    def _absorbed(self, layer: LayerAttention, q: jax.Array) -> jax.Array:
+        """Queries [N, H, D] as they meet what heads share: [N, H, rank + turning]."""
+        latent = layer.spec.latent
+        assert latent is not None
+        own, turning = jnp.split(q, (q.shape[-1] - latent.turning,), axis=-1)
+        keys, _ = matrices_of(layer)
+        own = primitives.head_product(own, keys.swapaxes(-1, -2))
+        return jnp.concatenate((own, turning), axis=-1)
+
+    def _values_of(self, layer: LayerAttention, y: jax.Array) -> jax.Array:
+        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        _, values = matrices_of(layer)
+        return primitives.head_product(y, values).reshape(len(y), 1, -1)
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         *,
         mask: jax.Array | None = None,
@@ -293,6 +418,13 @@ class PlainOps:
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `contract.Ops.attend`; slots that the cache does not have are left out."""
+        if isinstance(qkv, LatentQkv):
+            q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            scale, causal = layer.spec.scale, layer.spec.causal
+            y = primitives.attention(q, k, v, scale=scale, causal=causal, **how)
+            return y.reshape(*y.shape[:2], -1), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -306,6 +438,7 @@ class PlainOps:
             mask=mask,
             segments=segments,
             positions=positions,
+            relative=layer.bias,
             **scoring(layer),
         )
         return y.reshape(*y.shape[:2], -1), cache
@@ -313,16 +446,53 @@ class PlainOps:
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: jax.Array,
+        qkv: jax.Array | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
         """See `contract.Ops.attend_token`."""
+        if isinstance(qkv, LatentQkv):
+            latent = layer.spec.latent
+            assert latent is not None
+            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
+            assert written is not None
+            q = self._absorbed(layer, q[:, 0])
+            y = primitives.decode_attention(q, written, lengths + 1, scale=layer.spec.scale)
+            return self._values_of(layer, y[..., : latent.rank]), written
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
-        y = primitives.decode_attention(q[:, 0], cache, lengths + 1, **scoring(layer))
+        y = primitives.decode_attention(
+            q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer)
+        )
         return y.reshape(len(lengths), 1, -1), cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: jax.Array,
+        kv: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        return y.reshape(q.shape), cache
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
+        heads = q.reshape(*q.shape[:2], -1, a.head_dim)
+        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        return y.reshape(q.shape)
 
     def sample(
         self,
@@ -353,6 +523,20 @@ class PlainOps:
         return state._replace(seen=sampler.mark(state.seen, out))
 
 
+def matrices_of(layer: LayerAttention) -> tuple[jax.Array, jax.Array]:
+    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]."""
+    assert layer.kv is not None
+    keys, values = jnp.split(layer.kv.data, (layer.spec.qkv_sizes[1],))
+    heads = layer.spec.heads
+    k, v = (x.reshape(heads, -1, x.shape[-1]) for x in (keys, values))
+    return k, v
+
+
+def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    return [x.reshape(*x.shape[:2], -1, a.head_dim) for x in jnp.split(kv, 2, axis=-1)]
+
+
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
     if spec.original is None:
@@ -364,4 +548,5 @@ def scoring(layer: LayerAttention) -> dict[str, Any]:
     """How attention scores the layer's keys: arguments that are facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    return {"scale": a.scale, "window": a.window, "softcap": a.softcap, **alibi}
+    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
+    return {"scale": a.scale, **shared, **alibi}

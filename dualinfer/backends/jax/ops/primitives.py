@@ -29,8 +29,12 @@ IMPLEMENTATIONS = {
     "qk_norm": "XLA",
     "rotary": "XLA",
     "activation": "XLA",
+    "router": "XLA",
+    "experts": "XLA, in blocks of one expert's",
     "attention": "XLA, dense softmax",
     "decode_attention": "XLA, dense softmax",
+    "cross_attention": "XLA, dense softmax",
+    "latent_attention": "XLA over latent vectors, a head's matrices before and behind it",
     "sampling": "XLA, threefry2x32",
 }
 
@@ -150,6 +154,12 @@ def matmul(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
     return y.astype(x.dtype)
 
 
+@jax.named_scope("head_product")
+def head_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return einsum("nhd,hod->nho", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 @jax.named_scope("matmul")
 def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
     """x [..., in] times weight [out, in] where others have the rest of `in`.
@@ -265,6 +275,14 @@ def xielu(
     return jnp.where(y > 0, above, below).astype(x.dtype)
 
 
+@jax.named_scope("convolution")
+def convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array, stride: int) -> jax.Array:
+    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
+    return lax.conv_general_dilated(x, kernel, (stride,), [(1, 1)], **how) + bias
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
@@ -288,13 +306,15 @@ def attention(
     positions: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    relative: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
     """
     dtype, q = q.dtype, q.astype(k.dtype)
     batch, tokens, heads, dim = q.shape
@@ -310,17 +330,20 @@ def attention(
         if alibi is not None:
             bias = alibi_bias(alibi, keys_at, keys_at[:, at], alibi_scale)
             scores += bias.reshape(bias.shape[0], kv_heads, -1, *bias.shape[2:])
+        if relative is not None:
+            bias = relative_bias(relative, jnp.arange(tokens)[None], at[None])
+            scores += bias.reshape(1, kv_heads, -1, *bias.shape[2:])
         visible = visible_keys(tokens, causal, window, mask, segments, at)
         weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
         return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if tokens <= _WHOLE or tokens % _WHOLE:
-        return rows(grouped, 0).reshape(q.shape).astype(dtype)
+        return rows(grouped, 0).reshape(*q.shape[:-1], -1).astype(dtype)
     # Scores of all queries at once would take B * H * T * T floats.
     parts = grouped.reshape(batch, -1, _WHOLE, *grouped.shape[2:]).swapaxes(0, 1)
     starts = jnp.arange(0, tokens, _WHOLE)
     out = lax.map(lambda pair: rows(*pair), (parts, starts))
-    return out.swapaxes(0, 1).reshape(q.shape).astype(dtype)
+    return out.swapaxes(0, 1).reshape(*q.shape[:-1], -1).astype(dtype)
 
 
 def alibi_bias(
@@ -342,6 +365,35 @@ def alibi_bias(
         return rounded(slopes[:, None] * rounded(positions)[:, None])
 
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
+
+
+def relative_bias(table: jax.Array, keys: jax.Array, queries: jax.Array) -> jax.Array:
+    """What distances add to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
+    and the last are also for those that lie farther.
+    """
+    most = table.shape[1] // 2
+    away = jnp.clip(keys[:, None, :] - queries[:, :, None], -most, most) + most
+    return table[:, away].swapaxes(0, 1).astype(jnp.float32)
+
+
+@jax.named_scope("cross_attention")
+def cross_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, *, scale: float
+) -> jax.Array:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, None all.
+    """
+    batch, tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
+    scores = einsum("btkgd,bksd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    if visible is not None:
+        scores = jnp.where(visible[:, None, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return einsum("bkgts,bksd->btkgd", weights, v).reshape(q.shape)
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -428,11 +480,12 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    relative: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
     The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
-    `alibi_bias`.
+    `alibi_bias`, `relative` as in `attention`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -447,6 +500,9 @@ def decode_attention(
     scores = _capped(scores * scale, softcap)
     if alibi is not None:
         bias = alibi_bias(alibi, at, lengths[:, None] - 1, alibi_scale)
+        scores += bias.reshape(slots, kv_heads, -1, cache.capacity)
+    if relative is not None:
+        bias = relative_bias(relative, at, lengths[:, None] - 1)
         scores += bias.reshape(slots, kv_heads, -1, cache.capacity)
     weights = _softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     y = einsum("nkgs,nksd->nkgd", weights.astype(values.dtype), values)

@@ -7,11 +7,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from ....kernels.triton.experts import Mixture
 from ....model.weights import Weight
-from ...contract import ALONE, Neighbours
+from ...contract import ALONE, Neighbours, Routing
 from ..exchange import Exchange
 from ..parallel import Split
-from . import primitives
+from . import mixtures, primitives
 from .kernels import KernelOps
 
 
@@ -68,6 +69,24 @@ class SplitKernelOps(KernelOps):
         x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         y = self.partial_product(x, weight)
         return self._sum(y, by.bias, by.residual, x.dtype)
+
+    def _mixed(
+        self,
+        x: jax.Array,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: jax.Array | None,
+    ) -> jax.Array:
+        """See `KernelOps._mixed`; where it is an exchange it is rounded once."""
+        if not self._serves(x.size):
+            return super()._mixed(x, mixture, routing, by, partial)
+        bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), by.residual
+        y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        if bias is not None:
+            added = mixtures.biases(bias, routing).astype(x.dtype)
+            residual = added if residual is None else residual + added
+        return self._sum(y, None, residual, x.dtype)
 
     def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps._tokens`."""

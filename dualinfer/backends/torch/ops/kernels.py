@@ -18,29 +18,41 @@ from ....kernels.triton import (
     decode_attention,
     eight_bit,
     embedding,
+    experts,
     head_norm,
+    latent,
     linear,
     quantized,
     rotary,
+    routing,
     sampling,
     thresholds,
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.eight_bit import EightBitConfig
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.tuning import Configurations, Key
-from ....model.spec import ModelSpec
+from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
-from ...schemes import EightBit, packed, rounds_input
+from ...caches import CacheView, CrossView
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
+from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
-from ..cache import BlockCache, FullCache
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
 from ..params import Params
 from ..profiling import named
@@ -48,6 +60,8 @@ from ..sampler import SlotState
 from . import primitives
 from .plain import Chunk, PlainOps, last_of
 
+# Of an expert on average, and its ffn: from there torch's products are faster on an H100.
+_GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -56,6 +70,9 @@ def unserved(spec: ModelSpec) -> str | None:
     dim = max(layer.attention.head_dim for layer in spec.layers)
     if dim > attention.LARGEST_HEAD:
         return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    if max(ranks, default=0) > latent.LARGEST_RANK:
+        return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norms.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norms.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
@@ -66,7 +83,7 @@ def unserved(spec: ModelSpec) -> str | None:
 class KernelOps(PlainOps):
     """Fused ops on a CUDA device. One object serves one runner: it holds its scratch memory."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind})
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
         f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
@@ -81,8 +98,15 @@ class KernelOps(PlainOps):
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
         "activation": "Triton, fused into products with few rows",
+        "router": "Triton, with norm and choice in one launch",
+        "experts": (
+            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
+            "units, prompts of wide ones by torch's grouped_mm"
+        ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
+        "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
+        "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32",
     }
 
@@ -141,11 +165,19 @@ class KernelOps(PlainOps):
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `PlainOps.norm`."""
+        return self._normed(x, norm, residual)
+
+    @named("norm")
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
+        """See `PlainOps.add`."""
+        return super().add(x, y) if norm is None else self._normed(y, norm, x, after=True)
+
+    def _normed(
+        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None, after: bool = False
+    ) -> torch.Tensor:
         spec, weight, bias = norm
-        how: dict[str, Any] = {
-            "residual": residual,
-            "pdl": self.starts_early(x.numel() // x.shape[-1]),
-        }
+        how: dict[str, Any] = {"residual": residual, "after": after}
+        how["pdl"] = self.starts_early(x.numel() // x.shape[-1])
         how["unit_offset"] = spec.unit_offset
         if spec.kind == "rms":
             return norms.rms_norm(x, weight, spec.eps, **how)
@@ -221,6 +253,90 @@ class KernelOps(PlainOps):
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `contract.BlockOps.xielu`."""
         return activations.xielu(x, *numbers, pdl=self.starts_early(x.numel() // x.shape[-1]))
+
+    @named("router")
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
+        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+            return super().route(x, weight, router, norm=norm, **beside)
+        count = x.numel() // x.shape[-1]
+        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        matrix = weight.data
+        key = routing.tuning_key(count, *matrix.shape, matrix.element_size())
+        found = routing.route(
+            x,
+            matrix,
+            **beside,
+            **routing.arguments(router),
+            norm=NormArguments.of(norm),
+            counters=self._zeros(linear.MOST_TILES),
+            config=self.configurations.find(key),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
+        return Routing(*found)
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return shares_launches(mixture, w, x.numel() // x.shape[-1])
+
+    @named("experts")
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        if held is None:
+            return super().experts(x, mixture, w, routing, by, partial)
+        return self._mixed(x, held, routing, by, partial)
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: torch.Tensor | None,
+        config: ExpertsConfig | None = None,
+    ) -> torch.Tensor:
+        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
+        count, chosen, norm = x.numel() // x.shape[-1], routing.experts.shape[-1], by.norm
+        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+            x, norm = self.norm(x, norm), None
+        if config is None:
+            key = experts.tuning_key(count, chosen, mixture, x.element_size())
+            config = self.configurations.find(key)
+        return experts.experts(
+            x,
+            mixture,
+            cast(Any, routing),
+            norm=NormArguments.of(norm),
+            residual=by.residual,
+            partial=partial,
+            dtype=torch.float32 if by.wide else None,
+            config=config,
+            product=grouped_product if takes_groups(mixture, count * chosen, x) else None,
+            counters=self._zeros(linear.MOST_TILES),
+            sms=self.sms,
+            pdl=self.starts_early(count),
+        )
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""
@@ -321,11 +437,62 @@ class KernelOps(PlainOps):
         """The cache, if kernels know its kind."""
         return cast(Any, cache) if cache is not None and self.knows(cache) else None
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
+        a, rope = layer.spec, layer.spec.rope
+        assert a.latent is not None and layer.latent_norm is not None and rope is not None
+        latent.turn_latents(
+            *qkv,
+            angles if lengths is None else lengths[:, None],
+            heads=a.heads,
+            rank=a.latent.rank,
+            norm=layer.latent_norm.weight,
+            eps=layer.latent_norm.spec.eps,
+            inv_freq=layer.frequencies,
+            scaling=rope.scaling,
+            interleaved=rope.interleaved,
+            cache=None if cache is None else cast(LatentCache, cache).shared,
+            slots=slots,
+            pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+        )
+        return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        chunk: Chunk | None,
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """`attend` with latent attention: each head's keys and values are made, of one width.
+
+        Those of the pieces before a chunk are made anew, of what is cached.
+        """
+        q, shared = self._latents(layer, qkv, angles, cache, slots)
+        if chunk is not None and chunk.start:
+            held = cast(LatentCache, cache).shared
+            shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
+        k, v = self._of_latents(layer, shared)
+        width, dim = v.shape[-1], layer.spec.head_dim
+        q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
+        return self._attention(layer, q, k, v, how)[..., :width]
+
     @named("attention")
     def attend(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         *,
         mask: torch.Tensor | None = None,
@@ -336,8 +503,11 @@ class KernelOps(PlainOps):
         chunk: Chunk | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
-        a = layer.spec
         start = chunk.start if chunk else 0
+        how: dict[str, Any] = {"start": start, "mask": mask, "segments": segments}
+        if isinstance(qkv, LatentQkv):
+            y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
+            return y.flatten(-2), cache
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
@@ -353,19 +523,27 @@ class KernelOps(PlainOps):
             assert slots is not None and not start, "of kinds that kernels know"
             primitives.write(cache, slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
-        how: dict[str, Any] = {
-            "start": start,
-            "causal": a.causal,
-            "window": a.window,
-            "mask": mask,
-            "segments": segments,
-            "alibi": layer.slopes,
-            "softcap": a.softcap,
-        }
-        backends = attention_choice.sdpa_backends(q, **how)
+        how["positions"] = positions if layer.slopes is not None else None
+        return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
+
+    def _attention(
+        self,
+        layer: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: dict[str, Any],
+        table: torch.Tensor | None = None,
+        scales: Any = None,
+    ) -> torch.Tensor:
+        """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours."""
+        a, positions = layer.spec, how.pop("positions", None)
+        how = {"causal": a.causal, "window": a.window, **how}
+        how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
+        backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
-                y = F.scaled_dot_product_attention(
+                return F.scaled_dot_product_attention(
                     q.transpose(1, 2),
                     k.transpose(1, 2),
                     v.transpose(1, 2),
@@ -373,37 +551,33 @@ class KernelOps(PlainOps):
                     scale=a.scale,
                     enable_gqa=a.heads != a.kv_heads,
                 ).transpose(1, 2)
-        else:
-            counted = positions if layer.slopes is not None else None
-            how["alibi_scale"] = layer.alibi_scale
-            pairs = q.shape[0] * a.heads
-            shape = q.element_size(), a.head_dim, q.shape[1], pairs, a.causal
-            config = self.configurations.find(attention_choice.tuning_key(*shape))
-            how |= {"positions": counted, "config": config, "table": table, "scales": scales}
-            y = attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
-        return y.flatten(-2), cache
+        how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
+        shape = q.element_size(), q.shape[3], q.shape[1], q.shape[0] * a.heads, a.causal
+        config = self.configurations.find(attention_choice.tuning_key(*shape))
+        how |= {"positions": positions, "config": config, "table": table, "scales": scales}
+        return attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
 
     @named("decode_attention")
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
-        config: decode_attention.DecodeConfig | None = None,
+        config: Any = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        if isinstance(qkv, LatentQkv):
+            args = layer, qkv, cast(Any, cache), lengths
+            return self._attend_token_to_latents(*args, config), cache
         known = self._known(cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
-            slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
-            shape = a.heads // kv_heads, dim, known.k.element_size()
-            reach = min(reach, a.window or reach)
-            key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
-            config = self.configurations.find(key)
+            reach = min(known.capacity, a.window or known.capacity)
+            config = self._decode_config(known.k, len(lengths), a.heads, reach)
         y = decode_attention.decode_attention(
             qkv[:, 0],
             known[:2],
@@ -412,17 +586,75 @@ class KernelOps(PlainOps):
             scales=_scales_of(known),
             heads=a.heads,
             scale=a.scale,
-            counters=self._zeros(qkv.shape[0] * a.kv_heads),
+            counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
             window=a.window,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
             config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
             **_norms_of(layer),
         )
         return y[:, None], cache
+
+    def _attend_token_to_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        cache: LatentCache,
+        lengths: torch.Tensor,
+        config: latent.LatentConfig | None,
+    ) -> torch.Tensor:
+        """Each head's value of one new token a slot, [N, 1, H value_dim]."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        if config is None:
+            shape = a.heads, a.latent.rank, cache.shared.element_size()
+            key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+            config = self.configurations.find(key)
+        self._latents(layer, qkv, None, cache, None, lengths)
+        y = latent.decode_latents(
+            qkv.queries,
+            cache.shared,
+            lengths,
+            layer.kv.data,
+            heads=a.heads,
+            turning=a.latent.turning,
+            scale=a.scale,
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(len(lengths)),
+        )
+        return y[:, None]
+
+    def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
+        """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        shape = heads // kv_heads, dim, keys.element_size()
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        return self.configurations.find(key)
+
+    @named("cross_attention")
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        y = decode_attention.decode_attention(
+            q[:, 0],
+            cache[:2],
+            cache.lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
+            cross=True,
+            config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),
+            sms=self.sms,
+            pdl=self.starts_early(len(q)),
+        )
+        return y[:, None]
 
     def sample(
         self,
@@ -481,6 +713,21 @@ class KernelOps(PlainOps):
         if (rows, vocab) not in self._workspaces:
             self._workspaces[rows, vocab] = sampling.make_workspace(rows, vocab, self.device)
         return self._workspaces[rows, vocab]
+
+
+def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
+    """Whether torch's products of groups are faster than our tiles for so many pairs."""
+    known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
+    if not known or isinstance(mixture.up, quantized.Packed):
+        return False
+    (total, _, width), features = mixture.up.shape, mixture.features
+    large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN
+    return large and width % 8 == 0 and features % 8 == 0  # its rows begin at 16 bytes
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of x times the weights [X, out, in] of their groups, which end at `ends`."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:

@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ....model.spec import ModelSpec
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheSpec, CacheView
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...caches import CacheSpec, CacheView, CrossView
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Weights,
+)
 from .. import sampler
 from ..parallel import Split
 from ..params import Params
 from ..profiling import span
 from ..sampler import SlotState
-from . import primitives
+from . import mixtures, primitives
 
 if TYPE_CHECKING:
     from ..exchange import Exchange
@@ -163,9 +171,64 @@ class PlainOps:
             y = y + by.bias
         return y if by.residual is None else by.residual + y
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See `contract.BlockOps.partial_product`."""
+        return self.linear(*self._share_input(x, weight))
+
+    def _share_input(self, x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:
+        """A rank's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return primitives.SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        if partial is not None:
+            y = y + partial
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.to(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
+    def gate(
+        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        return (y * gate.sigmoid()).to(y.dtype)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
-        return x + y
+        return x + (y if norm is None else self.norm(y, norm))
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""
@@ -174,6 +237,18 @@ class PlainOps:
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `contract.BlockOps.xielu`."""
         return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride)
+        return primitives.activation(y, activation)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
@@ -188,7 +263,7 @@ class PlainOps:
         a = spec.layers[index].attention
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
-        whole = self.split.whole(index) if self.split else None
+        whole = self.split.whole(spec, index) if self.split else None
         return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
 
     def angles(
@@ -253,10 +328,65 @@ class PlainOps:
         )
         return a.view_as(q), b.view_as(k)
 
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turned queries [B, T, H, D], and what heads share [B, T, rank + turning], as is cached.
+
+        It goes to the cache, if there is one: to the start of `slots`, or at `lengths` of them all.
+        """
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.latent_norm is not None and a.rope is not None
+        cos, sin = angles[a.rope]
+        q = qkv.queries.unflatten(-1, (a.heads, a.head_dim))
+        q, turning = q.split((a.head_dim - latent.turning, latent.turning), -1)
+        vector, key = qkv.shared.split((latent.rank, latent.turning), -1)
+        turn = a.rope.interleaved
+        q = torch.cat((q, primitives.rotary(turning, cos, sin, turn)), -1)
+        key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
+        shared = torch.cat((PlainOps.norm(self, vector, layer.latent_norm), key), -1)
+        if cache is not None and lengths is not None:
+            primitives.append(cache, shared, shared, lengths)
+        elif cache is not None:
+            assert slots is not None
+            primitives.write(cache, slots, shared[:, :, None], shared[:, :, None])
+        return q, shared
+
+    def _of_latents(
+        self, layer: LayerAttention, shared: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
+        a, latent = layer.spec, layer.spec.latent
+        assert latent is not None and layer.kv is not None
+        vectors, key = shared.split((latent.rank, latent.turning), -1)
+        _, keys, values = a.qkv_sizes
+        k, v = self.linear(vectors.contiguous(), layer.kv).split((keys, values), -1)
+        k, v = k.unflatten(-1, (a.heads, -1)), v.unflatten(-1, (a.heads, -1))
+        return torch.cat((k, key[:, :, None].expand(*k.shape[:3], -1)), -1), v
+
+    def _absorbed(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        """Queries [N, H, D] as they meet what heads share: [N, H, rank + turning]."""
+        latent = layer.spec.latent
+        assert latent is not None
+        own, turning = q.split((q.shape[-1] - latent.turning, latent.turning), -1)
+        keys, _ = matrices_of(layer)
+        return torch.cat((primitives.head_product(own, keys.mT), turning), -1)
+
+    def _values_of(self, layer: LayerAttention, y: torch.Tensor) -> torch.Tensor:
+        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        _, values = matrices_of(layer)
+        return primitives.head_product(y, values).flatten(-2)[:, None]
+
     def attend(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         *,
         mask: torch.Tensor | None = None,
@@ -272,6 +402,12 @@ class PlainOps:
         """
         assert chunk is None, "plain ops take whole prompts"
         a = layer.spec
+        if isinstance(qkv, LatentQkv):
+            q, shared = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            y = primitives.attention(q, k, v, scale=a.scale, causal=a.causal, **how)
+            return y.flatten(-2), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -290,19 +426,27 @@ class PlainOps:
             alibi_scale=layer.alibi_scale,
             positions=positions,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2), cache
 
     def attend_token(
         self,
         layer: LayerAttention,
-        qkv: torch.Tensor,
+        qkv: torch.Tensor | LatentQkv,
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_token`; the cache is written in place."""
         a = layer.spec
+        if isinstance(qkv, LatentQkv):
+            assert a.latent is not None
+            q, _ = self._latents(layer, qkv, angles, cache, None, lengths)
+            q = self._absorbed(layer, q[:, 0])
+            y = primitives.decode_attention(q, cache, lengths + 1, scale=a.scale)
+            return self._values_of(layer, y[..., : a.latent.rank]), cache
         q, k, v = self._heads(layer, qkv, angles)
         primitives.append(cache, k[:, 0], v[:, 0], lengths)
         y = primitives.decode_attention(
@@ -314,8 +458,36 @@ class PlainOps:
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
         )
         return y.flatten(-2)[:, None], cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = across_heads(a, kv)
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, k, v, mask, scale=a.scale).flatten(-2), cache
+
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        at = torch.arange(cache.capacity, device=q.device)
+        visible = at[None] < cache.lengths[:, None].clamp(min=1)
+        q = q.unflatten(-1, (-1, a.head_dim))
+        return primitives.cross_attention(q, *cache.read(), visible, scale=a.scale).flatten(-2)
 
     def sample(
         self,
@@ -342,6 +514,20 @@ class PlainOps:
     def launches_of(self, features: SamplingFeatures) -> Hashable:
         """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
         return features
+
+
+def matrices_of(layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]; views."""
+    assert layer.kv is not None
+    _, keys, values = layer.spec.qkv_sizes
+    k, v = layer.kv.data.split((keys, values))
+    return k.unflatten(0, (layer.spec.heads, -1)), v.unflatten(0, (layer.spec.heads, -1))
+
+
+def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, S, K, D] of packed ones [B, S, 2 K D]."""
+    k, v = kv.unflatten(-1, (2, -1, a.head_dim)).unbind(2)
+    return k, v
 
 
 def last_of(

@@ -17,7 +17,7 @@ from ...caches import CacheView
 from ...schemes import BlockArithmetic
 from ..profiling import named
 
-_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
 IMPLEMENTATIONS = {
     "matmul": "torch.nn.functional.linear",
     "embed": "torch.nn.functional.embedding",
@@ -26,8 +26,12 @@ IMPLEMENTATIONS = {
     "qk_norm": "plain torch",
     "rotary": "plain torch",
     "activation": "torch.nn.functional",
-    "attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
-    "decode_attention": f"{_SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "router": "plain torch",
+    "experts": "plain torch, one expert after another",
+    "attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
+    "cross_attention": SDPA,
+    "latent_attention": f"{SDPA} over latent vectors, a head's matrices before and behind it",
     "sampling": "plain torch, threefry2x32",
 }
 
@@ -138,6 +142,12 @@ def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     return y if bias is None else y + bias
 
 
+@named("head_product")
+def head_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
+    return (x.transpose(0, 1) @ weight.mT).transpose(0, 1)
+
+
 @named("embed")
 def embed(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of weight [V, E] for ids [...]: [..., E]."""
@@ -239,6 +249,14 @@ def xielu(
     return torch.where(y > 0, above, below).to(x.dtype)
 
 
+@named("convolution")
+def convolution(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
+) -> torch.Tensor:
+    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
+    return F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=1).transpose(1, 2).contiguous()
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
@@ -262,13 +280,15 @@ def attention(
     positions: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
-    `mask` bool [B, T] hides keys, `segments` int [B, T] separates packed sequences. A query that
-    would see nothing sees itself, so that it stays finite. `alibi` and `sinks` are float32 [H],
-    `positions` int [B, T] are what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`.
-    k and v may be float32 where q is not, as a cache in codes keeps them.
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
     """
     dtype, q = q.dtype, q.to(k.dtype)
     if alibi is not None or softcap is not None or sinks is not None:
@@ -282,6 +302,12 @@ def attention(
     windowed = window is not None and window < q.shape[1]
     if mask is not None or segments is not None or windowed:
         visible = visible_keys(q.shape[1], q.device, causal, window, mask, segments)
+    if relative is not None:
+        at = torch.arange(q.shape[1], device=q.device)[None]
+        bias = relative_bias(relative, at, at).to(q.dtype)
+        if visible is None and causal:
+            visible = visible_keys(q.shape[1], q.device, causal, None, None, None)
+        visible = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -309,6 +335,41 @@ def alibi_bias(
         return (slopes[:, None] * positions.bfloat16().float()[:, None]).bfloat16().float()
 
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
+
+
+def relative_bias(table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """What distances add to scores, [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
+    and the last are also for those that lie farther.
+    """
+    most = table.shape[1] // 2
+    away = (keys[:, None, :] - queries[:, :, None]).clamp(-most, most) + most
+    return table[:, away].transpose(0, 1)
+
+
+@named("cross_attention")
+def cross_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, None all.
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k,
+        v,
+        attn_mask=None if visible is None else visible[:, None, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[1],
+    )
+    return out.transpose(1, 2)
 
 
 def _dense_attention(
@@ -340,7 +401,7 @@ def _dense_attention(
         beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
         scores = torch.cat((scores, beside), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, dim)
+    return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, -1)
 
 
 @named("pool")
@@ -415,11 +476,12 @@ def decode_attention(
     alibi_scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
     The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
-    `alibi_bias`.
+    `alibi_bias`, `relative` as in `attention`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -436,12 +498,18 @@ def decode_attention(
         query = q[:, :, None]
         out = _dense_attention(query, keys, values, mask, scale, bias, softcap, sinks)
         return out[:, :, 0].to(dtype)
+    visible = visible[:, None, None, :]
+    if relative is not None:
+        bias = relative_bias(relative, at[None], lengths[:, None] - 1).to(q.dtype)
+        visible = bias.view(slots, kv_heads, -1, cache.capacity).masked_fill(
+            ~visible, float("-inf")
+        )
     # The query heads of one KV head are rows of one product: no copy of the cache for GQA.
     out = F.scaled_dot_product_attention(
         q.view(slots, kv_heads, heads // kv_heads, dim),
         keys,
         values,
-        attn_mask=visible[:, None, None, :],
+        attn_mask=visible,
         scale=scale,
     )
     return out.reshape(slots, heads, dim).to(dtype)

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 import torch
 
 from ....kernels.triton import embedding
+from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ...contract import ALONE, Neighbours, Weights
+from ...contract import ALONE, Neighbours, Routing, Weights
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
-from . import primitives
+from . import mixtures, primitives
 from .kernels import KernelOps, reads_tables
 
 
@@ -87,6 +88,24 @@ class SplitKernelOps(KernelOps):
         wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))
         return self._sum(partial, by.bias, by.residual, x.dtype)
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: torch.Tensor | None,
+        config: ExpertsConfig | None = None,
+    ) -> torch.Tensor:
+        """See `KernelOps._mixed`; few values are summed in float32, by a kernel."""
+        bias, residual = mixture.down_bias, by.residual
+        by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
+        y = super()._mixed(x, mixture._replace(down_bias=None), routing, by, partial, config)
+        if bias is not None:
+            added = mixtures.biases(bias, routing).to(x.dtype)
+            residual = added if residual is None else residual + added
+        return self._sum(y, None, residual, x.dtype)
 
     @named("gather")
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .... import decoder
-from ....kernels.triton import attention, attention_choice, decode_attention, tuning
+from ....kernels.triton import attention, attention_choice, decode_attention, latent, tuning
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import ModelSpec
+from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
-from ...contract import ALONE, LayerAttention, Neighbours, NormOf, Weights
+from ...contract import ALONE, LatentQkv, LayerAttention, Neighbours, NormOf, Routing, Weights
 from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
-from ..cache import FullCache
+from ..cache import FullCache, LatentCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, linear_key
 from ..ops.primitives import CACHE_CODES
@@ -130,17 +130,46 @@ class _Recorder:
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return self.linear(x, weight)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        shape = *x.shape[:-1], router.chosen
+        return Routing(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape))
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return x
+
+    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
+        return self.ops.adds_shared(x, mixture, w)
+
+    def gate(
+        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+    ) -> torch.Tensor:
+        return y
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         return x
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x
-
-    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        return x
-
-    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return logits
 
     def pool(
         self,
@@ -155,6 +184,22 @@ class _Recorder:
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
 
+    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        return x
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        stride: int,
+        activation: Activation,
+    ) -> torch.Tensor:
+        return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
@@ -164,11 +209,15 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
     recorder = _Recorder(ops)
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
 
-    def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv[..., : spec.layers[i].attention.qkv_sizes[0]].contiguous()
+    def attend(i: int, qkv: torch.Tensor | LatentQkv) -> torch.Tensor:
+        a = spec.layers[i].attention
+        if isinstance(qkv, LatentQkv):
+            return qkv.queries.new_zeros((rows, 1, a.qkv_sizes[2]))
+        return qkv[..., : a.qkv_sizes[0]].contiguous()
 
     with torch.inference_mode():
-        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend)[-1]
+        how: dict[str, Any] = {"across": lambda i, q: q}
+        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend, **how)[-1]
         if spec.head is not None:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
@@ -226,6 +275,12 @@ def _decodes(
     for reach in reaches:
         for layer in layers:
             a = layer.spec
+            if a.latent is not None:
+                shape = a.heads, a.latent.rank, like.element_size()
+                key = latent.tuning_key(slots, reach, *shape)
+                maker = _latent_maker(layer, ops, like, slots, reach, len(layers))
+                yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
+                continue
             keys = min(reach, a.window or reach)
             shape = a.heads // a.kv_heads, a.head_dim, itemsize
             if 2 * slots * reach * a.kv_heads * a.head_dim * itemsize > _MOST_CACHE:
@@ -270,6 +325,39 @@ def _decode_maker(
     return prepare
 
 
+def _latent_maker(
+    layer: LayerAttention,
+    ops: KernelOps,
+    like: torch.Tensor,
+    slots: int,
+    reach: int,
+    layers: int,
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        a = layer.spec
+        assert a.latent is not None
+        qkv = LatentQkv(
+            _random(like, slots, 1, a.qkv_sizes[0]), _random(like, slots, 1, a.latent.width)
+        )
+        held = _random(like, slots, reach, a.latent.width)
+        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // held.nbytes) + 1)
+        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // held.nbytes))
+        caches = [LatentCache(held.clone()) for _ in range(count)]
+        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for cache in caches:
+                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
+                y = output if y is None else y
+            assert y is not None
+            return y
+
+        return run, count
+
+    return prepare
+
+
 def _prompts(
     layers: list[LayerAttention], ops: KernelOps, params: Params, tokens: int
 ) -> Iterable[TuningCase]:
@@ -281,10 +369,11 @@ def _prompts(
             **{"causal": a.causal, "window": a.window, "alibi": layer.slopes},
             **{"softcap": a.softcap},
         }
-        shape = like.new_empty((1, tokens, 1, a.head_dim))
+        dim = max(a.head_dim, a.head_widths[2])
+        shape = like.new_empty((1, tokens, 1, dim))
         if attention_choice.sdpa_backends(shape, **how):
             continue
-        numbers = like.element_size(), a.head_dim, tokens, a.heads, a.causal
+        numbers = like.element_size(), dim, tokens, a.heads, a.causal
         key = attention_choice.tuning_key(*numbers)
         how |= {"scale": a.scale, "alibi_scale": layer.alibi_scale}
         maker = _prompt_maker(layer, ops, like, tokens, how)
@@ -296,8 +385,9 @@ def _prompt_maker(
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
-        q = _random(like, 1, tokens, a.heads, a.head_dim)
-        k, v = (_random(like, 1, tokens, a.kv_heads, a.head_dim) for _ in range(2))
+        dim = max(a.head_dim, a.head_widths[2])
+        q = _random(like, 1, tokens, a.heads, dim)
+        k, v = (_random(like, 1, tokens, a.kv_heads, dim) for _ in range(2))
 
         def run(config: Any) -> torch.Tensor:
             outputs = [

@@ -1,0 +1,125 @@
+"""Routers and experts in plain torch; their meaning is `kernels/reference.py`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional as F
+
+from ....model.spec import Experts, Router
+from ....model.weights import Weight
+from ...contract import Routing, Weights
+from ..profiling import named
+from . import primitives
+
+# What is multiplied with an expert's down matrix, and that matrix, as several ranks take them.
+ShareInput: TypeAlias = Callable[[torch.Tensor, Weight], tuple[torch.Tensor, Weight]]
+
+
+@named("router")
+def route(
+    x: torch.Tensor,
+    weight: Weight,
+    router: Router,
+    bias: torch.Tensor | None = None,
+    choice_bias: torch.Tensor | None = None,
+) -> Routing:
+    """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
+    matrix = primitives.dequantize(weight).float()
+    scores = F.linear(x.float(), matrix, None if bias is None else bias.float())
+    if router.score == "sigmoid":
+        scores = scores.sigmoid()
+    elif router.score == "softmax":
+        scores = scores.softmax(-1)
+    choice = scores if choice_bias is None else scores + choice_bias.float()
+    if router.groups > 1:
+        by_group = choice.unflatten(-1, (router.groups, -1))
+        best = by_group.topk(2 if router.group_score == "two" else 1, dim=-1)[0].sum(-1)
+        is_open = torch.zeros_like(best, dtype=torch.bool)
+        is_open = is_open.scatter(-1, _largest(best, router.groups_chosen), True)
+        choice = by_group.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
+    experts = _largest(choice, router.chosen).sort(dim=-1)[0]
+    weights = scores.gather(-1, experts)
+    if router.score == "chosen":
+        weights = weights.softmax(-1)
+    if router.renormalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + router.eps)
+    return Routing(experts.int(), weights * router.scale)
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest scores of each row are; of equal ones the first. `topk` leaves it open."""
+    return scores.sort(dim=-1, descending=True, stable=True)[1][..., :count]
+
+
+@named("experts")
+def experts(
+    x: torch.Tensor,
+    mixture: Experts,
+    w: Weights,
+    routing: Routing,
+    share_input: ShareInput = lambda h, weight: (h, weight),
+) -> torch.Tensor:
+    """The sum of what the chosen experts make of x [..., E], without down's bias: float32.
+
+    A matrix is read only for the rows that chose its expert. Rows go by expert, which the host asks
+    for; while a CUDA graph is captured it may not ask, and each pair takes a copy of its expert.
+    """
+    rows, chosen = x.flatten(0, -2), routing.experts.flatten()
+    count = routing.experts.shape[-1]
+    parts = x.new_empty((len(chosen), w["experts.down.weight"].shape[1]))
+    for expert, pairs in _by_expert(chosen):
+        up = one_expert(w["experts.up.weight"], expert)
+        h = primitives.matmul(rows[pairs // count], up, _row(w.get("experts.up.bias"), expert))
+        h, down = share_input(hidden(h, mixture), one_expert(w["experts.down.weight"], expert))
+        parts[pairs] = primitives.matmul(h, down)
+    return _weighted(parts.view(*routing.experts.shape, -1), routing.weights)
+
+
+def _by_expert(chosen: torch.Tensor) -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
+    """Experts with the pairs of a row and an expert that are theirs."""
+    pairs = torch.arange(len(chosen), device=chosen.device)
+    if chosen.is_cuda and torch.cuda.is_current_stream_capturing():
+        yield from zip(chosen.split(1), pairs.split(1), strict=True)
+        return
+    in_order = chosen.argsort(stable=True)
+    counts = chosen.bincount().tolist()
+    for expert, own in enumerate(in_order.split(counts)):
+        if len(own):
+            yield expert, own
+
+
+def one_expert(weight: Weight, expert: int | torch.Tensor) -> Weight:
+    """The matrix of one of the experts [X, out, in], by its number or an int tensor [1] with it."""
+    beside = {part: _row(array, expert) for part, array in weight.beside.items()}
+    return replace(weight, data=_row(weight.data, expert), axes=weight.axes[1:], beside=beside)
+
+
+def _row(array: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor | None:
+    if array is None:
+        return None
+    return array[expert] if isinstance(expert, int) else array.index_select(0, expert)[0]
+
+
+def hidden(h: torch.Tensor, mixture: Experts) -> torch.Tensor:
+    """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
+    if not mixture.gated:
+        return primitives.activation(h, mixture.activation)
+    gate, up = h.chunk(2, dim=-1)
+    if mixture.limit is not None:
+        gate, up = gate.clamp(max=mixture.limit), up.clamp(-mixture.limit, mixture.limit)
+    return primitives.activation(gate, mixture.activation) * (up + mixture.offset)
+
+
+def biases(bias: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """What down's bias [X, E] adds to the sum over experts: float32 [..., E]."""
+    return _weighted(bias[routing.experts], routing.weights)
+
+
+def _weighted(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of parts [..., k, E] by float32 weights [..., k], one after another."""
+    total = parts[..., 0, :].float() * weights[..., 0, None]
+    for i in range(1, parts.shape[-2]):
+        total = torch.addcmul(total, parts[..., i, :].float(), weights[..., i, None])
+    return total

@@ -1,0 +1,53 @@
+"""What an encoder gives of a sequence, and how the layers of a decoder attend to it."""
+
+from ..backends.contract import Array, Ops, Params
+from ..model.spec import ModelSpec
+from .blocks import Attend, cross_keys
+from .forward import hidden_states
+from .head import last_hidden_state
+
+
+def encoded(
+    spec: ModelSpec,
+    params: Params,
+    ops: Ops,
+    ids: Array | None,
+    positions: Array,
+    mask: Array | None,
+    embeds: Array | None = None,
+    keep: bool = False,
+) -> list[Array]:
+    """The encoder's states [B, S, E] of ids and positions [B, S], the last one after its norm.
+
+    bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
+    `embeds` as in `hidden_states`, or spectrograms [B, 2 S, mel].
+    """
+    encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
+    assert encoder is not None
+    if encoder.mel:
+        for name, stride in (("conv1", 1), ("conv2", 2)):
+            kernel, bias = (own.outer[f"{name}.{part}"] for part in ("kernel", "bias"))
+            embeds = ops.convolve(embeds, kernel, bias, stride, "gelu")
+    angles = ops.angles(encoder, own, positions)
+
+    def attend(i: int, qkv: Array) -> Array:
+        return ops.attend(ops.layer_attention(encoder, own, i), qkv, angles, mask=mask)[0]
+
+    with ops.span("encoder"):
+        *states, last = hidden_states(
+            encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds
+        )
+        return [*states, last_hidden_state(encoder, own, ops, last)]
+
+
+def across_whole(
+    spec: ModelSpec, params: Params, ops: Ops, states: Array, mask: Array | None
+) -> Attend:
+    """Attention of whole sequences to an encoder's states [B, S, E]; `mask` [B, S] shows them."""
+
+    def across(i: int, q: Array) -> Array:
+        a = spec.layers[i].cross
+        assert a is not None
+        return ops.attend_across(a, q, cross_keys(params.layers[i], ops, states), mask)[0]
+
+    return across

@@ -1,0 +1,213 @@
+"""What an encoder-decoder reads: its encoder's sequences, and how its decoder's begin."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import kind_of, to_numpy
+from ..backends.base import NO_LABEL, ForwardInputs
+from ..errors import ArgumentError, LengthError, shown
+from ..model.spec import ModelSpec
+from .inputs import Prompts, check_ids, make_forward_inputs, make_prompts, read_array
+
+NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features")  # of these alone
+
+
+def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
+    asked = [name for name in NAMES if given.get(name) is not None]
+    if asked and spec.encoder is None:
+        raise ArgumentError(
+            f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
+            "Leave it out."
+        )
+    if given.get(NAMES[2]) is not None and spec.encoder and not spec.encoder.mel:
+        raise ArgumentError(
+            f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
+        )
+
+
+def make_pair_inputs(
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    *,
+    pad: int | None,
+    loss_count: Any,
+    logits_to_keep: Any,
+    output_hidden_states: bool,
+) -> ForwardInputs:
+    """One forward pass of an encoder-decoder, of HF's arguments by name.
+
+    Without `decoder_input_ids` they are the labels, shifted as in HF, `pad` in the place of -100.
+    Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
+    has positions.
+    """
+    assert spec.encoder is not None
+    if given.get("position_ids") is not None:
+        raise ArgumentError(
+            f"position_ids: {spec.architecture} counts its tokens itself, as in HF. Leave them out."
+        )
+    what = (given["input_ids"], given["attention_mask"], None, given["token_type_ids"])
+    how: dict[str, Any] = {"output_hidden_states": output_hidden_states, "may_pack": False}
+    if spec.encoder.mel:
+        frames = check_features(spec, given["input_features"], given["input_ids"])
+        places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
+        at = np.broadcast_to(places, (len(frames), len(places))).copy()
+        source = ForwardInputs(None, at, embeds=frames)
+    else:
+        source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
+    if source.mask is not None and not source.mask.any(1).all():
+        raise ArgumentError(
+            f"attention_mask hides every token of row {int(np.argmin(source.mask.any(1)))}."
+        )
+    ids, labels = given["decoder_input_ids"], given["labels"]
+    if ids is None:
+        if labels is None:
+            raise ArgumentError(
+                "decoder_input_ids is missing: pass the ids that the decoder reads, or labels, of "
+                "which they are made."
+            )
+        ids = shifted(spec, labels, pad)
+    mask = given["decoder_attention_mask"]
+    how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
+    name = "decoder_input_ids"
+    inputs = make_forward_inputs(spec, ids, mask, None, None, None, labels, name=name, **how)
+    if inputs.shape[0] != source.shape[0]:
+        raise ArgumentError(
+            f"decoder_input_ids has {inputs.shape[0]} rows and input_ids {source.shape[0]}; they "
+            "are pairs."
+        )
+    return replace(inputs, source=source)
+
+
+def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:
+    """Log-mel spectrograms as float32 [B, frames, mel], of HF's [B, mel, frames].
+
+    HF's first argument may be them too. Raises ArgumentError for what does not fit.
+    """
+    assert spec.encoder is not None
+    if features is None:
+        features = first
+    elif first is not None:
+        raise ArgumentError(
+            f"input_ids: the encoder of {spec.architecture} reads input_features alone; the "
+            "decoder's ids are decoder_input_ids."
+        )
+    expected = spec.encoder.mel, spec.encoder.frames
+    if features is None or kind_of(features) is None:
+        raise ArgumentError(
+            f"input_features is {'missing' if features is None else type(features).__name__}; "
+            f"expected an array [batch, {expected[0]}, {expected[1]}], as HF's processor gives it."
+        )
+    array = read_array(features, "input_features", "rows differ in shape.")
+    array = array[None] if array.ndim == 2 else array
+    fits = array.ndim == 3 and array.shape[1:] == expected and array.size
+    if not fits or (array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f"):
+        raise ArgumentError(
+            f"input_features has shape {array.shape} and dtype {array.dtype}; expected floats "
+            f"[batch, {expected[0]}, {expected[1]}]: HF's processor pads or cuts to that length."
+        )
+    return np.ascontiguousarray(array.astype(np.float32).swapaxes(1, 2))
+
+
+def shifted(spec: ModelSpec, labels: Any, pad: int | None) -> np.ndarray:
+    """Decoder ids of labels [B, T], as HF makes them: one further, behind the id of a start.
+
+    Without such an id the last one that is no `pad` comes first (mBART's language).
+    """
+    array = np.asarray(to_numpy(labels) if kind_of(labels) else labels)
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
+        raise ArgumentError(f"labels has shape {array.shape}; expected integers [batch, tokens].")
+    fill = pad if pad is not None else 0
+    array = np.where(array == NO_LABEL, fill, array)
+    if spec.start is None:
+        last = (array != fill).sum(1) - 1
+        first = array[np.arange(len(array)), last]
+    else:
+        first = np.full(len(array), spec.start)
+    return np.column_stack((first, array[:, :-1])).astype(np.int64)
+
+
+def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
+    """As `make_source`, of spectrograms: rows are float32 [frames, mel]."""
+    given = first if features is None else features
+    frames = check_features(spec, features, first)
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
+
+
+def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
+    """What the encoder reads for each sequence, without padding, which the mask alone tells.
+
+    As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and
+    LengthError for more tokens than it has positions.
+    """
+    assert spec.encoder is not None
+    if ids is None:
+        raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
+    if kind_of(ids) not in (None, "list") and mask is None:
+        mask = np.ones(check_ids(ids, "input_ids", spec.vocab).shape, bool)
+    source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, ())
+    most = spec.encoder.learned_positions
+    longest = max(source.lengths)
+    if most and longest > most:
+        raise LengthError(
+            f"input_ids has {longest} tokens, but the encoder has {most} positions. Shorten it."
+        )
+    return source
+
+
+def make_decoder_prompts(
+    spec: ModelSpec, source: Prompts, ids: Any, mask: Any, start: Any, pad: int | None
+) -> Prompts:
+    """How the decoder begins, beside each sequence of `source`: `ids`, else the id `start`.
+
+    As in HF, `start` is put before ids of which none begins with it, but for Whisper's. The result
+    goes back to where `source` is from.
+    """
+    count = len(source.rows)
+    first = _starts(spec, start, count)
+    if ids is None:
+        ids = first[:, None]
+        if ids.min() < 0:
+            raise ArgumentError(
+                "Neither the model's generation_config nor its config names a "
+                "decoder_start_token_id. Pass decoder_input_ids or decoder_start_token_id."
+            )
+    if kind_of(ids) not in (None, "list") and mask is None:  # a start often is the pad id
+        mask = np.ones(check_ids(ids, NAMES[0], spec.vocab).shape, bool)
+    prompts = make_prompts(ids, mask, spec.vocab, pad, (), name=NAMES[0])
+    if len(prompts.rows) != count:
+        raise ArgumentError(
+            f"decoder_input_ids has {len(prompts.rows)} rows and input_ids {count}; they are pairs."
+        )
+    begins = np.array([row[0] for row in prompts.rows])
+    if first.min() >= 0 and (begins != first).all() and not (spec.encoder and spec.encoder.mel):
+        rows = tuple(
+            np.append(f, r).astype(np.int32) for f, r in zip(first, prompts.rows, strict=True)
+        )
+        widened = np.full((count, prompts.block.shape[1] + 1), 0 if pad is None else pad, np.int64)
+        for i, row in enumerate(rows):
+            widened[i, widened.shape[1] - len(row) :] = row
+        prompts = replace(prompts, rows=rows, block=widened)
+    return replace(prompts, kind=source.kind, like=source.like)
+
+
+def _starts(spec: ModelSpec, start: Any, count: int) -> np.ndarray:
+    """The id that each of `count` sequences begins with, -1 where none is named."""
+    if start is None:
+        return np.full(count, -1 if spec.start is None else spec.start)
+    array = np.asarray(to_numpy(start) if kind_of(start) else start)
+    fits = array.dtype.kind in "iu" and array.shape in ((), (count,))
+    if not fits or (array < 0).any() or (array >= spec.vocab).any():
+        raise ArgumentError(
+            f"decoder_start_token_id={shown(start)}; expected an id of the vocabulary (0 to "
+            f"{spec.vocab - 1}), or one for each of {count} sequences."
+        )
+    return np.broadcast_to(array, (count,))

@@ -1,0 +1,288 @@
+"""Device side of experts.py for quantized weights: codes of chosen experts, read as they lie.
+
+How codes lie is told in `quantized_kernels`, and how tiles of them become products in
+`quantized_tiles`; here each program first learns whose codes it reads. A matrix of an expert
+follows the one before, and so do its scales.
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+from .experts_kernels import gated_value
+from .launch import dot, let_next_start, wait_for_inputs
+from .quantized_kernels import (
+    _beside,
+    _inputs,
+    _of_rows,
+    _of_whole_rows,
+    _offset_leaves_last,
+    _offsets,
+    _products,
+    _quads,
+    _rows_of,
+    _scale,
+    _statistics,
+    _sums,
+    _unit,
+)
+from .quantized_tiles import _bytes, _chunk, _of_bytes, _of_chunk, _of_chunks
+
+
+@triton.constexpr_function
+def _held(width, bits):
+    """Elements of a row of codes as the kernels for few rows have them: words, else bytes."""
+    if bits == 4:
+        return (width + 31) // 32 * 4
+    return width // 4 if width % 16 == 0 else width
+
+
+@triton.jit
+def up_codes_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, norm_weight_ptr,
+    norm_bias_ptr, h_ptr, features, scale_stride, x_stride, eps, limit, mask,
+    K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+    QUADS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Hidden values [T, CHOSEN, features] of x [T, K], which QUADS cover."""
+    let_next_start(PDL)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    LATER: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], x_ptr.dtype.element_ty)
+    blocks = tl.cdiv(features, ROWS)
+    token = tl.program_id(1).to(tl.int64)
+    pair = token * CHOSEN + tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    q = tl.arange(0, QUADS)
+    rows, inside = _rows_of(block, features, ROWS, PARTS)
+    wait_for_inputs(PDL)
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    scale_ptr += expert * scale_stride
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    if outer_ptr is not None:
+        outer_ptr += expert * features * PARTS
+    w = _quads(
+        *(weight_ptr + expert * features * (PARTS * _held(K, BITS)), rows, inside, q, K, BITS)
+    )
+    beside = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+    x_ptr += token * x_stride
+    mean = 0.0
+    factor = 1.0
+    if NORM is not None:
+        mean, factor = _statistics(x_ptr, eps, K, NORM)
+    x = _inputs(x_ptr, q, (norm_weight_ptr, norm_bias_ptr, mean, factor), K, BITS, NORM)
+    factor = 1.0 if NORM == "layer" else factor
+    sums = _sums(x, BITS) if zero_ptr is not None else 0.0
+    total = tl.sum(sums, 0) if zero_ptr is not None else 0.0
+    offsets = _offsets(x, CODES) if LATER else 0.0
+    p = _products(
+        *(w, x, beside, sums, offsets, mask, zero_ptr), *(CODES, BITS, TABLE, SCALES, BLOCK, LATER)
+    )
+    about = (scale_ptr, zero_ptr, outer_ptr)
+    y = _of_whole_rows(tl.sum(p, 1), total, factor, *about, rows, inside, CODES, SCALES, BLOCK)
+    if bias_ptr is not None:
+        bias_ptr += expert * features * PARTS
+        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    up = y
+    if GATED:
+        y, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
+    y = gated_value(y, up, limit, ACTIVATION, GATED, OFFSET)
+    own = block * ROWS + tl.arange(0, ROWS)
+    tl.store(h_ptr + pair * features + own, y.to(h_ptr.dtype.element_ty), mask=own < features)
+
+
+@triton.jit
+def _item(
+    weight_ptr, scale_ptr, zero_ptr, experts_ptr, item, rows, inside, features, scale_stride,
+    K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    QUADS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Codes of chosen expert number item // TURNS, and what lies beside them; none beyond."""
+    there = inside & (item < CHOSEN * TURNS)
+    expert = tl.load(experts_ptr + tl.minimum(item // TURNS, CHOSEN - 1)).to(tl.int64)
+    q = item % TURNS * QUADS + tl.arange(0, QUADS)
+    w = _quads(weight_ptr + expert * features * _held(K, BITS), rows, there, q, K, BITS)
+    scale_ptr += expert * scale_stride
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    return w, _beside(scale_ptr, zero_ptr, rows, there, q, K, BITS, BLOCK)
+
+
+@triton.jit
+def down_codes_kernel(
+    h_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, mixture_ptr,
+    partial_ptr, residual_ptr, y_ptr, features, scale_stride, residual_stride, mask,
+    K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, QUADS: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [T, features] of hidden values [T, CHOSEN, K]; a program goes through a token's experts.
+
+    TURNS times QUADS quads cover K, and SLOTS cover CHOSEN. The next quads are on their way while a
+    program sums.
+    """
+    let_next_start(PDL)
+    LATER: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], h_ptr.dtype.element_ty)
+    token = tl.program_id(1).to(tl.int64)
+    rows, inside = _rows_of(tl.program_id(0), features, ROWS, 1)
+    wait_for_inputs(PDL)
+    experts_ptr += token * CHOSEN
+    mixture_ptr += token * CHOSEN
+    h_ptr += token * (CHOSEN * K)
+    w, beside = _item(
+        *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, 0, rows, inside, features, scale_stride),
+        *(K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
+    )
+    acc = tl.zeros((ROWS, QUADS), tl.float32)
+    for item in range(CHOSEN * TURNS):
+        w_next, beside_next = _item(
+            *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, item + 1, rows, inside, features),
+            *(scale_stride, K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
+        )
+        slot = item // TURNS
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
+        q = item % TURNS * QUADS + tl.arange(0, QUADS)
+        x = _inputs(h_ptr + slot * K, q, (None, None, 0.0, 1.0), K, BITS, None)
+        sums = _sums(x, BITS) if zero_ptr is not None else 0.0
+        offsets = _offsets(x, CODES) if LATER else 0.0
+        p = _products(
+            *(w, x, beside, sums, offsets, mask, zero_ptr),
+            *(CODES, BITS, TABLE, SCALES, BLOCK, LATER),
+        )
+        factor = tl.full((ROWS,), _unit(CODES), tl.float32) * tl.load(mixture_ptr + slot)
+        if BLOCK[1] == 0:
+            if zero_ptr is not None:
+                own = zero_ptr + expert * scale_stride
+                z = _of_rows(own, rows, inside, BLOCK).to(tl.float32)
+                p -= z[:, None] * sums[None, :]
+            own = scale_ptr + expert * scale_stride
+            factor *= _scale(_of_rows(own, rows, inside, BLOCK), SCALES)
+        if outer_ptr is not None:
+            own = outer_ptr + expert * features
+            factor *= tl.load(own + rows, mask=inside, other=0.0)
+        acc += p * factor[:, None]
+        w = w_next
+        beside = beside_next
+    y = tl.sum(acc, 1)
+    if bias_ptr is not None:
+        slots = tl.arange(0, SLOTS)
+        there = slots < CHOSEN
+        expert = tl.load(experts_ptr + slots, mask=there, other=0).to(tl.int64)
+        mixture = tl.load(mixture_ptr + slots, mask=there, other=0.0)
+        at = expert[None, :] * features + rows[:, None]
+        b = tl.load(bias_ptr + at, mask=inside[:, None] & there[None, :], other=0.0)
+        y += tl.sum(b.to(tl.float32) * mixture[None, :], 1)
+    if partial_ptr is not None:
+        partial_ptr += token * features
+        y += tl.load(partial_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_ptr += token * residual_stride
+        y += tl.load(residual_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * features + rows, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def codes_tile_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, order_ptr, ends_ptr, blocks_ptr,
+    y_ptr, most, features, scale_stride, x_stride, limit,
+    K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, QUADS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`experts_tiles.tile_kernel` of codes, by the plan of `quantized_tiles.tile_kernel`.
+
+    Codes of 4 bits want rows of x as `quantized_tiles.order_kernel` gives them.
+    """
+    let_next_start(PDL)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
+    CHUNKS: tl.constexpr = QUADS * 16 // BYTES
+    COLUMNS: tl.constexpr = BYTES * 8 // BITS
+    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
+    EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
+    HELD: tl.constexpr = (K + 31) // 32 * 16 if BITS == 4 else K
+    BLOCKS: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1] if BLOCK[1] else 1
+    TURNS: tl.constexpr = (HELD + QUADS * 16 - 1) // (QUADS * 16)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    columns = tl.cdiv(features, BLOCK_N)
+    wave = tl.program_id(0) // (GROUP * columns) * GROUP
+    size = tl.minimum(most - wave, GROUP)
+    within = tl.program_id(0) % (GROUP * columns)
+    number = wave + within % size
+    wait_for_inputs(PDL)
+    expert = tl.load(blocks_ptr + number).to(tl.int64)
+    if expert < 0:
+        return
+    m = tl.load(blocks_ptr + most + number) + tl.arange(0, BLOCK_M)
+    end = tl.load(ends_ptr + expert)
+    tile = within // size
+    r = tl.arange(0, BLOCK_N * PARTS)
+    own = tile * BLOCK_N + r % BLOCK_N
+    # Rows outside repeat the last one: nothing of theirs is written.
+    rows = tl.minimum(own, features - 1).to(tl.int64) + (r // BLOCK_N) * features
+    row = tl.minimum(m, end - 1)
+    if CHOSEN:
+        row = tl.load(order_ptr + row) // CHOSEN
+    x_row = x_ptr + row.to(tl.int64) * x_stride
+    weight_ptr += expert * features * (PARTS * HELD)
+    scale_ptr += expert * scale_stride
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * BLOCKS
+    acc = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32)
+    zero_of_row = 0.0
+    if zero_ptr is not None and BLOCK[1] == 0:
+        zero_of_row = tl.load(zero_ptr + lying).to(tl.float32)
+    scales = (0.0,)
+    if EACH:
+        scales = _of_chunks(scale_ptr, lying, 0, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        chunk = turn * CHUNKS
+        next_scales = scales
+        if EACH:
+            at = chunk + CHUNKS
+            next_scales = _of_chunks(scale_ptr, lying, at, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
+        for part in tl.static_range(CHUNKS):
+            b = (chunk + part) * BYTES + tl.arange(0, BYTES)
+            w = _bytes(weight_ptr, rows, b, HELD)
+            if SMALL:
+                of_byte = (b // 16 * 32 + b % 4 * 8) // BLOCK[1]
+                at = lying[:, None] + tl.minimum(of_byte, BLOCKS - 1)[None, :]
+                s = _scale(tl.load(scale_ptr + at), SCALES)
+            p = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32) if EACH else acc
+            for half in tl.static_range(8 // BITS):
+                v = _of_bytes(w, half, CODES, TABLE, dtype)
+                if zero_ptr is not None:
+                    z = zero_of_row
+                    if EACH:
+                        z = _of_chunk(zero_ptr, lying, chunk + part, COLUMNS, BLOCK[1], BLOCKS)
+                    v = (v.to(tl.float32) - z.to(tl.float32)[:, None]).to(dtype)
+                if SMALL:
+                    v = (v.to(tl.float32) * s).to(dtype)
+                k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b
+                x = tl.load(x_row[None, :] + k[:, None], mask=(b < HELD)[:, None], other=0.0)
+                p = dot(v, x, p)
+            acc = acc + p * _scale(scales[part], SCALES)[:, None] if EACH else p
+        scales = next_scales
+    if BLOCK[1] == 0:
+        acc *= _scale(tl.load(scale_ptr + lying), SCALES)[:, None]
+    if outer_ptr is not None:
+        acc *= tl.load(outer_ptr + expert * features * PARTS + rows)[:, None]
+    if bias_ptr is not None:
+        b = tl.load(bias_ptr + expert * features * PARTS + rows).to(tl.float32)
+        acc += b[:, None]
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        y, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    else:
+        y = tl.trans(acc)
+        up = y
+    y = gated_value(y, up, limit, ACTIVATION, GATED, OFFSET)
+    y_at = y_ptr + m.to(tl.int64)[:, None] * features + n[None, :]
+    mask = (m < end)[:, None] & (n < features)[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,194 @@
+"""BART and its relatives: encoder-decoders that come from fairseq and Marian.
+
+HF sources: models/bart, mbart, plbart, blenderbot, marian, pegasus, m2m_100.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fairseq import Sinusoids
+from .fields import ConfigFields
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What tells the families apart.
+
+    Norms before the sub-layers have one behind the last layer as well. Tables of positions are
+    learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
+    `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts`
+    tells whether the id of a start comes first, or their own last one.
+    """
+
+    placement: Literal["pre", "post"]
+    embed_norm: bool
+    positions: Literal["learned", "fairseq", "marian"]
+    offset: int = 0
+    starts: bool = True
+
+
+_KINDS = {
+    "bart": _Kind("post", True, "learned", 2),
+    "mbart": _Kind("pre", True, "learned", 2, starts=False),
+    "plbart": _Kind("post", True, "learned", 2, starts=False),
+    "blenderbot": _Kind("pre", False, "learned"),
+    "marian": _Kind("post", False, "marian"),
+    "pegasus": _Kind("pre", False, "marian"),
+    "m2m_100": _Kind("pre", False, "fairseq"),
+}
+CLASSES = {
+    "bart": ("BartForConditionalGeneration", "BartModel"),
+    "mbart": ("MBartForConditionalGeneration", "MBartModel"),
+    "plbart": ("PLBartForConditionalGeneration", "PLBartModel"),
+    "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotModel"),
+    "marian": ("MarianMTModel", "MarianModel"),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
+    "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Model"),
+}
+# What old configs say beside, and no code reads any more.
+_WRITTEN = (
+    *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings"),
+    *("force_bos_token_to_be_generated", "normalize_before", "normalize_embedding", "save_step"),
+    *(
+        "static_position_embeddings",
+        "do_blenderbot_90_layernorm",
+        "extra_layer_norm",
+        "max_sequence",
+    ),
+)
+_EMBEDDING = "vocab embed"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of an encoder-decoder of BART's kind."""
+    kind = _KINDS[fields.family]
+    norm = Norm("layer", 1e-5)  # HF leaves torch's default
+    embed, vocab = fields.size("d_model"), fields.size("vocab_size")
+    positions = fields.size("max_position_embeddings")
+    activation = fields.activation("activation_function")
+    scale = embed**0.5 if fields.flag("scale_embedding", fields.family == "m2m_100") else 1.0
+    pad, start = fields.take("pad_token_id"), fields.take("decoder_start_token_id")
+    offset = kind.offset
+    if kind.positions == "fairseq":  # that of the padding is the row before position 0
+        offset = fields.size("pad_token_id", 1) + 1 if pad else 1
+    if fields.family == "marian":
+        fields.require("share_encoder_decoder_embeddings", True)
+        fields.require("decoder_vocab_size", vocab)
+    fields.ignore("dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
+    fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
+    fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *_WRITTEN)
+    has_head = architecture.endswith(("ForConditionalGeneration", "MTModel"))
+
+    def stack(side: str) -> ModelSpec:
+        _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
+        decodes = side == "decoder"
+        attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
+        mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
+        cross = replace(attention, causal=False) if decodes else None
+        layer = Layer(attention, mlp, norm, kind.placement, cross=cross)
+        return ModelSpec(
+            family=fields.family,
+            architecture=architecture,
+            vocab=vocab,
+            embed=embed,
+            layers=(layer,) * fields.layers(f"{side}_layers"),
+            max_positions=positions,
+            learned_positions=positions,
+            position_offset=offset,
+            positions_from_mask=kind.positions == "fairseq" and not decodes,
+            packs=False,
+            embed_scale=scale,
+            embed_norm=norm if kind.embed_norm else None,
+            final_norm=norm if kind.placement == "pre" else None,
+        )
+
+    encoder, decoder = stack("encoder"), stack("decoder")
+    head = Head("causal") if has_head else None
+    start = start if kind.starts else None
+    spec = replace(decoder, head=head, encoder=encoder, start=start)
+    tables: dict[str, Row] = {}
+    for side, ours, axis in (
+        ("encoder", "encoder.", "source_positions"),
+        ("decoder", "", "positions"),
+    ):
+        axes = f"{axis} embed"
+        stored = (f"model.{side}.embed_positions.weight", axes)
+        table = row(f"{ours}positions.weight", axes, stored)
+        if kind.positions != "learned":
+            make_table = Sinusoids(pad) if kind.positions == "fairseq" else Halves()
+            table = Row(table.name, table.axes, (), constant=make_table)
+        tables[side] = table
+    outer = [
+        row("embed.weight", _EMBEDDING, ("model.shared.weight", _EMBEDDING)),
+        tables["decoder"],
+        tables["encoder"],
+        *_norms(kind, norm, "", "model.decoder."),
+        *_norms(kind, norm, "encoder.", "model.encoder."),
+    ]
+    tied = [
+        row("encoder.embed.weight", _EMBEDDING, ("model.encoder.embed_tokens.weight", _EMBEDDING)),
+        row("embed.weight", _EMBEDDING, ("model.decoder.embed_tokens.weight", _EMBEDDING)),
+    ]
+    unused = [] if kind.positions == "learned" else [r"embed_positions\.weights?$"]
+    optional = None
+    if has_head:
+        fields.flag("tie_word_embeddings", True)
+        tied.append(row("head.weight", _EMBEDDING, ("lm_head.weight", _EMBEDDING)))
+        if fields.family != "m2m_100":
+            outer.append(row("head.bias", "vocab", ("final_logits_bias", "one vocab")))
+            optional = "head.bias"
+    else:
+        fields.ignore("tie_word_embeddings")
+        unused += [r"^lm_head\.", r"^final_logits_bias$"]
+    decoder_rows = tuple(_layer(norm, "model.decoder.layers.{i}.", crosses=True))
+    encoder_rows = tuple(_layer(norm, "model.encoder.layers.{i}.", crosses=False))
+    return spec, WeightTable(
+        spec,
+        tuple(outer),
+        (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers),
+        base="model.",
+        unused=tuple(unused),
+        tied=tuple((own, "model.shared.weight") for own in tied),
+        optional=optional,
+    )
+
+
+def _norms(kind: _Kind, norm: Norm, ours: str, theirs: str) -> Iterable[Row]:
+    """The norms outside of a stack's layers."""
+    if kind.embed_norm:
+        yield from make.norm(norm, f"{ours}embed_norm", f"{theirs}layernorm_embedding")
+    if kind.placement == "pre":
+        yield from make.norm(norm, f"{ours}final_norm", f"{theirs}layer_norm")
+
+
+def _layer(norm: Norm, hf: str, crosses: bool) -> Iterable[Row]:
+    yield from make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias=True)
+    yield from make.linear("out", f"{hf}self_attn.out_proj", "embed q")
+    yield from make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm")
+    if crosses:
+        yield from make.cross(hf + "encoder_attn.{p}", make.QKV, "out_proj", bias=True)
+        yield from make.norm(norm, "cross_norm", f"{hf}encoder_attn_layer_norm")
+    yield from make.linear("up", f"{hf}fc1", "ffn embed")
+    yield from make.linear("down", f"{hf}fc2", "embed ffn")
+    yield from make.norm(norm, "mlp_norm", f"{hf}final_layer_norm")
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Angles of positions as XLM has them, all sines before all cosines (Marian, Pegasus).
+
+    Frequencies go from 1 to almost 1e-4; an odd width has one more sine.
+    """
+
+    def __call__(self, shape: tuple[int, ...]) -> np.ndarray:
+        """The table float32 [rows, width]."""
+        rows, width = shape
+        exponents = 2 * (np.arange(width) // 2) / width
+        angles = np.arange(rows)[:, None] / np.power(10000, exponents)
+        return np.concatenate((np.sin(angles[:, ::2]), np.cos(angles[:, 1::2])), 1).astype("f4")

@@ -1,0 +1,160 @@
+"""DeepSeek-V2 and V3 and the families that share their latent attention.
+
+HF sources: models/NAME/modeling_NAME.py of each. Those of GLM-4 MoE Lite, MiniCPM3 and Youtu are
+one of the two with other numbers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...errors import ModelError, UnservedError, shown
+from ..spec import Attention, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
+from ..weights import Row, WeightTable, row
+from . import mixtures
+from . import rows as make
+from .fields import ConfigFields, is_positive
+from .rope import make_rope, reach, rotary_size
+
+CLASSES = {
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
+    "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
+    "youtu": ("YoutuForCausalLM", "YoutuModel"),
+}
+_LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
+_TIED = ("minicpm3", "youtu")
+_MLP_BIAS = ("deepseek_v2", "minicpm3")
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a model with latent attention."""
+    family, embed = fields.family, fields.size("hidden_size")
+    count = fields.layers("num_hidden_layers")
+    positions = fields.size("max_position_embeddings")
+    parameters = fields.take("rope_parameters")
+    attention = _attention(fields, parameters, positions)
+    norm = Norm("rms", fields.number("rms_norm_eps"))
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
+    is_minicpm = family == "minicpm3"
+    scale = fields.number("scale_depth") / math.sqrt(count) if is_minicpm else 1.0
+    mlps: list[Mlp | Experts] = [mlp] * count
+    if family in mixtures.MIXTURES:
+        mlps = mixtures.read_layers(fields, mlp, count)
+    layers = {own: Layer(attention, own, norm, "pre", residual_scale=scale) for own in mlps}
+    head = Head("causal", scale=fields.number("dim_model_base") / embed if is_minicpm else 1.0)
+    spec = ModelSpec(
+        family=family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=tuple(layers[own] for own in mlps),
+        max_positions=reach(parameters, positions),
+        embed_scale=fields.number("scale_emb") if is_minicpm else 1.0,
+        final_norm=norm,
+        head=head if architecture.endswith("ForCausalLM") else None,
+    )
+    fields.ignore("attention_dropout", "embedding_initializer_range", "ep_size")
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers behind those of the model
+    return spec, _table(fields, spec)
+
+
+def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attention:
+    heads = fields.heads("num_attention_heads")
+    fields.require("num_key_value_heads", heads)
+    turning = fields.size("qk_rope_head_dim")
+    head_dim = fields.size("qk_nope_head_dim") + turning
+    fields.require("qk_head_dim", head_dim)
+    fields.require("head_dim", turning)
+    rank = 0 if fields.take("q_lora_rank") is None else fields.size("q_lora_rank")
+    interleaved = fields.family == "deepseek_v2"
+    if fields.family not in ("deepseek_v2", "minicpm3"):
+        interleaved = fields.flag("rope_interleave", True)
+    if isinstance(parameters, Mapping) and parameters.get("rope_theta") is not None:
+        fields.require("rope_theta", parameters["rope_theta"])  # transformers 4 wrote it twice
+    part = rotary_size(parameters, turning)
+    if part != turning:
+        raise UnservedError(
+            f"config.json has rope_parameters={shown(parameters)}, by which {part} of the "
+            f"{turning} elements of qk_rope_head_dim turn; the {fields.family} family honours all."
+        )
+    return Attention(
+        heads,
+        heads,
+        head_dim,
+        head_dim**-0.5 * _magnitude(parameters) ** 2,
+        rope=make_rope(parameters, turning, positions, interleaved),
+        latent=Latent(
+            rank=fields.size("kv_lora_rank"),
+            turning=turning,
+            value_dim=fields.size("v_head_dim"),
+            norm=Norm("rms", _LATENT_EPS),
+            query_rank=rank,
+        ),
+    )
+
+
+def _magnitude(parameters: Mapping[str, Any]) -> float:
+    """What scores are scaled by, twice, where the rotary embedding is scaled (yarn's mscale)."""
+    mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
+    if parameters.get("rope_type", "default") == "default" or not is_positive(mscale):
+        return 1.0
+    if factor is None or not is_positive(factor):
+        raise ModelError(
+            f"config.json has rope_parameters with mscale_all_dim={shown(mscale)} and "
+            f"factor={shown(factor)}; expected a positive factor."
+        )
+    return 1.0 if factor <= 1 else 0.1 * float(mscale or 0) * math.log(factor) + 1.0
+
+
+def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
+    norm, attention = spec.layers[0].norm, spec.layers[0].attention
+    assert attention.latent is not None
+    bias = fields.flag("attention_bias", False)
+    mlp_bias = fields.family in _MLP_BIAS and fields.flag("mlp_bias", False)
+    if mlp_bias and any(isinstance(layer.mlp, Experts) for layer in spec.layers):
+        fields.require("mlp_bias", False)
+    hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
+    layer = [
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
+        *_latent_rows(attention.latent, f"{hf}self_attn.", bias),
+        *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
+    ]
+    dense = [
+        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
+        *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),
+    ]
+    behind = rf"^(model\.)?layers\.{len(spec.layers)}\."  # a layer that predicts a second token
+    table = make.causal_table(
+        spec,
+        layer,
+        make.norm(norm, "final_norm", "model.norm"),
+        embedding="model.embed_tokens",
+        tied=fields.flag("tie_word_embeddings", fields.family in _TIED),
+        base="model.",
+        unused=[r"rotary_emb\.inv_freq$", *([behind] if mixture else [])],
+    )
+
+    def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
+        if mixture is None or not isinstance(mlp, Experts):
+            return (*layer, *dense)
+        return (*layer, *mixtures.make_rows(mixture, mlp, hf))
+
+    by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(own.mlp for own in spec.layers)}
+    return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
+
+
+def _latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
+    rows = make.linear("latent", f"{hf}kv_a_proj_with_mqa", "latent embed", bias)
+    rows += make.norm(latent.norm, "latent_norm", f"{hf}kv_a_layernorm", "rank")
+    if latent.query_rank:
+        rows += make.linear("query_latent", f"{hf}q_a_proj", "query_rank embed", bias)
+        rows += make.norm(latent.norm, "query_norm", f"{hf}q_a_layernorm", "query_rank")
+        rows += make.linear("query", f"{hf}q_b_proj", "q query_rank", False)
+    else:
+        rows += make.linear("query", f"{hf}q_proj", "q embed", False)
+    kv = row("kv.weight", "k+v rank", (f"{hf}kv_b_proj.weight", "k+v/heads rank"))
+    return [*rows, replace(kv, dense=True)]

@@ -1,0 +1,299 @@
+"""Mixtures of experts: which layers have one, how its router chooses, and what HF calls its parts.
+
+A file has a tensor for each expert; a module of transformers 5 has one for all of them. HF sources:
+the routers and the blocks around them in models/NAME/modeling_NAME.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...errors import ModelError, shown
+from ..spec import Experts, Mlp, Router
+from ..weights import Row, Source, row
+from . import rows as make
+from .fields import ConfigFields
+
+_SHARED = {"shared_gate": "gate_proj", "shared_up": "up_proj"}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What HF calls the parts of a mixture, and its fields of a config.
+
+    `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
+    experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
+    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
+    change nothing at inference.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_expert"
+    choice_bias: str | None = None
+    choice_axes: str = "experts"
+    router_bias: bool = False
+    count: str = "num_experts"
+    chosen: str = "num_experts_per_tok"
+    ffn: str = "moe_intermediate_size"
+    renames: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = field(default=("router_aux_loss_coef", "router_jitter_noise"))
+
+
+_MIXTRAL = Mixture(
+    expert=("w1", "w3", "w2"),
+    count="num_local_experts",
+    ffn="intermediate_size",
+    renames=((".mlp.", ".block_sparse_moe."),),
+)
+_DEEPSEEK = Mixture(
+    count="n_routed_experts",
+    shared="shared_experts",
+    choice_bias="gate.e_score_correction_bias",
+)
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
+_DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
+_TRAINED = ("aux_loss_alpha", "seq_aux")
+MIXTURES: Mapping[str, Mixture] = {
+    "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
+    "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
+    "dots1": _DEEPSEEK,
+    "ernie4_5_moe": Mixture(
+        shared="shared_experts",
+        choice_bias="gate.moe_statics.e_score_correction_bias",
+        choice_axes="one experts",
+        count="moe_num_experts",
+        chosen="moe_k",
+        renames=((".gate.moe_statics.", ".moe_statics."),),
+        unused=(r"(^|\.)mtp_",),
+    ),
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "gpt_oss": Mixture(
+        router="router",
+        count="num_local_experts",
+        ffn="intermediate_size",
+        router_bias=True,
+    ),
+    "granitemoe": Mixture(
+        block="block_sparse_moe",
+        router="router",
+        count="num_local_experts",
+        ffn="intermediate_size",
+        renames=(
+            (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+            (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+            (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+        ),
+    ),
+    "hunyuan_v1_moe": Mixture(
+        router="gate.wg", shared="shared_mlp", chosen="moe_topk", ffn="intermediate_size"
+    ),
+    "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
+    "mixtral": _MIXTRAL,
+    "olmoe": Mixture(ffn="intermediate_size"),
+    "qwen2_moe": Mixture(),
+    "qwen3_moe": Mixture(),
+}
+
+
+def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Experts]:
+    """What stands for a feed-forward in each layer of a family of `MIXTURES`."""
+    own, activation = MIXTURES[fields.family], dense.activation
+    assert activation != "xielu"
+    fields.ignore(*own.ignored)
+    fields.require("output_router_logits", False)
+    ffn, shared = fields.size(own.ffn), _shared(fields)
+    count = fields.size(_name_of_count(fields))
+    by_layer: list[Mlp | Experts] = []
+    for i, is_mixture in enumerate(_which(fields, layers)):
+        router = replace(_router(fields), chosen=_chosen(fields, own.chosen, i, layers))
+        if router.chosen > count:
+            raise ModelError(
+                f"config.json has {own.chosen}={router.chosen} and {count} experts; a token "
+                "cannot choose more experts than there are."
+            )
+        gated = shared > 0 and fields.family == "qwen2_moe"
+        mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
+        if fields.family == "gpt_oss":
+            mixture = _clamped(fields, mixture)
+        by_layer.append(mixture if is_mixture else dense)
+    return by_layer
+
+
+def _clamped(fields: ConfigFields, mixture: Experts) -> Experts:
+    """GPT-OSS's experts: gates and ups within a limit, gate * sigmoid(1.702 gate) * (up + 1)."""
+    fields.require("hidden_act", "silu")
+    fields.require("swiglu_alpha", 1.702)  # that of the activation
+    limit = 7.0 if fields.take("swiglu_limit") is None else fields.number("swiglu_limit")
+    return replace(mixture, activation="quick_gelu", limit=limit, offset=1.0)
+
+
+def _name_of_count(fields: ConfigFields) -> str:
+    """The field that says how many experts there are: transformers 5 has moved Qwen3's."""
+    name = MIXTURES[fields.family].count
+    return name if fields.take(name) is not None else "num_local_experts"
+
+
+def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
+    """How many experts a token of a layer chooses; HunYuan's may differ by layer."""
+    value = fields.take(name)
+    if fields.family != "hunyuan_v1_moe" or not isinstance(value, list):
+        return fields.size(name)
+    if len(value) != layers or any(type(k) is not int or k < 1 for k in value):
+        raise ModelError(
+            f"config.json has {name}={shown(value)}; expected a positive int, or one for each of "
+            f"{layers} layers."
+        )
+    return value[layer]
+
+
+def _router(fields: ConfigFields) -> Router:
+    """How a family's router chooses, but for how many."""
+    family = fields.family
+    if family in ("gpt_oss", "granitemoe"):
+        return Router(0, "chosen")
+    if family == "deepseek_v2":
+        fields.require("norm_topk_prob", False)  # HF's router does not read it
+        fields.require("scoring_func", "softmax")
+        fields.require("topk_method", "greedy", "group_limited_greedy")
+        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+        if fields.take("topk_method") != "group_limited_greedy":
+            groups = chosen = 1
+        total = fields.size(MIXTURES[family].count)
+        if total % groups or chosen > groups:
+            raise ModelError(
+                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
+                "expected groups of one size, and no more open ones than there are."
+            )
+        scale = fields.number("routed_scaling_factor")
+        return Router(0, groups=groups, groups_chosen=chosen, scale=scale)
+    if family in _DEEPSEEKS:
+        fields.require("scoring_func", "sigmoid")
+        fields.require("topk_method", "noaux_tc")
+        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+        total = fields.size(MIXTURES[family].count)
+        if total % groups or total // groups < 2 or chosen > groups:
+            raise ModelError(
+                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
+                "expected groups of one size of at least 2, and no more open ones than there are."
+            )
+        renormalized = fields.flag("norm_topk_prob", False)
+        scale = fields.number("routed_scaling_factor")
+        return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "minimax_m2":
+        return Router(0, "sigmoid", renormalized=True)
+    if family == "ernie4_5_moe":
+        # HF divides by the sum, but by moe_norm_min where that is more. Sums of probabilities are.
+        fields.require("moe_norm_min", 1e-12)
+        return Router(0, renormalized=True, eps=1e-12)
+    if family in ("hunyuan_v1_moe", "mixtral"):
+        return Router(0, renormalized=True)
+    return Router(0, renormalized=fields.flag("norm_topk_prob", False))
+
+
+def _shared(fields: ConfigFields) -> int:
+    """The ffn of the shared expert; 0 without one."""
+    if fields.family == "qwen2_moe":
+        return fields.size("shared_expert_intermediate_size")
+    if fields.family == "hunyuan_v1_moe":
+        return fields.size("intermediate_size")
+    if fields.family in _DEEPSEEKS:
+        return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
+    if fields.family == "ernie4_5_moe" and fields.take("moe_num_shared_experts"):
+        return fields.size("moe_num_shared_experts") * fields.size("moe_intermediate_size")
+    return 0
+
+
+def _which(fields: ConfigFields, layers: int) -> list[bool]:
+    """Of each layer whether it has a mixture."""
+    family = fields.family
+    if family == "glm4_moe_lite":
+        kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
+        return [kind == "sparse" for kind in kinds]
+    if family in _DEEPSEEKS:
+        fields.require("moe_layer_freq", 1)
+        dense = fields.take("first_k_dense_replace", 0)
+        if type(dense) is not int or dense < 0:
+            raise ModelError(
+                f"config.json has first_k_dense_replace={shown(dense)}; expected a number of "
+                "layers."
+            )
+        return [i >= dense for i in range(layers)]
+    if family == "ernie4_5_moe":
+        start, end = fields.take("moe_layer_start_index", 1), fields.take("moe_layer_end_index", -1)
+        step = fields.size("moe_layer_interval", 1)
+        if not all(type(n) is int for n in (start, end)):
+            raise ModelError(
+                f"config.json has moe_layer_start_index={shown(start)} and moe_layer_end_index="
+                f"{shown(end)}; expected numbers of layers."
+            )
+        end = layers - 1 if end == -1 else end
+        return [start <= i <= end and (i + 1) % step == 0 for i in range(layers)]
+    if family in ("qwen2_moe", "qwen3_moe"):
+        dense, step = fields.take("mlp_only_layers", []), fields.size("decoder_sparse_step", 1)
+        if not isinstance(dense, list | tuple) or any(type(i) is not int for i in dense):
+            raise ModelError(
+                f"config.json has mlp_only_layers={shown(dense)}; expected a list of layers."
+            )
+        return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    return [True] * layers
+
+
+def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
+    """The rows of a mixture in a layer by HF's name, which ends in a dot."""
+    hf = f"{layer}{names.block}"
+    bias = names.router_bias
+    rows = make.linear("router", f"{hf}.{names.router}", "experts embed", bias)
+    if bias:
+        return rows + _gpt_oss_rows(f"{hf}.experts")
+    if names.choice_bias:
+        source = (f"{hf}.{names.choice_bias}", names.choice_axes)
+        rows.append(replace(row("router.choice_bias", names.choice_axes, source), wide=True))
+    experts = f"{hf}.experts"
+    rows += [
+        _stacked("up", "gate+up embed", f"{experts}.gate_up_proj", _each(names, experts, "up")),
+        _stacked("down", "embed up", f"{experts}.down_proj", _each(names, experts, "down")),
+    ]
+    if mixture.shared:
+        rows += make.joined("shared.up", f"{hf}.{names.shared}.{{p}}", _SHARED, bias=False)
+        down = f"{hf}.{names.shared}.down_proj"
+        rows += make.linear("shared.down", down, "embed shared_up", bias=False)
+    if mixture.shared_gated:
+        rows += make.linear("shared.gate", f"{hf}.shared_expert_gate", "one embed", bias=False)
+    return rows
+
+
+def _gpt_oss_rows(experts: str) -> list[Row]:
+    """GPT-OSS's: columns before rows, gates and ups by turns; a matrix each where it is mxfp4."""
+    up, down = "experts gate+up embed", "experts embed up"
+    turns, each = "gate+up/ffn", f"{experts}.{{x}}"
+    rows = [
+        row("experts.up.weight", up, (f"{each}.gate_up_proj.weight", f"{turns} embed")),
+        row("experts.down.weight", down, (f"{each}.down_proj.weight", "embed up")),
+    ]
+    wholes = (
+        Source(f"{experts}.gate_up_proj", ("experts", "embed", turns)),
+        Source(f"{experts}.down_proj", ("experts", "up", "embed")),
+    )
+    rows = [replace(own, others=(one,)) for own, one in zip(rows, wholes, strict=True)]
+    biases = (f"{experts}.gate_up_proj_bias", f"experts {turns}"), (f"{experts}.down_proj_bias",)
+    return [
+        *rows,
+        row("experts.up.bias", "experts gate+up", biases[0]),
+        row("experts.down.bias", "experts embed", (*biases[1], "experts embed")),
+    ]
+
+
+def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
+    """The tensors of one expert, with their axes."""
+    gate, up, down = (f"{experts}.{{x}}.{name}.weight" for name in names.expert)
+    return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
+
+
+def _stacked(ours: str, axes: str, whole: str, each: Sequence[tuple[str, str]]) -> Row:
+    """The weight of all experts, which is one tensor `whole`, or several of `each` of them."""
+    axes = f"experts {axes}"
+    own = row(f"experts.{ours}.weight", axes, *each)
+    return replace(own, others=(Source(whole, tuple(axes.split())),))

@@ -1,0 +1,119 @@
+"""T5 and its relatives: relative position buckets, RMSNorm, no scale. HF: models/t5, mt5, umt5."""
+
+from dataclasses import replace
+
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+
+CLASSES = {
+    "t5": ("T5ForConditionalGeneration", "T5Model", "T5EncoderModel"),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Model", "MT5EncoderModel"),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Model", "UMT5EncoderModel"),
+}
+_MOST = 1 << 20  # tokens: its positions have no end
+_QKV = {"q": "q", "k": "k", "v": "v"}
+_EMBEDDING = "vocab embed"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a T5 model, or of its encoder alone."""
+    embed, heads = fields.size("d_model"), fields.heads("num_heads")
+    head_dim, ffn = fields.size("d_kv"), fields.size("d_ff")
+    norm = Norm("rms", fields.number("layer_norm_epsilon"))
+    mlp = Mlp(ffn, fields.activation("dense_act_fn"), fields.flag("is_gated_act", False))
+    buckets = fields.size("relative_attention_num_buckets")
+    farthest = fields.size("relative_attention_max_distance", most=1 << 16)
+    layers, decoder_layers = fields.layers("num_layers"), fields.layers("num_decoder_layers")
+    scales = fields.family != "mt5" and fields.flag("scale_decoder_outputs", True)
+    fields.ignore("feed_forward_proj", "dropout_rate", "classifier_dropout", "initializer_factor")
+    fields.ignore("tie_word_embeddings", "is_decoder", "is_encoder_decoder", "tokenizer_class")
+    start = fields.take("decoder_start_token_id")
+    start = fields.take("pad_token_id", 0) if start is None else start
+
+    def block(causal: bool, cross: Attention | None = None) -> Layer:
+        bias = RelativeBias(buckets, farthest, both_ways=not causal)
+        attention = Attention(heads, heads, head_dim, 1.0, causal=causal, bias=bias)
+        return Layer(attention, mlp, norm, "pre", cross=cross)
+
+    def stack(layer: Layer, count: int) -> ModelSpec:
+        return ModelSpec(
+            family=fields.family,
+            architecture=architecture,
+            vocab=fields.size("vocab_size"),
+            embed=embed,
+            layers=(layer,) * count,
+            max_positions=_MOST,
+            packs=False,
+            final_norm=norm,
+        )
+
+    encoder = stack(block(causal=False), layers)
+    everywhere = fields.family == "umt5"  # else the first layer's bias is that of all
+    how = {"gated": mlp.gated, "everywhere": everywhere}
+    encoder_rows = _layer(encoder.layers[0], norm, "encoder", **how)
+    embedding = row("embed.weight", _EMBEDDING, ("shared.weight", _EMBEDDING))
+    twin = "encoder.embed_tokens.weight"
+    if architecture.endswith("EncoderModel"):
+        return encoder, WeightTable(
+            encoder,
+            (embedding, *make.norm(norm, "final_norm", "encoder.final_layer_norm")),
+            (tuple(encoder_rows),) * layers,
+            unused=(r"^decoder\.", r"^lm_head\."),
+            tied=((row("embed.weight", _EMBEDDING, (twin, _EMBEDDING)), "shared.weight"),),
+        )
+    across = Attention(heads, heads, head_dim, 1.0, causal=False)
+    spec = stack(block(causal=True, cross=across), decoder_layers)
+    has_head = architecture.endswith("ForConditionalGeneration")
+    head = Head("causal", scale=embed**-0.5 if scales else 1.0) if has_head else None
+    spec = replace(spec, head=head, encoder=encoder, start=start)
+    tied = [
+        row("encoder.embed.weight", _EMBEDDING, (twin, _EMBEDDING)),
+        row("embed.weight", _EMBEDDING, ("decoder.embed_tokens.weight", _EMBEDDING)),
+    ]
+    if has_head:
+        tied.append(row("head.weight", _EMBEDDING, ("lm_head.weight", _EMBEDDING)))
+    outer = (
+        embedding,
+        *make.norm(norm, "final_norm", "decoder.final_layer_norm"),
+        *make.norm(norm, "encoder.final_norm", "encoder.final_layer_norm"),
+    )
+    decoder_rows = _layer(spec.layers[0], norm, "decoder", **how)
+    return spec, WeightTable(
+        spec,
+        outer,
+        (tuple(decoder_rows),) * decoder_layers + (tuple(encoder_rows),) * layers,
+        # The first release stored one that no implementation reads.
+        unused=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+        + (() if has_head else (r"^lm_head\.",)),
+        tied=tuple((own, "shared.weight") for own in tied),
+    )
+
+
+def _layer(layer: Layer, norm: Norm, stack: str, gated: bool, everywhere: bool) -> list[Row]:
+    """The rows of a layer of the encoder or the decoder."""
+    hf = f"{stack}.block.{{i}}.layer."
+    bias = layer.attention.bias
+    assert bias is not None
+    first = hf if everywhere else f"{stack}.block.0.layer."
+    stored = f"{first}0.SelfAttention.relative_attention_bias.weight"
+    table = row("relative_bias", "heads buckets", (stored, "buckets heads"))
+    rows = [
+        *make.joined("qkv", hf + "0.SelfAttention.{p}", _QKV, bias=False),
+        *make.linear("out", f"{hf}0.SelfAttention.o", "embed q", bias=False),
+        *make.norm(norm, "attn_norm", f"{hf}0.layer_norm"),
+        Row(table.name, table.axes, table.sources, picks=bias.by_distance),
+    ]
+    last = 1
+    if layer.cross:
+        rows += make.cross(hf + "1.EncDecAttention.{p}", _QKV, "o", bias=False)
+        rows += make.norm(norm, "cross_norm", f"{hf}1.layer_norm")
+        last = 2
+    mlp = f"{hf}{last}.DenseReluDense."
+    if gated:
+        rows += make.joined("up", mlp + "{p}", {"gate": "wi_0", "up": "wi_1"}, bias=False)
+    else:
+        rows += make.linear("up", f"{mlp}wi", "ffn embed", bias=False)
+    rows += make.linear("down", f"{mlp}wo", "embed ffn", bias=False)
+    return rows + make.norm(norm, "mlp_norm", f"{hf}{last}.layer_norm")

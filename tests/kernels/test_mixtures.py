@@ -1,0 +1,130 @@
+"""Routers and experts in plain ops, on both backends, against the reference."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dualinfer.backends.contract import Routing
+from dualinfer.kernels import reference
+from dualinfer.model.spec import Experts, Router
+from dualinfer.model.weights import Weight
+
+from ..models import BACKENDS, relative_rms
+
+ROUTERS = {
+    "softmax": Router(3, renormalized=True),
+    "softmax as it is": Router(2, scale=0.5),
+    "sigmoid, biased": Router(3, "sigmoid", renormalized=True, eps=1e-20, scale=2.5),
+    "chosen": Router(4, "chosen"),
+    "best of a group": Router(3, groups=4, groups_chosen=2),
+    "two best of a group": Router(4, "sigmoid", 3, 2, "two", True, 1e-20),
+}
+
+
+def backend(name):
+    """NumPy to arrays, arrays to NumPy, and the functions under test."""
+    mixtures = importlib.import_module(f"dualinfer.backends.{name}.ops.mixtures")
+    if name == "torch":
+        import torch
+
+        return SimpleNamespace(put=torch.tensor, jit=lambda f: f, ops=mixtures)
+    import jax
+
+    return SimpleNamespace(put=jax.numpy.asarray, jit=jax.jit, ops=mixtures)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", ROUTERS)
+def test_a_router_chooses_as_the_reference_does(case, name):
+    router, own = ROUTERS[case], backend(name)
+    biased = "biased" in case
+    x, weight = normal(1, 2, 9, 13), normal(2, 12, 13)
+    weight[5] = weight[3]  # ties, of which the first goes before the second
+    bias, choice_bias = (normal(3, 12), normal(4, 12)) if biased else (None, None)
+    rule = vars(router)
+    experts, weights = reference.route(x, weight, bias, choice_bias, **rule)
+    put = [None if a is None else own.put(a) for a in (bias, choice_bias)]
+    held = Weight(own.put(weight), ("experts", "embed"))
+    found = own.jit(lambda x: own.ops.route(x, held, router, *put))(own.put(x))
+    np.testing.assert_array_equal(np.asarray(found.experts), experts)
+    assert found.experts.dtype == own.put(np.zeros(1, np.int32)).dtype
+    assert relative_rms(found.weights, weights) < 1e-6
+    assert (np.diff(experts, axis=-1) > 0).all()
+
+
+GATED = Experts(7, 11, "silu", True, Router(3))
+MIXTURES = {
+    "gated": GATED,
+    "not gated": replace(GATED, gated=False, activation="relu2"),
+    "clamped": replace(GATED, activation="quick_gelu", limit=0.9, offset=1.0),
+}
+
+
+def experts_case(mixture, rows):
+    wide = (2 if mixture.gated else 1) * mixture.ffn
+    w = {"up": normal(5, 7, wide, 13), "down": normal(6, 7, 13, mixture.ffn)}
+    biases = {"up": normal(7, 7, wide), "down": normal(8, 7, 13)} if mixture.limit else {}
+    x, weights = normal(9, rows, 13), abs(normal(10, rows, 3))
+    rng = np.random.default_rng(11)
+    # Expert 6 gets no row, and expert 2 every one.
+    pairs = [sorted([2, *rng.choice([0, 1, 3, 4, 5], 2, replace=False)]) for _ in range(rows)]
+    return w, biases, x, Routing(np.array(pairs, np.int32), weights)
+
+
+def run(own, mixture, w, biases, x, routing):
+    held = {
+        **{f"experts.{k}.weight": Weight(own.put(a), ("experts", "", "")) for k, a in w.items()},
+        **{f"experts.{k}.bias": own.put(a) for k, a in biases.items()},
+    }
+    routing = Routing(*map(own.put, routing))
+
+    def call(x, routing):
+        y = own.ops.experts(x, mixture, held, routing)
+        return y + own.ops.biases(held["experts.down.bias"], routing) if biases else y
+
+    return np.asarray(own.jit(call)(own.put(x), routing))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("case", "rows"), [("gated", 1), ("not gated", 5), ("clamped", 40)])
+def test_experts_give_what_the_reference_gives_and_no_unchosen_one_is_read(case, rows, name):
+    """NaN in whatever a row did not choose changes no bit of it."""
+    own, mixture = backend(name), MIXTURES[case]
+    w, biases, x, routing = experts_case(mixture, rows)
+    how = {"activation": mixture.activation, "gated": mixture.gated}
+    how |= {"limit": mixture.limit, "offset": mixture.offset}
+    parts = [w["up"], w["down"], biases.get("up"), biases.get("down")]
+    found = run(own, mixture, w, biases, x, routing)
+    assert relative_rms(found, reference.experts(x, *parts, *routing, **how)) < 1e-6
+    for held in (w, biases):
+        for array in held.values():
+            array[6] = np.nan
+    np.testing.assert_array_equal(run(own, mixture, w, biases, x, routing), found)
+    alone = Routing(routing.experts[:1], routing.weights[:1])
+    first = run(own, mixture, w, biases, x[:1], alone)
+    for held in (w, biases):
+        for array in held.values():
+            array[[e for e in range(7) if e not in routing.experts[0]]] = np.nan
+    np.testing.assert_array_equal(run(own, mixture, w, biases, x[:1], alone), first)
+
+
+def test_pairs_take_copies_of_their_experts_while_a_graph_is_captured(monkeypatch):
+    """The form without questions to the host, which a CPU takes only here."""
+    import torch
+
+    own = backend("torch")
+    w, biases, x, routing = experts_case(GATED, 5)
+    found = run(own, GATED, w, biases, x, routing)
+
+    def one_by_one(chosen):
+        yield from zip(chosen.split(1), torch.arange(len(chosen)).split(1), strict=True)
+
+    monkeypatch.setattr(own.ops, "_by_expert", one_by_one)
+    assert relative_rms(run(own, GATED, w, biases, x, routing), found) < 1e-6

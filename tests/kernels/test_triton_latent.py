@@ -1,0 +1,103 @@
+"""Triton's launches of latent attention: norm, rotary and append; one new token a slot."""
+
+import numpy as np
+import pytest
+
+from dualinfer.kernels import reference
+
+from .cases import GARBAGE, assert_close, normal
+from .tensors import get, needs_triton, put, strict, torch
+from .test_norms import gain
+from .test_triton_decode_attention import few_dtypes
+
+from dualinfer.kernels.triton.latent import (  # isort: skip
+    LatentConfig,
+    decode_latents,
+    turn_latents,
+)
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+
+EPS = 1e-6
+HEADS, RANK, TURNING, NOPE, VALUE = 5, 22, 10, 14, 9
+WIDTH = RANK + TURNING
+
+
+def turned(x, inv_freq, positions, interleaved):
+    angles = positions.astype(np.float32)[..., None] * inv_freq
+    return reference.rotary(x, np.cos(angles) * 1.3, np.sin(angles) * 1.3, interleaved)
+
+
+@few_dtypes
+@pytest.mark.parametrize("where", ["nowhere", "prompts", "tokens"])
+def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
+    tokens = 1 if where == "tokens" else 3
+    queries = normal(1, 2, tokens, HEADS * (NOPE + TURNING), dtype=dtype)
+    shared, weight = normal(2, 2, tokens, WIDTH, dtype=dtype), gain(dtype, RANK)
+    inv_freq = np.geomspace(1, 0.01, TURNING // 2).astype(np.float32)
+    interleaved = where != "prompts"
+    full = np.array([[2], [7]])  # slot 1 is
+    positions = full if where == "tokens" else np.arange(3)[None].repeat(2, 0) + 2
+    cache = np.full((3, 4, WIDTH), GARBAGE, dtype)
+    q, s, c = put(queries), put(shared), put(cache)
+    how = {"cache": None if where == "nowhere" else c}
+    if where == "prompts":  # slot 5 is not there; the third token has no room
+        how["slots"] = put(np.array([2, 5]))
+    given = {"heads": HEADS, "rank": RANK, "norm": put(weight), "eps": EPS}
+    given |= {"inv_freq": put(inv_freq), "scaling": 1.3, "interleaved": interleaved}
+    turn_latents(q, s, put(positions), **given, **how)
+    parts = queries.reshape(2, tokens, HEADS, -1).astype(np.float32)
+    turning = turned(parts[..., NOPE:], inv_freq, positions, interleaved)
+    expected = np.concatenate([parts[..., :NOPE], turning], -1).reshape(queries.shape)
+    assert_close(get(q), expected, dtype)
+    vectors = reference.rms_norm(shared[..., :RANK], weight, EPS)
+    keys = turned(shared[:, :, None, RANK:], inv_freq, positions, interleaved)[:, :, 0]
+    both = np.concatenate([vectors, keys], -1)
+    assert_close(get(s), both, dtype)
+    after = cache.astype(np.float32)
+    if where == "prompts":
+        after[2, 2:4] = both[0, :2]
+    elif where == "tokens":
+        after[0, 2], after[1, 3] = both[:, 0]
+    assert_close(get(c), after, dtype)
+
+
+@few_dtypes
+@pytest.mark.parametrize(
+    "config", [None, LatentConfig(16, 16, 4, 3)], ids=["one program", "three programs"]
+)
+@pytest.mark.parametrize("lengths", [[36], [0, 16, 99]], ids=str)
+def test_a_token_attends_to_what_heads_share(config, lengths, dtype):
+    slots, room = len(lengths), 40
+    queries = normal(1, slots, 1, HEADS * (NOPE + TURNING), dtype=dtype)
+    cache = normal(2, slots, room, WIDTH, dtype=dtype)
+    kv = (normal(3, HEADS * (NOPE + VALUE), RANK, dtype=dtype) / 4).astype(dtype)
+    counts = np.minimum(lengths, room - 1) + 1
+    for n, count in enumerate(counts):  # what lies beyond is never read
+        cache[n, count:] = GARBAGE
+    y = decode_latents(
+        *(put(queries), put(cache), put(np.array(lengths)), put(kv)),
+        **{"heads": HEADS, "turning": TURNING, "scale": 0.3, "config": config, "sms": 1},
+    )
+    q = queries.reshape(slots, HEADS, -1)
+    keys = kv[: HEADS * NOPE].reshape(HEADS, NOPE, RANK)
+    own = reference.head_product(q[..., :NOPE], keys.swapaxes(1, 2)).astype(dtype)
+    query = np.concatenate([own, q[..., NOPE:]], -1)
+    pair = cache[:, None], cache[:, None]
+    mean = reference.decode_attention(query, pair, counts, scale=0.3)[..., :RANK].astype(dtype)
+    values = kv[HEADS * NOPE :].reshape(HEADS, VALUE, RANK)
+    expected = reference.head_product(mean, values).reshape(slots, -1)
+    assert_close(get(y), expected, dtype)
+
+
+def test_latents_that_the_kernels_would_misread_are_refused():
+    queries, cache = torch.zeros(1, 1, HEADS * 24), torch.zeros(1, 8, WIDTH)
+    lengths, kv = torch.zeros(1, dtype=torch.int64), torch.zeros(HEADS * 23, RANK)
+    how = {"heads": HEADS, "turning": TURNING, "scale": 1.0}
+    with pytest.raises(ValueError, match="expected"):
+        decode_latents(queries, cache[..., :-1], lengths, kv, **how)
+    with pytest.raises(ValueError, match="contiguous, of 5 heads"):
+        decode_latents(queries, cache, lengths, kv[:-1], **how)
+    wide = torch.zeros(1, 8, 1034)
+    with pytest.raises(ValueError, match="at most 512"):
+        decode_latents(queries, wide, lengths, torch.zeros(HEADS * 23, 1024), **how)

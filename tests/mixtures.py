@@ -1,0 +1,113 @@
+"""Tiny random mixtures of experts of every family, and which experts transformers chooses."""
+
+import numpy as np
+import torch
+import transformers as hf
+
+from .models import EOS, PAD, randomize
+
+VOCAB = 101
+SIZES = {
+    "hidden_size": 60,
+    "intermediate_size": 31,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "vocab_size": VOCAB,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "experts_implementation": "eager",
+}
+FIVE = {"num_experts": 5, "num_experts_per_tok": 3}
+LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 3}
+OF_LAYER = {"moe_intermediate_size": 19}
+GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+GROUPED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
+MULTIPLIED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4}
+MULTIPLIED |= {"residual_multiplier": 0.3, "logits_scaling": 2.5}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+TURNS = ["sliding_attention", "full_attention"]
+# HF's class, and what makes it odd.
+CASES = {
+    "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
+    "qwen2_moe": ("Qwen2Moe", {**FIVE, **OF_LAYER, "shared_expert_intermediate_size": 27}),
+    "qwen2_moe, one layer dense": (
+        "Qwen2Moe",
+        {**FIVE, **OF_LAYER, "shared_expert_intermediate_size": 27, "norm_topk_prob": True}
+        | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5}
+        | {"layer_types": TURNS},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**FIVE, **OF_LAYER, "head_dim": 14, "norm_topk_prob": True}),
+    "qwen3_moe, one layer dense": (
+        "Qwen3Moe",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "mlp_only_layers": [0]},
+    ),
+    "olmoe": ("Olmoe", {**FIVE, "num_key_value_heads": 6}),
+    "granitemoe": ("GraniteMoe", {**LOCAL, **MULTIPLIED}),
+    "gpt_oss": (
+        "GptOss",
+        {**LOCAL, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"rope_parameters": YARN, "swiglu_limit": 1.5},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 2, **OF_LAYER}
+        | {"head_dim": 14},
+    ),
+    "ernie4_5_moe without a shared expert": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 0, **OF_LAYER}
+        | {"head_dim": 14, "moe_layer_start_index": 0},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 5, "moe_topk": [3, 2], "head_dim": 14, "rope_parameters": ALPHA},
+    ),
+    "dots1": (
+        "Dots1",
+        {**GROUPED, **OF_LAYER, "head_dim": 14, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**GROUPED, **OF_LAYER, "head_dim": 16, "norm_topk_prob": True, "use_qk_norm": True}
+        | {"attention_bias": True, "rope_parameters": PARTIAL},
+    ),
+    "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
+}
+
+
+def make(case, **changes):
+    """A model in which every expert, and every bias of a router, shows."""
+    name, fields = CASES[case]
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **changes})
+    model = getattr(hf, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
+    randomize(model)
+    with torch.no_grad():
+        for part, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "e_score_correction_bias" in part:
+                tensor.normal_(0, 0.1)
+            elif ".experts." in part and tensor.ndim == 3:
+                tensor.normal_(0, 1.5 / max(tensor.shape[1:]) ** 0.5)
+    return model.eval()
+
+
+def chosen_by(model, ids):
+    """The experts that each layer's mixture runs for the tokens of `ids`, ascending."""
+    found = []
+
+    def remember(module, args):
+        found.append(np.sort(args[1].numpy(), -1))
+
+    parts = [m for n, m in model.named_modules() if n.endswith(".experts")]
+    hooks = [part.register_forward_pre_hook(remember) for part in parts]
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)).logits.numpy()
+    for hook in hooks:
+        hook.remove()
+    return logits, found

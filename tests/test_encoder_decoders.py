@@ -1,0 +1,397 @@
+"""Encoder-decoders in fused mode: tiny random models of transformers' are the oracle."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from transformers.generation.utils import GenerationMixin
+
+import dualinfer
+from dualinfer.errors import ArgumentError, ConfigError, LengthError, UnsupportedError
+from dualinfer.model.spec import RelativeBias
+
+from .models import random_ids, relative_rms
+
+VOCAB = 101
+IDS = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
+T5 = {
+    **{"vocab_size": VOCAB, "d_model": 36, "d_kv": 7, "d_ff": 50, "num_heads": 5},
+    **{"num_layers": 3, "num_decoder_layers": 2, **IDS, "decoder_start_token_id": 1},
+}
+BART = {
+    **{"vocab_size": VOCAB, "d_model": 30, "encoder_layers": 3, "decoder_layers": 2, **IDS},
+    **{"encoder_attention_heads": 5, "decoder_attention_heads": 3, "encoder_ffn_dim": 41},
+    **{"decoder_ffn_dim": 50, "max_position_embeddings": 90},
+}
+AUDIO = {"num_mel_bins": 7, "max_source_positions": 23, "max_target_positions": 90}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Buckets so few that sequences have distances beyond the farthest one.
+    "t5": ("T5ForConditionalGeneration", {"relative_attention_num_buckets": 10}),
+    "t5-gated": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu"}),
+    "mt5": ("MT5ForConditionalGeneration", {}),
+    "umt5": ("UMT5ForConditionalGeneration", {}),
+    "bart": ("BartForConditionalGeneration", {}),
+    "mbart": ("MBartForConditionalGeneration", {"scale_embedding": True}),
+    "plbart": ("PLBartForConditionalGeneration", {}),
+    "blenderbot": ("BlenderbotForConditionalGeneration", {}),
+    "marian": ("MarianMTModel", {"scale_embedding": True, "activation_function": "swish"}),
+    "pegasus": ("PegasusForConditionalGeneration", {}),
+    "m2m_100": ("M2M100ForConditionalGeneration", {}),
+    "whisper": ("WhisperForConditionalGeneration", {}),
+    "t5-base": ("T5Model", {}),
+    "bart-base": ("BartModel", {}),
+}
+QUICK = ("t5", "bart", "whisper")
+OPTIONS: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
+BACKENDS = ("torch", "jax")
+NAMES = [
+    pytest.param(n, b, marks=[] if n in QUICK else pytest.mark.slow)
+    for n in CASES
+    if not n.endswith("base")
+    for b in BACKENDS
+]
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """A model whose text depends on what its encoder reads."""
+    class_name, fields = CASES[name]
+    cls = getattr(hf, class_name)
+    base = T5 if "t5" in name else BART | AUDIO if name == "whisper" else BART
+    if name == "whisper":
+        base = {k: v for k, v in base.items() if k != "max_position_embeddings"}
+        fields = {"begin_suppress_tokens": [7, 8], "suppress_tokens": [9]}
+    if name == "t5":
+        fields = fields | {"relative_attention_max_distance": 12}
+    torch.manual_seed(len(name))
+    model = cls(cls.config_class(**base, **fields)).eval()
+    with torch.no_grad():
+        for own, p in model.named_parameters():
+            if not p.requires_grad and name != "whisper":
+                continue
+            if p.ndim > 1:
+                is_table = any(part in own for part in ("shared", "embed_", "relative"))
+                spread = 0.7 if is_table else 2.0 / max(p.shape) ** 0.5
+                heard = own.endswith(("encoder_attn.out_proj.weight", "EncDecAttention.o.weight"))
+                spread *= 0.4 if own.endswith("Attention.q.weight") else 6.0 if heard else 1.0
+                p.normal_(0, spread)
+            else:
+                p.add_(torch.empty_like(p).uniform_(-0.4, 0.4))
+        model.tie_weights()
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.uniform_(-1, 1)
+    if model.can_generate():
+        config = model.generation_config
+        config.eos_token_id = config.forced_eos_token_id = None
+        config.encoder_no_repeat_ngram_size = 0
+    return model
+
+
+@functools.cache
+def engine_of(name: str, backend: str) -> Any:
+    return dualinfer.init_inference(model_of(name), backend=backend, **OPTIONS)
+
+
+def source_of(name: str, padded: bool = True) -> dict[str, torch.Tensor]:
+    """What an encoder reads, two rows; the second one is shorter."""
+    if name == "whisper":
+        torch.manual_seed(3)
+        return {"input_features": torch.randn(2, 7, 46)}
+    ids = torch.tensor(random_ids(2, 19, vocab=VOCAB)).long()
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[1, 11:], mask[1, 11:] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def text_of(model: Any, **arguments: Any) -> list[list[int]]:
+    """HF's text; Whisper's own generate would ask for a language."""
+    return GenerationMixin.generate(model, **arguments).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_outputs_are_those_of_transformers(name, backend):
+    model, engine = model_of(name), engine_of(name, backend)
+    labels = torch.tensor(random_ids(2, 6, seed=1, vocab=VOCAB)).long()
+    given = source_of(name) | {"decoder_input_ids": labels}
+    with torch.no_grad():
+        wanted = model(**given, output_hidden_states=True)
+    found = engine(**given, output_hidden_states=True)
+    assert list(found) == [key for key in wanted if key in found], (
+        "HF's names in HF's order, the cache aside"
+    )
+    real = given.get("attention_mask", torch.ones(2, 23)) > 0  # of others nobody reads anything
+    for key in ("logits", "last_hidden_state"):
+        if key in wanted:
+            assert relative_rms(found[key], wanted[key]) < 1e-5, key
+    ours, theirs = found.encoder_last_hidden_state[real], wanted.encoder_last_hidden_state[real]
+    assert relative_rms(ours, theirs) < 1e-5
+    for key, shown in (("encoder_hidden_states", real), ("decoder_hidden_states", ...)):
+        pairs = zip(found[key], wanted[key], strict=True)
+        assert all(relative_rms(a[shown], b[shown]) < 1e-5 for a, b in pairs), key
+    if not model.can_generate():
+        return
+    labels[0, 4:] = -100
+    given = source_of(name) | {"labels": labels}
+    with torch.no_grad():
+        wanted = model(**given)
+    found = engine(**given)
+    shown = labels != -100
+    assert relative_rms(found.logits[shown], wanted.logits[shown]) < 1e-5
+    assert math.isclose(float(found.loss), float(wanted.loss), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "backend"), NAMES)
+def test_text_is_that_of_transformers(name, backend):
+    model, engine, source = model_of(name), engine_of(name, backend), source_of(name)
+    whole = text_of(model, **source, **GREEDY)
+    found = engine.generate(**source, **GREEDY)
+    assert found.tolist() == whole and isinstance(found, torch.Tensor)
+    assert len(set(map(tuple, whole))) == 2, "rows must differ"
+    begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
+    for more in (
+        {"decoder_input_ids": begins},
+        {"forced_bos_token_id": 11, "forced_eos_token_id": 7, "repetition_penalty": 1.3},
+        {"max_length": 6, "max_new_tokens": None, "eos_token_id": whole[0][3], "min_length": 3},
+    ):
+        wanted = text_of(model, **source, **GREEDY | more)
+        assert engine.generate(**source, **GREEDY | more).tolist() == wanted, more
+    assert not any("one step at a time" in note for note in engine.report().notes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
+def test_a_row_alone_a_list_and_a_stream_give_the_same_text(name, backend):
+    engine, source = engine_of(name, backend), source_of(name)
+    both = engine.generate(**source, **GREEDY).tolist()
+    rows = [source["input_ids"][0].tolist(), source["input_ids"][1, :11].tolist()]
+    alone = engine.generate(np.array([rows[1]]), **GREEDY)
+    assert isinstance(alone, np.ndarray) and alone.tolist() == both[1:]
+    assert np.asarray(engine.generate(rows, **GREEDY)).tolist() == both
+    left = torch.flip(source["input_ids"], [1]), torch.flip(source["attention_mask"], [1])
+    left[0][1, 8:] = source["input_ids"][1, :11]  # padding on the left is as good
+    left[0][0] = source["input_ids"][0]
+    assert engine.generate(left[0], attention_mask=left[1], **GREEDY).tolist() == both
+    streamed = list(engine.stream(rows, **GREEDY))
+    assert [list(row) for row in zip(*streamed, strict=True)] == [row[1:] for row in both]
+    drawn = {"do_sample": True, "max_new_tokens": 9, "seed": [3, 4], "num_return_sequences": 2}
+    texts = engine.generate(**source, **drawn).tolist()
+    assert texts == engine_of(name, "torch").generate(**source, **drawn).tolist()
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_longer_source_beside_an_open_stream_changes_nothing_of_it(backend):
+    engine, ids = engine_of("t5", backend), random_ids(2, 90, seed=5, vocab=VOCAB)
+    short, long = ids[:1, :9], ids[1:]
+    alone = [engine.generate(own, **GREEDY).tolist()[0] for own in (short, long)]
+    stream = engine.stream(short, **GREEDY)
+    first = [next(stream), next(stream)]
+    assert engine.generate(long, **GREEDY).tolist() == alone[1:]  # the cross cache grows
+    hidden = GREEDY | {"suppress_tokens": alone[1][1:3], "begin_suppress_tokens": [5, 6, 7]}
+    wanted = text_of(model_of("t5"), input_ids=torch.tensor(long).long(), **hidden)
+    assert engine.generate(long, **hidden).tolist() == wanted != alone[1:]
+    assert [alone[0][0], *first, *stream] == alone[0]
+    assert engine.generate(short, **GREEDY).tolist() == alone[:1]  # and shows them again
+    made = engine.report().compilations
+    for tokens in (65, 80, 90):  # of one bucket, as the first was
+        engine.generate(long[:, :tokens], **GREEDY)
+        assert engine.report().compilations - made <= (backend == "jax"), tokens
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_what_the_host_does_with_logits_is_as_in_transformers(backend):
+    model, engine, source = model_of("bart"), engine_of("bart", backend), source_of("bart")
+    asked = GREEDY | {
+        **{"no_repeat_ngram_size": 2, "forced_bos_token_id": 9, "min_new_tokens": 2},
+        **{"return_dict_in_generate": True, "output_scores": True},
+    }
+    wanted = GenerationMixin.generate(model, **source, **asked)
+    found = engine.generate(**source, **asked)
+    assert found.sequences.tolist() == wanted.sequences.tolist()
+    for ours, theirs in zip(found.scores, wanted.scores, strict=True):
+        ours, theirs = np.asarray(ours), theirs.numpy()
+        finite = np.isfinite(theirs)
+        assert (np.isfinite(ours) == finite).all()
+        np.testing.assert_allclose(ours[finite], theirs[finite], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_folder_runs_and_is_saved_as_transformers_has_it(backend, tmp_path):
+    model, source = model_of("t5"), source_of("t5")
+    model.save_pretrained(tmp_path / "theirs")
+    wanted = text_of(model, **source, **GREEDY)
+    with dualinfer.init_inference(tmp_path / "theirs", backend=backend, dtype="fp32") as engine:
+        assert engine.generate(**source, **GREEDY).tolist() == wanted
+        assert engine.report().mode == "fused"
+        engine.save_pretrained(tmp_path / "ours")
+    again = hf.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    own = again.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(own[name], tensor), name
+
+
+def test_encoders_alone_are_base_models():
+    torch.manual_seed(1)
+    ids = torch.tensor(random_ids(2, 19, vocab=VOCAB)).long()
+    for cls in (hf.T5EncoderModel, hf.UMT5EncoderModel):
+        model = cls(cls.config_class(**T5)).eval()
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        with torch.no_grad():
+            wanted = model(ids, attention_mask=mask).last_hidden_state
+        for backend in BACKENDS:
+            with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
+                found = engine(ids, attention_mask=mask).last_hidden_state
+                assert relative_rms(found[0, 7:], wanted[0, 7:]) < 1e-5
+                assert relative_rms(found[1], wanted[1]) < 1e-5
+                assert not engine.can_generate()
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (10, 12), (64, 100), (6, 7)])
+def test_buckets_of_distances_are_those_of_transformers(buckets, most, both_ways):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    away = torch.arange(-most, most + 1)
+    wanted = T5Attention._relative_position_bucket(away, both_ways, buckets, most)
+    assert list(RelativeBias(buckets, most, both_ways).by_distance) == wanted.tolist()
+    beyond = torch.tensor([-10 * most, 10 * most])
+    ends = T5Attention._relative_position_bucket(beyond, both_ways, buckets, most).tolist()
+    assert ends == wanted[[0, -1]].tolist(), "the ends stand for what is farther"
+
+
+def test_what_does_not_fit_is_refused_by_name(hf_model):
+    engine, audio = engine_of("t5", "torch"), engine_of("whisper", "torch")
+    ids = random_ids(2, 5, vocab=VOCAB)
+    llama = dualinfer.init_inference(hf_model("llama-gqa"), backend="torch", **OPTIONS)
+    for call, error, said in (
+        (lambda: engine(ids), ArgumentError, "decoder_input_ids is missing"),
+        (lambda: engine(ids, decoder_input_ids=ids[:1]), ArgumentError, "1 rows and input_ids 2"),
+        (
+            lambda: engine(ids, attention_mask=np.eye(2, 5) * [[1], [0]], decoder_input_ids=ids),
+            ArgumentError,
+            "hides every token of row 1",
+        ),
+        (lambda: engine.generate(), ArgumentError, "input_ids is missing"),
+        (lambda: engine.generate(ids, num_beams=4), UnsupportedError, "num_beams=1"),
+        (lambda: engine.generate(ids, input_features=ids), ArgumentError, "reads ids"),
+        (
+            lambda: engine.generate(ids, decoder_input_ids=ids[:1]),
+            ArgumentError,
+            "1 rows and input_ids 2",
+        ),
+        (lambda: engine.generate(ids, decoder_start_token_id=VOCAB), ArgumentError, "0 to 100"),
+        (lambda: llama.generate(ids, decoder_input_ids=ids), ArgumentError, "has no encoder"),
+        (lambda: audio.generate(ids), ArgumentError, r"expected floats \[batch, 7, 46\]"),
+        (lambda: audio.generate(), ArgumentError, "input_features is missing"),
+        (
+            lambda: engine_of("bart", "torch").generate(random_ids(1, 91, vocab=VOCAB)),
+            LengthError,
+            "91 tokens, but the encoder has 90 positions",
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+    on_jax = engine_of("t5", "jax")
+    with pytest.raises(UnsupportedError, match="reads two"):
+        on_jax.apply(on_jax.params, ids)
+    sizes = {"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2}
+    with pytest.raises(UnsupportedError, match="lengths of both sequences"):
+        on_jax.compile(compile_kwargs=sizes)
+    with pytest.raises(ConfigError, match="keep_module_on_host"):
+        dualinfer.init_inference(
+            model_of("t5"), backend="torch", **OPTIONS, keep_module_on_host=True
+        )
+
+
+def test_a_model_that_asks_for_beams_says_how_to_go_on():
+    model = model_of("marian")
+    old, model.generation_config.num_beams = model.generation_config.num_beams, 4
+    try:
+        with dualinfer.init_inference(model, backend="torch", **OPTIONS) as engine:
+            with pytest.raises(UnsupportedError, match="pass num_beams=1 to generate"):
+                engine.generate(**source_of("marian"), **GREEDY)
+            found = engine.generate(**source_of("marian"), **GREEDY, num_beams=1).tolist()
+    finally:
+        model.generation_config.num_beams = old
+    assert found == text_of(model, **source_of("marian"), **GREEDY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_kernels_give_what_plain_ops_give(backend, monkeypatch):
+    """Interpreted: a bias in prompts and in steps, and a token's attention across."""
+    pytest.importorskip("triton")
+    torch.manual_seed(2)
+    small = T5 | {"d_model": 24, "d_ff": 33, "num_heads": 2, "num_layers": 1}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**small | {"num_decoder_layers": 1})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.1 if p.ndim == 1 else 0.7)
+    if backend == "torch":
+        from dualinfer.backends import torch as package
+        from dualinfer.backends.torch.ops.kernels import KernelOps
+
+        def make_ops(config, spec, device, _):
+            return KernelOps(device)
+    else:
+        from dualinfer.backends import jax as package
+
+        from .kernels.jax_ops import interpreted_ops
+
+        def make_ops(*_):
+            return interpreted_ops()
+
+    options = OPTIONS | {"backend": backend}
+    source = {n: x[:, :13] for n, x in source_of("t5").items()}
+    how = GREEDY | {"max_new_tokens": 4, "eos_token_id": None}
+    with dualinfer.init_inference(model, **options) as plain:
+        wanted = plain.generate(**source, **how).tolist()
+        logits = plain(**source, decoder_input_ids=source["input_ids"][:, :5]).logits
+        assert "Triton" not in plain.report().ops["cross_attention"]
+    monkeypatch.setattr(package, "_make_ops", make_ops)
+    with dualinfer.init_inference(model, **options) as fast:
+        ops = fast.report().ops
+        names = "attention", "decode_attention", "cross_attention"
+        assert all("Triton" in ops[name] and "plain" not in ops[name] for name in names)
+        found = fast(**source, decoder_input_ids=source["input_ids"][:, :5]).logits
+        assert relative_rms(found, logits) < 1e-5
+        assert fast.generate(**source, **how).tolist() == wanted
+
+
+def split_text(name: str) -> Any:
+    """On a rank of several: text, logits, and what of the model it holds."""
+    options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
+    with dualinfer.init_inference(model_of(name), backend="torch", **options) as engine:
+        begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
+        logits = engine(**source_of(name), decoder_input_ids=begins).logits
+        text = engine.generate(**source_of(name), **GREEDY).tolist()
+        held = [tuple(layer.k.shape) for layer in engine.runner._cache._layers]
+        return np.asarray(logits), text, held
+
+
+@pytest.mark.parametrize("name", ["t5", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_two_devices_give_what_one_gives(name, crew):
+    begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
+    with torch.no_grad():
+        wanted = model_of(name)(**source_of(name), decoder_input_ids=begins).logits
+    text = text_of(model_of(name), **source_of(name), **GREEDY)
+    for rank, (logits, found, held) in enumerate(crew.run(split_text, name, world=2)):
+        assert relative_rms(logits, wanted) < 1e-5 and found == text
+        heads = {"t5": (3, 2), "whisper": (2, 1)}[name][rank]
+        assert {shape[1] for shape in held} == {heads} and len(held) == 4
+    options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
+    with dualinfer.init_inference(model_of(name), backend="jax", **options) as engine:
+        logits = engine(**source_of(name), decoder_input_ids=begins).logits
+        assert relative_rms(logits, wanted) < 1e-5
+        assert engine.generate(**source_of(name), **GREEDY).tolist() == text

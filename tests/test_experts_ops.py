@@ -1,0 +1,112 @@
+"""Routers and experts of both backends' ops: by kernels, interpreted, against plain ones."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+from dualinfer.backends.contract import NormOf  # noqa: E402
+from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E402
+from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
+from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
+from dualinfer.decoder.blocks import mixture as block  # noqa: E402
+from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
+from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
+from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402
+from dualinfer.model.weights import Weight  # noqa: E402
+
+from .kernels.jax_ops import interpreted_ops  # noqa: E402
+from .models import relative_rms  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="the interpreter's"),
+    pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
+]
+E, F, X = 24, 20, 6
+SIGMOID = Router(2, "sigmoid", 3, 2, "two", True, 1e-20, 2.5)
+LAYERS = {
+    "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), limit=1.0, offset=1.0),
+    "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28, shared_gated=True),
+    "deepseek": Experts(X, F, "silu", True, SIGMOID, shared=12),
+}
+
+
+def weights(layer: Experts, put: Any) -> dict[str, Any]:
+    """Of a layer, with biases where GPT-OSS has them and a bias of the choice as DeepSeek's."""
+    random = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return put(random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5))
+
+    s = layer.shared
+    found = {
+        "router.weight": Weight(draw(X, E), ("experts", "embed")),
+        "experts.up.weight": Weight(draw(X, 2 * F, E), ("experts", "gate+up", "embed")),
+        "experts.down.weight": Weight(draw(X, E, F), ("experts", "embed", "ffn")),
+        "mlp_norm.weight": draw(E),
+    }
+    if layer.limit is not None:
+        found |= {"experts.up.bias": draw(X, 2 * F), "experts.down.bias": draw(X, E)}
+        found |= {"router.bias": draw(X)}
+    if layer.router.groups > 1:
+        found["router.choice_bias"] = draw(X)
+    if s:
+        found["shared.up.weight"] = Weight(draw(2 * s, E), ("gate+up", "embed"))
+        found["shared.down.weight"] = Weight(draw(E, s), ("embed", "ffn"))
+        found["shared.gate.weight"] = Weight(draw(1, E), ("one", "embed"))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels_give_what_plain_ops_give(name, tokens, backend):
+    layer = LAYERS[name]
+    if backend == "torch":
+        put, fast, plain = torch.tensor, KernelOps(torch.device("cpu")), PlainOps()
+    else:
+        put, fast, plain = jax.numpy.asarray, interpreted_ops(), JaxPlainOps()
+        fast = fast.using(fast.make_scratch(1))
+    w = weights(layer, put)
+    x = np.random.default_rng(1).standard_normal((2, tokens // 2, E), np.float32)
+    norm = NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None)
+
+    def run(ops: Any) -> np.ndarray:
+        return np.asarray(block(layer, w, ops, put(x), norm, put(x)))
+
+    found, wanted = run(fast), run(plain)
+    assert relative_rms(found, wanted) < 1e-6
+    assert all("Triton" in fast.implementations[op] for op in ("router", "experts"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
+def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, tokens, backend):
+    layer, split = LAYERS[name], SimpleNamespace(sum=lambda y: y * 2, most=lambda a: a)
+    if backend == "torch":
+        put, plain = torch.tensor, PlainOps()
+        fast: Any = SplitKernelOps(torch.device("cpu"), Configurations(), split, None)
+    else:
+        put, plain, fast = jax.numpy.asarray, JaxPlainOps(), interpreted_ops()
+        fast = fast.using(fast.make_scratch(1))
+    plain.split = fast.split = split
+    w = weights(layer, put)
+    x = put(np.random.default_rng(1).standard_normal((1, tokens, E), np.float32))
+    norm = NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None)
+    found, wanted = (np.asarray(block(layer, w, ops, x, norm, x)) for ops in (fast, plain))
+    assert relative_rms(found, wanted) < 1e-6
+
+
+def test_an_expert_of_all_tokens_has_no_launches_of_its_own_for_few(monkeypatch):
+    ops, layer = KernelOps(torch.device("cpu")), LAYERS["qwen2-moe"]
+    w = weights(layer, torch.tensor)
+    monkeypatch.setattr(ops, "linear", None)
+    x = torch.ones(2, 1, E)
+    y = block(layer, w, ops, x, NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None), x)
+    assert y.shape == x.shape

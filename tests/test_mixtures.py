@@ -1,0 +1,258 @@
+"""Mixtures of experts: every family against HF's own eager experts, on both backends."""
+
+import importlib
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import dualinfer
+from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.model.families import describe_model
+
+from .mixtures import CASES, VOCAB, chosen_by, make
+from .models import on_backends, random_ids, relative_rms
+
+FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
+
+
+def remember_routes(backend, monkeypatch):
+    """The experts of each layer's tokens, in order, of what an engine runs from here on."""
+    ops = importlib.import_module(f"dualinfer.backends.{backend}.ops.mixtures")
+    found, route = [], ops.route
+
+    def remember(*args):
+        routing = route(*args)
+        if backend == "torch":
+            found.append(routing.experts.numpy())
+        else:
+            import jax
+
+            jax.debug.callback(lambda e: found.append(np.asarray(e)), routing.experts, ordered=True)
+        return routing
+
+    monkeypatch.setattr(ops, "route", remember)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), on_backends(CASES, [case for case in CASES if case not in QUICK])
+)
+def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path):
+    """A live module, whose experts are one tensor, and a folder, where each has its own."""
+    model, ids = make(case), random_ids(2, 11, vocab=VOCAB)
+    logits, chosen = chosen_by(model, ids)
+    with torch.no_grad():
+        text = model.generate(torch.tensor(ids), **GREEDY).numpy()
+    routes = remember_routes(backend, monkeypatch)
+    with dualinfer.init_inference(model, backend=backend, **FUSED) as engine:
+        assert relative_rms(engine(ids).logits, logits) < 1e-5
+        mine = [own[:2, :11].reshape(22, -1) for own in routes]  # on JAX T is a bucket
+        assert len(mine) == len(chosen)
+        for ours, theirs in zip(mine, chosen, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(engine.generate(ids, **GREEDY), text)
+    model.save_pretrained(tmp_path)
+    with dualinfer.init_inference(str(tmp_path), backend=backend, **FUSED) as engine:
+        assert relative_rms(engine(ids).logits, logits) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_experts_that_no_token_chose_change_no_bit(backend, monkeypatch):
+    model, ids = make("qwen2_moe", num_experts=24, num_experts_per_tok=1), random_ids(1, 2, vocab=9)
+    routes = remember_routes(backend, monkeypatch)
+    with dualinfer.init_inference(model, backend=backend, **FUSED) as engine:
+        expected = np.asarray(engine(ids).logits)
+    with torch.no_grad():
+        for layer, own in zip(model.model.layers, routes, strict=True):
+            unread = np.setdiff1d(np.arange(24), own)  # on JAX padding chooses, too
+            assert len(unread) >= 7
+            for part in ("gate_up_proj", "down_proj"):
+                getattr(layer.mlp.experts, part)[unread] = torch.nan
+    with dualinfer.init_inference(model, backend=backend, **FUSED) as engine:
+        np.testing.assert_array_equal(np.asarray(engine(ids).logits), expected)
+
+
+def shared(case, backend, devices):
+    """Logits and text of a model that so many devices share, and the bytes that each reads."""
+    model, ids = make(case), random_ids(2, 11, vocab=VOCAB)
+    how = {**FUSED, "backend": backend, "tensor_parallel": {"tp_size": devices}}
+    with dualinfer.init_inference(model, **how) as engine:
+        logits, text = np.asarray(engine(ids).logits), None
+        if backend == "torch":  # on JAX it takes seconds to compile
+            text = np.asarray(engine.generate(ids, **GREEDY))
+        return logits, text
+
+
+SHARED = [
+    pytest.param(case, backend, devices, marks=[] if quick else [pytest.mark.slow])
+    for case, backend, devices, quick in (
+        ("qwen2_moe", "torch", 3, True),
+        ("qwen2_moe", "jax", 3, True),
+        ("qwen2_moe", "torch", 2, False),
+        ("qwen2_moe", "jax", 2, False),
+        ("gpt_oss", "torch", 3, False),
+        ("gpt_oss", "jax", 3, False),
+        ("glm4_moe", "torch", 2, False),
+        ("glm4_moe", "jax", 3, False),
+        ("mixtral", "torch", 3, False),
+        ("mixtral", "jax", 2, False),
+    )
+]
+
+
+@pytest.mark.xdist_group("ranks")  # whose processes live through a run
+@pytest.mark.parametrize(("case", "backend", "devices"), SHARED)
+def test_several_devices_give_what_one_gives(case, backend, devices, crew):
+    """Each has its share of every expert and of the shared one: uneven, on JAX with zeros."""
+    if backend == "torch":
+        found = crew.run(shared, case, backend, devices, world=devices)
+    else:
+        found = [shared(case, backend, devices)]
+    logits, text = shared(case, backend, 1)
+    for ours, own in found:
+        assert relative_rms(ours, logits) < 1e-5
+        np.testing.assert_array_equal(own, text)
+
+
+def test_a_device_reads_its_slices_of_every_expert_alone():
+    from dualinfer.model.load_plan import TableSource, make_load_plan
+    from dualinfer.parallel.sharding import make_plan
+
+    _, table = describe_model(make("qwen2_moe").config.to_dict())
+    plan = make_load_plan(table, TableSource(table, "float32", "a test"))
+    rows = {row.name: row for row, _ in plan.rows}
+    up, down = (rows[f"layers.1.experts.{part}.weight"] for part in ("up", "down"))
+    read = []
+    for shard in make_plan(table, 3, grain=1).shards:
+        sizes = [read.index for part in up.sources for read in shard.reads(up, part)]
+        assert len(up.sources) == len(sizes) == 10
+        assert all(own == (sizes[0][0], slice(0, 60)) for own in sizes)
+        columns = [read.index[1] for part in down.sources for read in shard.reads(down, part)]
+        assert columns == [sizes[0][0]] * 5
+        read.append(columns[0])
+        mine = shard.spec.layers[1].mlp
+        assert (mine.ffn, mine.shared) == (shard.extent("up", 1), shard.extent("shared", 1))
+    assert [(own.start, own.stop) for own in read] == [(0, 7), (7, 13), (13, 19)]
+
+
+WRITTEN = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
+    | {"router_aux_loss_coef": 0.02, "rms_norm_eps": 1e-5, "sliding_window": None},
+    "qwen2_moe": {"decoder_sparse_step": 1, "moe_intermediate_size": 44, "norm_topk_prob": False}
+    | {"num_experts": 8, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 56}
+    | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
+    "qwen3_moe": {"decoder_sparse_step": 1, "head_dim": 32, "mlp_only_layers": []}
+    | {"moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8}
+    | {"num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "max_window_layers": 48}
+    | {"use_sliding_window": False, "sliding_window": None, "rope_scaling": None},
+    "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8}
+    | {"num_experts_per_tok": 4, "output_router_logits": False, "rope_scaling": None},
+}
+COMMON = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+    **{"rope_theta": 10000.0, "torch_dtype": "bfloat16", "use_cache": True, "hidden_act": "silu"},
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
+    written = {**COMMON, **WRITTEN[family], "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    spec, _ = describe_model(read_config(tmp_path).to_dict())
+    assert [layer.mlp.count for layer in spec.layers] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "message"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("mixtral", {"num_experts_per_tok": 6}, "cannot choose more experts"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+        ("glm4_moe", {"topk_group": 4}, "groups of one size"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "expected a list of layers"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 0]}, "moe_topk="),
+    ],
+)
+def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
+    name, own = CASES[case]
+    from .mixtures import SIZES
+
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **own}).to_dict()
+    with pytest.raises(dualinfer.ModelError, match=message):
+        describe_model({**config, **fields})
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices"),
+    [("torch", 1), ("jax", 1), pytest.param("jax", 3, marks=pytest.mark.slow)],
+)
+def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
+    """MXFP4's blocks and scales, as transformers makes values of them."""
+    model = make("gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16)
+    random, tensors = torch.Generator().manual_seed(5), dict(model.state_dict())
+    for i, layer in enumerate(model.model.layers):
+        for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            shape, whole = (5, rows, columns // 32), f"model.layers.{i}.mlp.experts.{name}"
+            how = {"dtype": torch.uint8, "generator": random}
+            blocks = torch.randint(0, 256, (*shape, 16), **how)
+            scales = torch.randint(121, 126, shape, **how)
+            del tensors[whole]
+            tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            getattr(layer.mlp.experts, name).data.copy_(values)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router"]}
+    fields = model.config.to_dict() | {"quantization_config": quantization}
+    fields["architectures"] = ["GptOssForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ids = random_ids(2, 9, vocab=VOCAB)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    how = {"backend": backend, "tensor_parallel": {"tp_size": devices}, **FUSED}
+    with dualinfer.init_inference(str(tmp_path), **how) as engine:
+        assert any("fp4" in kind for kind in engine.report().weights)
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+
+
+def test_bytes_of_active_experts_by_hand():
+    """OLMoE: 16 layers of 64 experts of 3 x 1024 x 2048, of which a token chooses 8."""
+    pytest.importorskip("typer")
+    from dualinfer.bench.counts import Counts
+    from dualinfer.bench.random_weights import plan_weights
+    from dualinfer.bench.shapes import open_model
+
+    counts = Counts.of(plan_weights(open_model("olmoe-1b-7b"), "bfloat16", None), "bfloat16")
+    expert, vocab = 3 * 1024 * 2048, 50304 * 2048
+    layer = 4 * 2048 * 2048 + 64 * 2048 + 4 * 2048  # attention, router and four norms
+    rest = 16 * layer + vocab + 2048
+    assert counts.weight_bytes == 2 * (rest + 16 * 64 * expert)
+    assert counts.read_bytes(1) == 2 * (rest + 16 * 8 * expert)
+    distinct = 64 * (1 - (1 - 8 / 64) ** 32)  # of 32 sequences
+    assert abs(counts.read_bytes(32) - 2 * (rest + 16 * distinct * expert)) <= 1
+    assert counts.body == 16 * (4 * 2048 * 2048 + 64 * 2048 + 8 * expert)
+
+
+def test_plan_says_what_a_step_reads_of_a_mixture(tmp_path):
+    testing = pytest.importorskip("typer.testing")
+    from dualinfer.cli.main import app
+
+    make("qwen3_moe").config.save_pretrained(tmp_path)
+    result = testing.CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["plan", str(tmp_path), "--tp", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "layers.0-1.experts.up.weight [5, 38, 60]" in text
+    assert re.search(
+        r"active: a step reads [\d.]+ \w+ of [\d.]+ \w+ for one token, .* tokens", text
+    )
