@@ -264,11 +264,11 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
 
 def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
     """What reads how the model's folder embeds texts; None where it lies in none."""
-    place = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
-    is_folder = isinstance(place, str | os.PathLike) and os.path.isdir(os.path.expanduser(place))
-    if not is_folder:
+    place: Any = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
+    if not isinstance(place, str | os.PathLike):
         return None
-    return partial(read_text_embedding, Path(os.path.expanduser(place)))
+    folder = Path(place).expanduser()
+    return partial(read_text_embedding, folder) if os.path.isdir(folder) else None
 
 
 def _class_name(model: Any) -> str:

@@ -69,6 +69,12 @@ class NumpyOps:
     def softcap(self, logits, cap):
         return np.tanh(logits / cap) * cap
 
+    def pool(self, x, weights, segments=None, count=1, largest=False):
+        return reference.pool(x, weights, segments, count, largest)
+
+    def like(self, x, other):
+        return x.astype(other.dtype)
+
     def gather_logits(self, logits):
         return logits
 

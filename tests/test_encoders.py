@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 import dualinfer
+from dualinfer.cli.main import app
 from dualinfer.errors import ArgumentError, CheckpointError, LengthError, UnsupportedError
 
 from .checkpoints import write_byte_tokenizer
@@ -118,10 +120,10 @@ def hidden_of(model, ids):
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, name, marks=[] if quick else [pytest.mark.slow])
+        pytest.param(case, name, marks=[] if name in quick else [pytest.mark.slow])
         for case, quick in {
-            **dict.fromkeys(("roberta", "modernbert", "qwen3-reward"), True),
-            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), False),
+            **{"roberta": BACKENDS, "modernbert": ("torch",), "qwen3-reward": ("torch",)},
+            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), ()),
         }.items()
         for name in BACKENDS
     ],
@@ -336,7 +338,10 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, name, marks=[] if case == "modernbert-sequence" else [pytest.mark.slow])
+        pytest.param(
+            *(case, name),
+            marks=[] if (case, name) == ("modernbert-sequence", "torch") else [pytest.mark.slow],
+        )
         for case in ("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert")
         for name in BACKENDS
     ],
@@ -365,3 +370,17 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
         real = mask == 1 if scores.shape[:2] == mask.shape else ...
         assert relative_rms(scores[real], expected[0][real]) < LIMIT
         assert relative_rms(fast.embed(texts), expected[1]) < LIMIT
+
+
+def test_the_command_embed_shows_vectors_or_prints_them_whole(folder):
+    place, texts = str(folder[0]), ["A small text", "x"]
+    run = CliRunner(env={"COLUMNS": "120"}).invoke
+    result = run(app, ["embed", place, *texts, "--json", "--prompt-name", "query"])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("[")]
+    with dualinfer.init_inference(folder[0], backend="torch") as engine:
+        expected = engine.embed(texts, prompt_name="query")
+    np.testing.assert_allclose([json.loads(line) for line in lines], expected, rtol=1e-6)
+    result = run(app, ["embed", place, "-"], input="A small text\n\nx\n")
+    assert result.exit_code == 0, result.output
+    assert "2 x 20 numbers" in result.output and result.output.count("1.0000") >= 4

@@ -31,6 +31,7 @@ from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .check import check
 from .devices import launch, plan
+from .embed import embed
 from .environment import describe_backend, describe_system
 from .options import AdapterOption, RevisionOption
 from .parity import Parity, compare, first_difference
@@ -216,6 +217,7 @@ def parity(
         raise typer.Exit(1)
 
 
+app.command(cls=Command)(embed)
 app.command(cls=Command)(check)
 app.add_typer(bench, name="bench")
 app.command(cls=Command)(plan)

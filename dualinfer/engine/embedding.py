@@ -38,10 +38,12 @@ class EmbeddingCalls(InferenceEngine):
 
         It is read when it is first asked for. Raises CheckpointError and UnsupportedError.
         """
-        if self._text_embedding is None:
+        how = self._text_embedding
+        if how is None:
             load = self._about.load_embedding
-            self._text_embedding = TextEmbedding() if load is None else load()
-        return self._text_embedding
+            how = TextEmbedding() if load is None else load()
+            self._text_embedding = how
+        return how
 
     def _check_model(self, alone: bool) -> None:
         raise NotImplementedError
@@ -57,6 +59,7 @@ class EmbeddingCalls(InferenceEngine):
         batch_size: int | None = None,
         max_length: int | None = None,
         tokenizer: Any = None,
+        **unsupported: Any,
     ) -> np.ndarray:
         """Vectors float32 [N, E] of N texts, as sentence-transformers makes them; [E] of one str.
 
@@ -71,6 +74,11 @@ class EmbeddingCalls(InferenceEngine):
         depend on what they are packed with. Raises ArgumentError and LengthError before anything
         runs.
         """
+        if unsupported:
+            raise ArgumentError(
+                f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
+                "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
+            )
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
             self._check_model(alone=False)

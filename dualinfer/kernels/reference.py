@@ -295,6 +295,25 @@ def attention(
     return out.astype(np.float32)
 
 
+def pool(
+    x: Array, weights: Array, segments: Array | None = None, count: int = 1, largest: bool = False
+) -> Array:
+    """Of x [B, T, E] the sum of each segment's tokens times their `weights` [B, T]: [B, count, E].
+
+    With `largest` each element's greatest value among tokens whose weight is not 0. int `segments`
+    [B, T] number a row's segments, None for one; those from `count` on, and what has no token,
+    give nothing, which is 0.
+    """
+    out = np.zeros((x.shape[0], count, x.shape[2]), np.float64)
+    for b, n in np.ndindex(out.shape[:2]):
+        own = weights[b] != 0
+        own = own if segments is None else own & (segments[b] == n)
+        if own.any():
+            part = _wide(x[b, own])
+            out[b, n] = part.max(0) if largest else _wide(weights[b, own]) @ part
+    return out.astype(np.float32)
+
+
 def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
     """What a head's ALiBi adds to the scores of keys and queries at these positions."""
     if scale is None:

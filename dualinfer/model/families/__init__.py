@@ -91,8 +91,8 @@ def describe_model(
     family = _FAMILIES[model_type]
     served = family.CLASSES[model_type]
     if architecture in classes_of_decoder(served):
-        parts = family.describe(fields, base_class(served))
-        spec, table = with_head(fields, *parts, architecture)
+        spec, table = family.describe(fields, base_class(served))
+        spec, table = with_head(fields, spec, table, architecture)
     else:
         spec, table = family.describe(fields, architecture)
     fields.ignore("quantization_config")  # of what holds the weights

@@ -414,9 +414,9 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 def pool(
     x: jax.Array,
     weights: jax.Array,
-    segments: jax.Array | None,
-    count: int,
-    largest: bool,
+    segments: jax.Array | None = None,
+    count: int = 1,
+    largest: bool = False,
 ) -> jax.Array:
     """See `contract.BlockOps.pool`."""
     x = x.astype(jnp.float32)

@@ -408,9 +408,9 @@ def _dense_attention(
 def pool(
     x: torch.Tensor,
     weights: torch.Tensor,
-    segments: torch.Tensor | None,
-    count: int,
-    largest: bool,
+    segments: torch.Tensor | None = None,
+    count: int = 1,
+    largest: bool = False,
 ) -> torch.Tensor:
     """See `contract.BlockOps.pool`. Sums are one product, whose order does not change by runs."""
     x = x.float()

@@ -171,6 +171,16 @@ class _Recorder:
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x
 
+    def pool(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> torch.Tensor:
+        return x[:, :count]
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
 
