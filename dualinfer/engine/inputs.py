@@ -337,7 +337,8 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
         for own, x in given.items()
     }
     axes = 3 if name == "input_ids" else 4
-    shape = np.shape(arrays[name])
+    main = arrays[name]
+    shape: tuple[int, ...] = () if main is None else main.shape
     if len(shape) != axes:
         raise ArgumentError(
             f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "
