@@ -49,6 +49,8 @@ def zeros(*shape):
 class Sizes:
     """A spec of a few axes."""
 
+    layers = ()
+
     def extent(self, axis, layer=None):
         sizes = {"in": 2, "out": 3, "q": 4, "k": 5}
         return sum(sizes[part] for part in axis.split("+"))

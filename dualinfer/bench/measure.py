@@ -53,7 +53,7 @@ def measure(
     """The row of one task; the system has the model loaded."""
     random, more = np.random.default_rng(0), {}
     ids = random.integers(0, model.vocab, (task.batch, task.tokens))
-    encoder = model.describe()[0].encoder
+    encoder = None if counts.once is None else model.describe()[0].encoder
     if encoder is not None and task.kind == "forward":
         raise ArgumentError(
             f"{task.model} has an encoder and a decoder, and forward would take ids of both. "

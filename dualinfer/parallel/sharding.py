@@ -239,8 +239,7 @@ class Shard:
                 by_axis[read.axes[joint]] = own[-1]
         axis = join_axis(row.axes_of(source))
         names = _parts(row.axes[axis]) if row.axes else []
-        is_part = len(by_axis) < len(names) and all(n in names for n in by_axis)
-        if by_axis and len(names) > 1 and is_part:
+        if 0 < len(by_axis) < len(names) and all(n in names for n in by_axis):
             shapes = {
                 n: self.shape(row, (*row.axes[:axis], n, *row.axes[axis + 1 :])) for n in names
             }

@@ -248,6 +248,8 @@ def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -
     config = attention_choice.attention_configs(
         itemsize=size, head_dim=dim, tokens=tokens, pairs=256
     )[0]
+    if "relative_ptr" in arguments:
+        config = config._replace(block_m=64)
     main, rest = attention._split(dim)
     values: dict[str, Any] = {"DIM": dim, "MAIN": main, "REST": rest, "GROUP": 4, "CAUSAL": True}
     values |= {"TMA": True, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}

@@ -77,6 +77,8 @@ def attention(
     if config is None:
         shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
         config = attention_configs(**shape, processors=sms)[0]
+    if relative is not None and config.block_m > 64:  # a bias for each pair takes registers
+        config = config._replace(block_m=64)
     if table is not None:
         config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
