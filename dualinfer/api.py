@@ -264,7 +264,7 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
 
 def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
     """What reads how the model's folder embeds texts; None where it lies in none."""
-    place = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
+    place: Any = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
     if not isinstance(place, str | os.PathLike):
         return None
     folder = Path(place).expanduser()

@@ -361,7 +361,7 @@ def experts_of(mixture: Experts, w: Mapping[str, Any], shared: bool = False) -> 
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
         gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
-        own = experts.Shared(*parts, gate)
+        own = experts.Shared(parts[0], parts[1], gate)
     return experts.Mixture(
         *(part.data if isinstance(part, Weight) else part for part in held),
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),

@@ -127,7 +127,7 @@ class InferenceEngine(TextCalls):
         """One forward pass of the model, without gradients."""
         raise NotImplementedError
 
-    def embed(self, inputs: Any, **options: Any) -> Any:
+    def embed(self, inputs: Any, **unsupported: Any) -> Any:
         """One vector of each text; in fused mode alone."""
         raise UnsupportedError(
             f"embed() needs dualinfer's own forward pass, and this engine runs in {self._mode} "

@@ -41,7 +41,8 @@ class EmbeddingCalls(InferenceEngine):
         how = self._text_embedding
         if how is None:
             load = self._about.load_embedding
-            how = self._text_embedding = TextEmbedding() if load is None else load()
+            how = TextEmbedding() if load is None else load()
+            self._text_embedding = how
         return how
 
     def _check_model(self, alone: bool) -> None:

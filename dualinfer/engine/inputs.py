@@ -337,8 +337,8 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
         for own, x in given.items()
     }
     axes = 3 if name == "input_ids" else 4
-    main = arrays[name]
-    shape: tuple[int, ...] = () if main is None else main.shape
+    first = arrays[name]
+    shape: tuple[int, ...] = () if first is None else first.shape
     if len(shape) != axes:
         raise ArgumentError(
             f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "

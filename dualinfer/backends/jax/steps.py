@@ -400,7 +400,7 @@ def _shown(logits: jax.Array, state: SlotState) -> jax.Array:
 
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
     """The state with `rows` in `slots`; those of slots that there are not are dropped."""
-    merged = {
+    merged: dict[str, Any] = {
         name: None if column is None else column.at[slots].set(getattr(rows, name), mode="drop")
         for name, column in state._asdict().items()
     }

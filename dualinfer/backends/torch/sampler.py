@@ -74,7 +74,8 @@ class SlotState:
     def take(self, rows: slice | torch.Tensor) -> "SlotState":
         """Some rows: those of a slice share memory, those of an index [N] are copies."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SlotState(**{n: None if x is None else x[rows] for n, x in columns.items()})
+        taken: dict[str, Any] = {n: None if x is None else x[rows] for n, x in columns.items()}
+        return SlotState(**taken)
 
     def write(self, slots: torch.Tensor, rows: dict[str, np.ndarray]) -> None:
         """Set columns of `slots` in place."""

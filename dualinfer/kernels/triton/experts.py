@@ -97,8 +97,8 @@ def _shape(weight: Any) -> tuple[int, int, int]:
 
 def _first(weight: Packed) -> Packed:
     """The first expert's matrix, which the others follow."""
-    parts = (None if part is None else part[0] for part in weight[:4])
-    return Packed(*parts, *weight[4:])
+    data, scale, zero, outer = (None if part is None else part[0] for part in weight[:4])
+    return weight._replace(data=data, scale=scale, zero=zero, outer=outer)
 
 
 def _codes(weight: Packed) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
@@ -375,11 +375,13 @@ def _matrices(weight: Packed, x: Any, pdl: bool) -> Iterator[tuple[int, int, Any
     memory = x.new_empty((at_once * rows, width))
     for first in range(0, total, at_once):
         known = min(at_once, total - first)
-        parts = (
+        data, scale, zero, outer = (
             None if part is None else part.narrow(0, first, known).reshape(-1, *part.shape[2:])
             for part in weight[:4]
         )
-        own = Packed(*parts, *weight[4:])._replace(rows=_block_rows(weight))
+        own = weight._replace(
+            data=data, scale=scale, zero=zero, outer=outer, rows=_block_rows(weight)
+        )
         yield first, known, values(own, x, pdl=pdl, out=memory.narrow(0, 0, known * rows))
 
 

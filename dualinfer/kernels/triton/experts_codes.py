@@ -7,7 +7,7 @@ follows the one before, and so do its scales.
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 import triton
 import triton.language as tl
 

@@ -6,6 +6,7 @@ on its way before the router has ended. Those of an expert that all tokens share
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 import triton
 import triton.language as tl
 

@@ -7,6 +7,7 @@ float is added by atomics, so that the same call gives the same bits.
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 import triton
 import triton.language as tl
 

@@ -1,7 +1,7 @@
 """Device side of routing.py: which experts rows choose, and what each of them counts."""
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
 import triton
 import triton.language as tl
 

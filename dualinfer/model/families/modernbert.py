@@ -106,8 +106,8 @@ def _modern_head(
     if architecture.endswith("ForMaskedLM"):
         names = "head.dense", "head.norm", "decoder", "decoder.bias"
         embedding = "model.embeddings.tok_embeddings.weight"
-        how = norm, activation, names, embedding, tied, "embed", dense_bias, decoder_bias
-        head, rows, ties = masked_head(*how)
+        own = norm, activation, names, embedding, tied
+        head, rows, ties = masked_head(*own, dense_bias=dense_bias, bias=decoder_bias)
     elif kind is None:
         return None, [], ()
     else:

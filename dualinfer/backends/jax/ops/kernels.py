@@ -301,7 +301,8 @@ class KernelOps(PlainOps):
         count, matrix = math.prod(x.shape[:-1]), weight.data
         if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
             x, norm = self.norm(x, norm), None
-        key = routing.tuning_key(count, *matrix.shape, matrix.dtype.itemsize)
+        rows, width = matrix.shape
+        key = routing.tuning_key(count, rows, width, matrix.dtype.itemsize)
         with jax.named_scope("router"):
             found, (self._counters,) = call(
                 routing.route,

@@ -273,7 +273,8 @@ class KernelOps(PlainOps):
         if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
             x, norm = self.norm(x, norm), None
         matrix = weight.data
-        key = routing.tuning_key(count, *matrix.shape, matrix.element_size())
+        rows, width = matrix.shape
+        key = routing.tuning_key(count, rows, width, matrix.element_size())
         found = routing.route(
             x,
             matrix,
