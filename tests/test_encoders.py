@@ -384,3 +384,12 @@ def test_the_command_embed_shows_vectors_or_prints_them_whole(folder):
     result = run(app, ["embed", place, "-"], input="A small text\n\nx\n")
     assert result.exit_code == 0, result.output
     assert "2 x 20 numbers" in result.output and result.output.count("1.0000") >= 4
+
+
+@pytest.mark.parametrize("case", ["llama-sequence", "eurobert-mean"])
+def test_forward_as_a_pure_function_pools_by_ids_and_mask(case):
+    model, (ids, mask) = make(case), batch(case)
+    engine = dualinfer.init_inference(model, backend="jax", dtype="fp32")
+    found = engine.apply(engine.params, ids, attention_mask=mask)
+    expected = of_hf(model, ids, attention_mask=mask)["logits"]
+    assert relative_rms(np.asarray(found.logits), expected) < LIMIT

@@ -153,7 +153,7 @@ def test_inputs_may_be_rows_lists_numpy_and_torch(engine):
     row = traced_inputs(spec, ids[0], np.ones(5), None, None)
     np.testing.assert_array_equal(row[0], ids[:1])
     np.testing.assert_array_equal(row[1], [range(5)])
-    assert row[2].shape == (1, 5) and row[3:] == (None, None)
+    assert row[2].shape == (1, 5) and row[3:] == (None,) * 4
 
 
 def test_apply_runs_without_jit(engine_of):

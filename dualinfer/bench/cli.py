@@ -165,10 +165,10 @@ def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: 
 @app.command(cls=Command)
 @with_options(_Measured)
 def embed(model: ModelArgument = None, repeats: RepeatsOption = 10, *, asked: _Measured) -> None:
-    """Vectors of --batch texts of up to --prompt tokens each, most of them short.
+    """Vectors of many texts, as a fraction of the limit.
 
-    dualinfer packs them into rows; peers pad them in batches of 32, by their lengths. Tokens that
-    are no padding count.
+    They are --batch texts of up to --prompt tokens each, most of them short. dualinfer packs them
+    into rows; peers pad them in batches of 32, by their lengths. Padding counts nowhere.
     """
     asked = replace(asked, batch=asked.batch or [_TEXTS])
     tasks = _tasks("embed", model, "bert-base", 512, 0, repeats, asked)

@@ -215,10 +215,10 @@ class Layer:
     of what an encoder gives.
 
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
-    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). A `bare`
-    block, always `pre`, has no norm before its attention (ModernBERT's first). In a
+    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`.
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`. A `bare` block,
+    always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
     attention: Attention

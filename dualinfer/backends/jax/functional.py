@@ -15,7 +15,9 @@ Inputs = tuple[jax.Array | None, ...]
 
 
 def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types: Any) -> Inputs:
-    """ids, positions, mask, token types and segments [B, T] as `Steps.forward` has them.
+    """ids, positions, mask, token types, segments, embeddings and weights as `Steps.forward` has.
+
+    The weights are those with which a head pools tokens; segments and embeddings are None.
 
     As `inputs.make_forward_inputs`, but for what needs values. Raises ArgumentError for shapes and
     dtypes that do not fit the model, and LengthError for more tokens than it has positions.
