@@ -383,6 +383,6 @@ def test_the_report_names_what_serves(engines):
     assert fast.keys() == plain.keys()
     assert {op for op, by in fast.items() if "Triton" in by} == {
         *("embed", "matmul", "rms_norm", "layer_norm", "rotary", "activation"),
-        *("attention", "decode_attention", "sampling", "qk_norm"),
+        *("attention", "decode_attention", "sampling", "qk_norm", "router", "experts"),
     }
     assert not any("Triton" in by for by in plain.values())
