@@ -338,7 +338,8 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
     }
     axes = 3 if name == "input_ids" else 4
     first = arrays[name]
-    shape: tuple[int, ...] = () if first is None else first.shape
+    assert first is not None  # the caller gives one of the two
+    shape = first.shape
     if len(shape) != axes:
         raise ArgumentError(
             f"{name} has shape {shape}; a model for multiple choice expects [batch, choices, "
