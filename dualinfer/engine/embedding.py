@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,9 @@ class EmbeddingCalls(InferenceEngine):
         if kind_of(given) == "list" and mask is None:
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
-            rows = [check_ids(row, f"inputs[{i}]", spec.vocab)[0] for i, row in enumerate(given)]
+            rows = _flat_rows(given, spec.vocab)
+            if rows is None:
+                rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
         else:
             array = check_ids(given, "input_ids", spec.vocab)
             visible = check_mask(mask, (array.shape[0], array.shape[1]))
@@ -216,6 +219,17 @@ def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarra
         for r, row in enumerate(one.rows):
             vectors[row] = part[r, : len(row)]
     return vectors
+
+
+def _flat_rows(given: Sequence[Any], vocab: int) -> list[np.ndarray] | None:
+    """int32 ids of lists of ints, read at once as that is quicker; None if they are not that."""
+    if not all(type(row) is list and row for row in given):
+        return None
+    flat = list(chain.from_iterable(given))
+    if set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) >= vocab:
+        return None
+    ends = np.cumsum([len(row) for row in given])
+    return np.split(np.asarray(flat, np.int32), ends[:-1])
 
 
 def _is_text(given: Any) -> bool:

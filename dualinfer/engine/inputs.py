@@ -492,7 +492,8 @@ def default_positions(
     0 to T-1 for every row, the number of `visible` tokens before each, or that of ids that are no
     padding.
     """
-    count = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    count = np.empty(shape, np.int32)
+    count[:] = np.arange(shape[1], dtype=np.int32)
     if spec.pad is not None:
         if ids is None:
             return count + (spec.pad + 1)
@@ -500,7 +501,7 @@ def default_positions(
         return (real.cumsum(axis=1) * real + spec.pad).astype(np.int32)
     if spec.positions_from_mask and visible is not None:
         return np.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
-    return count.copy()
+    return count
 
 
 def is_zero(ids: Any) -> bool:
