@@ -283,6 +283,7 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
         ),
         (lambda: engine.generate(), ArgumentError, "input_ids is missing"),
         (lambda: engine.generate(ids, num_beams=4), UnsupportedError, "num_beams=1"),
+        (lambda: engine.embed(ids), UnsupportedError, "has an encoder and a decoder"),
         (lambda: engine.generate(ids, input_features=ids), ArgumentError, "reads ids"),
         (
             lambda: engine.generate(ids, decoder_input_ids=ids[:1]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, LengthError, shown
+from ..errors import ArgumentError, LengthError, UnsupportedError, shown
 from ..model.embedding import (
     Dense,
     TextEmbedding,
@@ -73,12 +73,18 @@ class EmbeddingCalls(InferenceEngine):
         the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
         at most `batch_size` texts each, by default as many as fill the device. Vectors do not
         depend on what they are packed with. Raises ArgumentError and LengthError before anything
-        runs.
+        runs, and UnsupportedError for a model of an encoder and a decoder.
         """
         if unsupported:
             raise ArgumentError(
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
                 "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
+            )
+        if self._spec.encoder is not None:
+            raise UnsupportedError(
+                f"embed: {self._spec.architecture} has an encoder and a decoder, and embed reads "
+                "models of one stack. Take encoder_last_hidden_state of engine.forward() and pool "
+                "it."
             )
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
