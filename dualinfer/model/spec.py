@@ -243,7 +243,8 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`; of
+    an encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -252,8 +253,9 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean"] | None = None
+    pooling: Literal["first", "real", "last", "mean", "eos"] | None = None
     late: bool = False
+    eos: int | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -275,8 +277,9 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection with its bias comes
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
-    so many bins in the place of ids, two frames for each position, by two convolutions.
+    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
+    shifted, where it is given none. With `mel` it reads log-mel spectrograms of so many bins in the
+    place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -302,6 +305,7 @@ class ModelSpec:
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
+    repeats: bool = False
     mel: int = 0
 
     @property
