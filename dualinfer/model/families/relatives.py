@@ -280,7 +280,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         size = rotary_size(own, head_dim)
         turning = {**own, "partial_rotary_factor": None}
         rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
-        if rope.original:  # HF's generate begins anew by one field, its model by the other
+        if rope.long:  # HF's generate begins anew by one field, its model by the other
             fields.require(_ORIGINAL, rope.original)
         if kind.backwards:
             rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))

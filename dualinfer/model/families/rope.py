@@ -1,4 +1,4 @@
-"""Rotary frequencies from HF's rope_parameters: default, linear, llama3, yarn, longrope.
+"""Rotary frequencies from HF's rope_parameters: default, linear, dynamic, llama3, yarn, longrope.
 
 Formulas: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code; yarn
 from arXiv:2309.00071. Computed in float32, in HF's order of operations.
@@ -18,6 +18,7 @@ from .fields import is_positive
 _KEYS = {
     "default": set(),
     "linear": {"factor"},
+    "dynamic": {"factor"},
     "llama3": {
         "factor",
         "low_freq_factor",
@@ -46,9 +47,6 @@ _ORIGINAL = "original_max_position_embeddings"
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # HF takes 0 for not given
 _MOST = 2**31 - 1  # positions are 32-bit numbers
 _SHOWN, _LONGEST = 8, 80  # names in a message, and letters of each
-_REASONS = {
-    "dynamic": "its frequencies change with the longest sequence, so cached keys would go stale",
-}
 
 
 def make_rope(
@@ -71,15 +69,14 @@ def make_rope(
     named = (parameters.get(name) for name in ("rope_type", "type"))
     kind = next((name for name in named if name is not None), "default")
     if not isinstance(kind, str) or kind not in _KEYS:
-        reason = f" ({_REASONS[kind]})" if isinstance(kind, str) and kind in _REASONS else ""
         raise (UnservedError if isinstance(kind, str) else ModelError)(
-            f"config.json has rope_type={shown(kind)}, which dualinfer does not honour{reason}; "
+            f"config.json has rope_type={shown(kind)}, which dualinfer does not honour; "
             f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
         )
     keys = {k for k, v in parameters.items() if v is not None}
     unknown = keys - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
-    unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
+    # HF writes a length here for every scaled kind, and these kinds ignore it.
+    unknown -= {"default": {_ORIGINAL, "factor"}, "dynamic": {_ORIGINAL}}.get(kind, set())
     unknown.discard("finetuned")  # a remark of the first yarn checkpoints
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unknown.add("partial_rotary_factor")
@@ -93,6 +90,7 @@ def make_rope(
         raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
     needed = {
         "linear": {"factor"},
+        "dynamic": {"factor"},
         "llama3": _KEYS["llama3"] - {_ORIGINAL},
         "longrope": {"short_factor", "long_factor"},
     }.get(kind, set())
@@ -100,6 +98,8 @@ def make_rope(
         raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
     for name in sorted(keys & (_KEYS[kind] | {"rope_theta"})):
         _check(name, parameters[name])
+    if kind == "dynamic" and head_dim < 4:
+        raise ModelError(f"rope_type='dynamic' turns {head_dim} elements of a head; it needs 4.")
     if kind == "longrope":
         _check_factors(parameters, head_dim, switches)
     theta = float(parameters["rope_theta"])
@@ -116,6 +116,8 @@ def make_rope(
             "that are no finite numbers. Take those of the model's maker."
         )
     rope = Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+    if kind == "dynamic":
+        return replace(rope, original=max_positions, stretch=float(parameters["factor"]))
     if kind != "longrope" or list(parameters["short_factor"]) == list(parameters["long_factor"]):
         return rope
     short = {**parameters, "long_factor": parameters["short_factor"]}
@@ -230,10 +232,11 @@ def rotary_size(parameters: Any, head_dim: int) -> int:
 def reach(parameters: Mapping[str, Any], max_positions: int) -> int:
     """Positions that a model's rotary embedding is made for.
 
-    HF's max_position_embeddings is the length before scaling for linear, and may be for yarn.
+    HF's max_position_embeddings is the length before scaling for linear and dynamic, and may be
+    for yarn.
     """
     kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return max(1, round(min(max_positions * factor, _MOST)))
     if kind == "yarn":
         original = parameters.get("original_max_position_embeddings") or max_positions
