@@ -588,13 +588,6 @@ def test_a_quantized_text_model_within_another_is_not_taken_for_a_plain_one(meth
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
             "original_max_position_embeddings=None; longrope needs",
         ),
-        (
-            {
-                **{"rope_type": "longrope", "attention_factor": 1.0},
-                **{"short_factor": [1.0], "long_factor": [2.0]},
-            },
-            "'longrope' with other factors for long sequences.*phi3 alone",
-        ),
         ({"rope_type": "proportional"}, "'proportional'"),
         ({"rope_type": "nonsense"}, "'nonsense'.*Honoured: default, linear"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),

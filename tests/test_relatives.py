@@ -40,6 +40,9 @@ MULTIPLIED = {
     "residual_multiplier": 0.3,
     "logits_scaling": 2.5,
 }
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 14}
+LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0]}
+LONG |= {"long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0]}
 # HF's class, and what makes it odd.
 CASES = {
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
@@ -116,14 +119,7 @@ CASES = {
         {
             "num_attention_heads": 3,
             "original_max_position_embeddings": 14,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "original_max_position_embeddings": 14,
-                "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0],
-                "long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0],
-            },
+            "rope_parameters": {**LONG, "partial_rotary_factor": 0.5},
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}),
@@ -253,6 +249,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
     [
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("phi3", {"unheard_of": 3}, "unheard_of=3"),
+        ("cohere2", PARTIAL, "rope_parameters partial_rotary_factor"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers="),
         ("stablelm", {"rope_parameters": PARTIAL["rope_parameters"], "head_dim": 14}, "rotates 7"),
     ],
@@ -305,6 +302,13 @@ BY_LENGTH = {
     "internlm3": ("Llama", _SHORT),
     "phi": ("Phi", {**_SHORT, **FEW, "rope_parameters": {**DYNAMIC, "partial_rotary_factor": 0.5}}),
     "cohere, dynamic": ("Cohere", {**_SHORT, "logit_scale": 0.3}),
+    "minicpm3, long": (
+        "MiniCPM3",
+        {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "kv_lora_rank": 20}
+        | {"q_lora_rank": 24, "v_head_dim": 10, "num_key_value_heads": 6}
+        | {"rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4, 8]}},
+    ),
+    "mistral, long": ("Mistral", {"rope_parameters": LONG}),
     "gemma3": (
         "Gemma3Text",
         {**_SHORT, "head_dim": 22, "sliding_window": 5, "layer_types": TURNS}
@@ -419,7 +423,7 @@ def test_longrope_turns_all_of_a_sequence_by_its_length(backend):
             np.testing.assert_array_equal(alone, whole)
 
 
-_SLOWER = ("phi", "cohere, dynamic", "deepseek_v3, dynamic")
+_SLOWER = ("phi", "mistral, long", "minicpm3, long", "cohere, dynamic", "deepseek_v3, dynamic")
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -35,9 +35,10 @@ class Rope:
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
     `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
-    is not 0, turns by the frequencies `long`, all of its positions (longrope). With `stretch` s
-    frequency i of one of L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)):
-    what turns by those of L stays so while the sequence grows (dynamic NTK).
+    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
+    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
+    prompt turns by its length, and each later token by the length then; what is cached stays as it
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Rope:
     long: tuple[float, ...] = ()
     original: int = 0
     stretch: float = 0.0
+    rereads: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
@@ -386,9 +388,9 @@ class ModelSpec:
 
     @property
     def original(self) -> int | None:
-        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        """Tokens beyond which a sequence is read again, by other angles; None for never."""
         ropes = [layer.attention.rope for layer in self.layers]
-        lengths = [rope.original for rope in ropes if rope and rope.long]
+        lengths = [rope.original for rope in ropes if rope and rope.rereads]
         return min(lengths) if lengths else None
 
     @property

@@ -54,11 +54,11 @@ def make_rope(
     head_dim: int,
     max_positions: int,
     interleaved: bool = False,
-    switches: bool = False,
+    rereads: bool = False,
 ) -> Rope:
     """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
-    `switches`: HF's text begins anew with the long factors of longrope once it is so long.
+    `rereads`: HF's text begins anew with the long factors of longrope once it is so long.
     Raises UnservedError that names a rope_type or a parameter that is not honoured, and ModelError
     for a bad value.
     """
@@ -101,7 +101,7 @@ def make_rope(
     if kind == "dynamic" and head_dim < 4:
         raise ModelError(f"rope_type='dynamic' turns {head_dim} elements of a head; it needs 4.")
     if kind == "longrope":
-        _check_factors(parameters, head_dim, switches)
+        _check_factors(parameters, head_dim)
     theta = float(parameters["rope_theta"])
     inv_freq, scaling = np.empty(0), math.nan
     try:
@@ -123,9 +123,9 @@ def make_rope(
     short = {**parameters, "long_factor": parameters["short_factor"]}
     inv_freq, _ = _frequencies(kind, theta, short, head_dim, max_positions)
     original = int(parameters[_ORIGINAL])
-    return replace(
-        rope, inv_freq=tuple(map(float, inv_freq)), long=rope.inv_freq, original=original
-    )
+    short_freq = tuple(map(float, inv_freq))
+    both = {"inv_freq": short_freq, "long": rope.inv_freq}
+    return replace(rope, **both, original=original, rereads=rereads)
 
 
 def _frequencies(
@@ -174,16 +174,10 @@ def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> floa
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _check_factors(parameters: Mapping[str, Any], dim: int, switches: bool) -> None:
+def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
     """Raise unless each frequency has its factors, and what else these need is there."""
     short, long = parameters["short_factor"], parameters["long_factor"]
     differ, original = list(short) != list(long), parameters.get(_ORIGINAL)
-    if differ and not switches:
-        raise UnservedError(
-            "config.json has rope_type='longrope' with other factors for long sequences than for "
-            "short ones, which dualinfer honours for phi3 alone: HF keeps what other families have "
-            "cached with the short ones, so that its text is not that of its logits."
-        )
     needs = differ or parameters.get("attention_factor") is None
     if needs and (not isinstance(original, int) or isinstance(original, bool) or original < 2):
         raise ModelError(
