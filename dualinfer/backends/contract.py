@@ -330,7 +330,7 @@ class Ops(BlockOps, Protocol):
         """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
 
         int `last` [B] is the position of each sequence's last token, by which its rotary embedding
-        is chosen; None for the largest of all positions, as HF's forward takes it.
+        is chosen; None for the largest of its own positions.
         """
         ...
 

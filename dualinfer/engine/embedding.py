@@ -205,7 +205,7 @@ class EmbeddingCalls(InferenceEngine):
         tokens = _TOKENS_ON_HOST if kind == "cpu" else _TOKENS
         lengths, spec = [len(row) for row in ids], self._spec
         waiting: deque[tuple[Pass, Any]] = deque()
-        for one in make_passes(lengths, tokens, batch_size, spec.can_pack, spec.original):
+        for one in make_passes(lengths, tokens, batch_size, spec.can_pack):
             inputs = make_inputs(spec, ids, weights, one, largest)
             result = self._profiler.run(self.runner.forward, inputs)["embeddings"]
             waiting.append((one, result))

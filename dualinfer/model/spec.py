@@ -35,7 +35,10 @@ class Rope:
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
     `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
-    is not 0, turns by the frequencies `long`, all of its positions (longrope).
+    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
+    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
+    prompt turns by its length, and each later token by the length then; what is cached stays as it
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
     """
 
     kind: str
@@ -44,11 +47,13 @@ class Rope:
     interleaved: bool = False
     long: tuple[float, ...] = ()
     original: int = 0
+    stretch: float = 0.0
+    rereads: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
         """`inv_freq`, and `long` behind it where there are two."""
-        return (self.inv_freq, self.long) if self.original else self.inv_freq
+        return (self.inv_freq, self.long) if self.long else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -387,10 +392,15 @@ class ModelSpec:
 
     @property
     def original(self) -> int | None:
-        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        """Tokens beyond which a sequence is read again, by other angles; None for never."""
         ropes = [layer.attention.rope for layer in self.layers]
-        lengths = [rope.original for rope in ropes if rope and rope.original]
+        lengths = [rope.original for rope in ropes if rope and rope.rereads]
         return min(lengths) if lengths else None
+
+    @property
+    def turns_by_length(self) -> bool:
+        """True if a rotary embedding asks for the length of the sequence that it turns."""
+        return any(layer.attention.rope and layer.attention.rope.original for layer in self.layers)
 
     @property
     def can_generate(self) -> bool:
@@ -411,7 +421,7 @@ class ModelSpec:
     def can_pack(self) -> bool:
         """True if several sequences in one row give what each gives by itself."""
         rounded = any(layer.attention.alibi_rounded for layer in self.layers)
-        return self.original is None and not rounded
+        return not self.turns_by_length and not rounded
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

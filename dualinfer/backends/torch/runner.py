@@ -173,7 +173,10 @@ class TorchRunner:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         params = self._passed
         model = self.spec, params, self.ops
-        angles = self.ops.angles(self.spec, params, positions)
+        last = None
+        if mask is not None and self.spec.turns_by_length:
+            last = positions.where(mask, 0).amax(1)
+        angles = self.ops.angles(self.spec, params, positions, last)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:

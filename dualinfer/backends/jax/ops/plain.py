@@ -37,8 +37,7 @@ def turns(
     frequencies = jnp.array(rope.inv_freq, jnp.float32)
     if rope.original:
         assert last is not None
-        long = jnp.array(rope.long, jnp.float32)
-        frequencies = jnp.where((last >= rope.original)[:, None, None], long, frequencies)
+        frequencies = primitives.frequencies(rope, last)[:, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
@@ -539,9 +538,9 @@ def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
 
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return jnp.broadcast_to(positions.max(), len(positions)) if last is None else last
+    return positions.max(1) if last is None else last
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:

@@ -278,9 +278,7 @@ class PlainOps:
         last = last_of(spec, positions, last)
         for rope, frequencies in params.frequencies.items():
             if last is not None and rope.original:
-                short, long = frequencies
-                is_long = (last >= rope.original)[:, None, None]
-                frequencies = torch.where(is_long, long, short)
+                frequencies = primitives.frequencies(rope, frequencies, last)[:, None]
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
         for growth in {layer.attention.growth for layer in spec.layers}:
@@ -534,6 +532,6 @@ def last_of(
     spec: ModelSpec, positions: torch.Tensor, last: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return positions.max().expand(len(positions)) if last is None else last
+    return positions.amax(1) if last is None else last
