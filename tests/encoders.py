@@ -42,6 +42,8 @@ BASES = {
     ),
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 1, "attention_bias": True}),
     "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "mpnet": ("MPNetModel", {}),
+    "mpnet-masked": ("MPNetForMaskedLM", {}),
     "nomic_bert": ("NomicBertModel", {}),
     "nomic_bert-masked": ("NomicBertForMaskedLM", {"type_vocab_size": 3}),
 }
@@ -74,6 +76,9 @@ HEADS = {
         {**LABELS, "classifier_pooling": "mean"},
     ),
     "eurobert-token": ("EuroBertForTokenClassification", LABELS),
+    "mpnet-sequence": ("MPNetForSequenceClassification", LABELS),
+    "mpnet-choice": ("MPNetForMultipleChoice", {}),
+    "mpnet-span": ("MPNetForQuestionAnswering", {}),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),

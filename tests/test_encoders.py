@@ -21,7 +21,7 @@ LIMIT = 1e-5
 # The others show on JAX what these show, since both backends share the families.
 ON_JAX = {
     *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
-    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide"),
+    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
 }
 
 
