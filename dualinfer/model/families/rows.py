@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..spec import XIELU, Attention, ModelSpec, Norm, RelativeBias
+from ..spec import XIELU, Attention, ModelSpec, Norm, Places, RelativeBias
 from ..weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -84,6 +84,11 @@ def relative_bias(bias: RelativeBias, theirs: str) -> Row:
     """What a layer adds to scores by distance, of a table by buckets that HF stores as `theirs`."""
     table = row("relative_bias", "heads buckets", (theirs, "buckets heads"))
     return replace(table, picks=bias.by_distance)
+
+
+def places(own: Places, theirs: str) -> Row:
+    """The vectors of distances, of a table that HF stores as `theirs`."""
+    return replace(row("places", "embed places", (theirs, "places embed")), picks=own.by_distance)
 
 
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
