@@ -22,12 +22,18 @@ _EMBEDDING = "deberta.embeddings.word_embeddings.weight"
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a DeBERTa model, of the first version or a later one."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
-    for name in ("embedding_size", "pooler_hidden_size"):
-        fields.require(name, embed)
+    fields.require("embedding_size", embed)
     fields.require("attention_head_size", head_dim)
     fields.require("talking_head", False)
     fields.require("conv_kernel_size", 0)  # of the convolution beside v2-xlarge's first layer
-    fields.ignore("conv_act", "conv_groups", "pooler_dropout", "cls_dropout", "padding_idx")
+    fields.ignore(
+        "pooler_hidden_size",
+        "conv_act",
+        "conv_groups",
+        "pooler_dropout",
+        "cls_dropout",
+        "padding_idx",
+    )
     fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "relative_attention")
     norm = Norm("layer", fields.number("layer_norm_eps"))
     positions = fields.size("max_position_embeddings")
