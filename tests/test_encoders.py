@@ -21,7 +21,8 @@ LIMIT = 1e-5
 # The others show on JAX what these show, since both backends share the families.
 ON_JAX = {
     *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
-    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide"),
+    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
+    *("deberta-3", "deberta-masked"),
 }
 
 
@@ -41,7 +42,8 @@ def batch(case, tokens=13):
     rows = 6 if "choice" in case else 3
     ids = rng.integers(3, VOCAB, (rows, tokens))
     mask = np.ones_like(ids)
-    if case != "modernbert-cls":  # which reads the first token, padding that sees padding alone
+    # These read the first token, padding that sees padding alone.
+    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice"):
         mask[1, :4] = 0
     mask[2, -5:] = 0
     ids = np.where(mask == 1, ids, PAD)

@@ -75,6 +75,8 @@ def tiny_config(config: Any) -> Any:
             values[name] = new_heads if values[name] in (None, heads) else few
     if values.get("decoder_attention_heads") is not None:
         values["decoder_attention_heads"] = new_heads // 2
+    if "pooler_hidden_size" in values:
+        values["pooler_hidden_size"] = hidden
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, LengthError, UnsupportedError, shown
+from ..errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    LengthError,
+    UnsupportedError,
+    shown,
+)
 from ..model.embedding import (
     Dense,
     TextEmbedding,
@@ -37,7 +44,8 @@ class EmbeddingCalls(InferenceEngine):
     def text_embedding(self) -> TextEmbedding:
         """How the model's folder says that texts become vectors; mean pooling if it says nothing.
 
-        It is read when it is first asked for. Raises CheckpointError and UnsupportedError.
+        It is read when it is first asked for; what the hub's cache lacks is fetched then. Raises
+        CheckpointError and UnsupportedError.
         """
         how = self._text_embedding
         if how is None:
@@ -73,7 +81,8 @@ class EmbeddingCalls(InferenceEngine):
         the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
         at most `batch_size` texts each, by default as many as fill the device. Vectors do not
         depend on what they are packed with. Raises ArgumentError and LengthError before anything
-        runs, and UnsupportedError for a model of an encoder and a decoder.
+        runs, UnsupportedError for a model of an encoder and a decoder, and CheckpointNotFoundError
+        where the files that say how the model embeds are not to be had and no `pooling` was passed.
         """
         if unsupported:
             raise ArgumentError(
@@ -125,6 +134,8 @@ class EmbeddingCalls(InferenceEngine):
     ) -> tuple[TextEmbedding, Sequence[Dense | None]]:
         """The folder's way with what the caller wants of it, and the layers behind the pooling."""
         how = self.text_embedding
+        if pooling is None and how.unknown:
+            raise CheckpointNotFoundError(how.unknown)
         if pooling is not None:
             how = replace(how, pooling=check_pooling(pooling))
         layers = list(how.layers)
@@ -132,6 +143,14 @@ class EmbeddingCalls(InferenceEngine):
             if not isinstance(normalize, bool):
                 raise ArgumentError(f"normalize={shown(normalize)}; expected True or False.")
             layers = [layer for layer in layers if layer is not None] + [None] * normalize
+        width = self._width(())
+        for layer in layers:
+            if layer is not None and layer.weight.shape[1] != width:
+                raise CheckpointError(
+                    f"A Dense module of the model's folder reads {layer.weight.shape[1]} numbers, "
+                    f"but gets {width}. Pass the folder that it was saved with."
+                )
+            width = width if layer is None else layer.weight.shape[0]
         return how, layers
 
     def _width(self, layers: Sequence[Dense | None]) -> int:

@@ -113,6 +113,47 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Vectors of distances that meet queries and keys (DeBERTa, arXiv:2006.03654).
+
+    All layers share 2 `span` vectors of the embedding's width, after a `norm` if there is one. A
+    layer's projection of the vector of a query's distance from a key to a key of its own meets the
+    query if `keys`, one to a query meets the key if `queries`; both are added to the product of the
+    two, before the scale. If `shared`, the projections are those of tokens. Distances have a vector
+    each, or, where `most` is not 0, the near half of `span`, and the others share the rest by their
+    logarithm up to `most`.
+    """
+
+    span: int
+    most: int
+    keys: bool
+    queries: bool
+    shared: bool
+    norm: Norm | None = None
+
+    @property
+    def farthest(self) -> int:
+        """The tokens from which on distances are alike."""
+        return self.most or self.span
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The vector of each key that lies -farthest to farthest tokens behind the query.
+
+        HF's `make_log_bucket_position`, in the same float32 arithmetic.
+        """
+        middle, far = self.span // 2, range(-self.farthest, self.farthest + 1)
+        found = np.array(far, np.int64)
+        if self.most:
+            away = np.maximum(np.abs(found), middle)
+            part = np.log(away.astype(np.float32) / np.float32(middle))
+            part /= np.log(np.float32((self.most - 1) / middle))
+            shared = np.ceil(part * np.float32(middle - 1)).astype(np.int64) + middle
+            found = np.where(away == middle, found, np.sign(found) * shared)
+        return tuple(np.clip(self.span - found, 0, 2 * self.span - 1).tolist())
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
@@ -125,8 +166,8 @@ class Attention:
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
-    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
-    that of queries and keys.
+    `places` are vectors of distances that add to scores. With `latent` each head has a key and a
+    value of its own, made of latent vectors; `head_dim` is that of queries and keys.
     """
 
     heads: int
@@ -145,6 +186,7 @@ class Attention:
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
+    places: Places | None = None
     latent: Latent | None = None
 
     @property
@@ -354,6 +396,8 @@ class ModelSpec:
             "types": self.token_types,
             "one": 1,
         }
+        if (places := self.layers[0].attention.places) is not None:
+            outer["places"] = 2 * places.span
         if self.encoder:
             outer["source_positions"] = self.encoder.extent("positions")
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution

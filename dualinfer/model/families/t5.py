@@ -117,12 +117,11 @@ def _layer(layer: Layer, norm: Norm, stack: str, gated: bool, everywhere: bool) 
     assert bias is not None
     first = hf if everywhere else f"{stack}.block.0.layer."
     stored = f"{first}0.SelfAttention.relative_attention_bias.weight"
-    table = row("relative_bias", "heads buckets", (stored, "buckets heads"))
     rows = [
         *make.joined("qkv", hf + "0.SelfAttention.{p}", _QKV, bias=False),
         *make.linear("out", f"{hf}0.SelfAttention.o", "embed q", bias=False),
         *make.norm(norm, "attn_norm", f"{hf}0.layer_norm"),
-        Row(table.name, table.axes, table.sources, picks=bias.by_distance),
+        make.relative_bias(bias, stored),
     ]
     last = 1
     if layer.cross:

@@ -549,6 +549,8 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         if isinstance(qkv, LatentQkv):
             return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)

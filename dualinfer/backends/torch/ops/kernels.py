@@ -513,6 +513,8 @@ class KernelOps(PlainOps):
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
             return y.flatten(-2), cache
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
