@@ -79,8 +79,8 @@ def _up_rows(
 @triton.jit
 def up_vector_kernel(
     x_ptr, weight_ptr, bias_ptr, experts_ptr, own_ptr, shared_ptr, shared_gate_ptr,
-    norm_weight_ptr, norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps, limit,
-    K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    norm_weight_ptr, norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps,
+    limit, K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip

@@ -310,7 +310,7 @@ class KernelOps(PlainOps):
         return self._mixed(x, held, routing, by, partial)
 
     def _own_experts(self, count: int) -> torch.Tensor | None:
-        """From which to before which of `count` experts this device has, int32 [2]; None for all."""
+        """From which to before which of `count` experts are here, int32 [2]; None for all."""
         return None
 
     def _mixed(
