@@ -53,16 +53,13 @@ def _check_parallelism(config: InferenceConfig) -> None:
         if tp.axis != type(tp).model_fields["axis"].default:
             _refuse("tensor_parallel.axis", tp.axis, reason)
     if moe.enabled:
-        whole = "experts are not spread over devices in this version."
-        if moe.ep_size != 1:
-            _refuse("moe.ep_size", moe.ep_size, f"{whole} Use 1.")
-        if moe.moe_experts != [1] or moe.type != "standard":
-            value = moe.moe_experts if moe.moe_experts != [1] else moe.type
-            name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
-            _refuse(name, value, "mixtures of experts are not in this version's fused families.")
+        if moe.type != "standard":
+            reason = "mixtures of this type are not in this version's fused families."
+            _refuse("moe.type", moe.type, reason)
         for name in ("ep_group", "ep_mp_group"):
-            if getattr(moe, name) is not None:
-                _refuse(f"moe.{name}", getattr(moe, name), f"{whole} Leave it unset.")
+            if getattr(moe, name) is not None and config.backend == "jax":
+                reason = "processes in groups are torch's. On JAX set moe.ep_size."
+                _refuse(f"moe.{name}", getattr(moe, name), reason)
 
 
 def _check_later(config: InferenceConfig) -> None:
@@ -101,6 +98,16 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
+    moe = config.moe
+    if moe.enabled:
+        reason = (
+            "experts are shared out in fused mode alone; in module mode each device has a share of "
+            "the width of every one. Set replace_with_kernel_inject=True, or leave it unset."
+        )
+        asked = {"ep_size": 1, "ep_group": None, "ep_mp_group": None, "moe_experts": [1]}
+        for name, nothing in asked.items():
+            if getattr(moe, name) != nothing:
+                _refuse(f"moe.{name}", getattr(moe, name), reason)
     if config.backend == "jax" and config.quant is not None and config.quant.enabled:
         reason = (
             "a Flax module multiplies by arrays of its own, in code that takes no codes and scales "

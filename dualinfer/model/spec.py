@@ -231,6 +231,11 @@ class Layer:
     cross: Attention | None = None
     bare: bool = False
 
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0 of one without a mixture."""
+        return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
 
 @dataclass(frozen=True)
 class Head:
@@ -362,7 +367,8 @@ class ModelSpec:
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
-            inner["experts"] = mlp.count
+            # What a router tells apart, which every device knows of, and what devices share out.
+            inner |= dict.fromkeys(("choices", "experts"), mlp.count)
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 

@@ -334,7 +334,8 @@ class KernelOps(PlainOps):
         partial: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         return self._mixed(x, held, routing, by, partial)

@@ -229,7 +229,8 @@ class PlainOps:
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
-        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial.astype(jnp.float32)
         if self.split is not None:

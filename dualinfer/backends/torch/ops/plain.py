@@ -205,7 +205,8 @@ class PlainOps:
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
-        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial
         if self.split is not None:
