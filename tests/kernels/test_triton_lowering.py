@@ -623,8 +623,8 @@ VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
     *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
-    *choosing_experts(1, 2048, 60, 4, 1408, shared=5632, in_parts=True)[1:],
-    *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1:],
+    *choosing_experts(1, 2048, 64, 8, 768, in_parts=True)[1:],
+    *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1::3],
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, in_parts=True, **GPT_OSS)[1:],
 ]
 EIGHT = [
