@@ -178,6 +178,24 @@ _OF_ALL = {
 }
 # Fields of config.json as the makers wrote them, beside those that all have.
 WRITTEN = {
+    "apertus": {
+        **{"hidden_act": "xielu", "hidden_dropout": 0.0, "post_norm": False, "qk_norm": True},
+        **{"mlp_bias": False, "rms_norm_eps": 1e-5},
+    },
+    "hunyuan_v1_dense": {
+        **{"attention_head_dim": 16, "cla_share_factor": 2, "class_num": 0, "head_dim": 16},
+        **{"dense_list": [4096, 0], "eod_token_id": 3, "norm_type": "rms", "org_vocab_size": 100},
+        **{"pad_id": 1, "pool_type": "last", "use_cla": False, "use_qk_norm": True},
+        **{"use_rotary_pos_emb": True, "mlp_bias": False, "rms_norm_eps": 1e-5},
+        "rope_scaling": {
+            **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "type": "dynamic"},
+        },
+    },
+    "internlm3": {
+        **{"bias": False, "head_dim": 16, "qkv_bias": False, "rms_norm_eps": 1e-5},
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+    },
     "cohere": {"attention_bias": False, "layer_norm_eps": 1e-05, "logit_scale": 0.0625},
     "cohere2": {
         "cache_implementation": "hybrid",
@@ -192,7 +210,7 @@ WRITTEN = {
         "use_embedding_sharing": True,
         "use_gated_activation": True,
         "use_parallel_block": True,
-        "use_parallel_embedding": False,
+        "use_parallel_embedding": True,
     },
     "gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
     "glm": {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5},

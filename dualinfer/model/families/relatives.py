@@ -28,8 +28,9 @@ class _Kind:
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
     name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
     MLP is not gated or gate and up are one. `qk_names` are those of the norms of queries and keys,
-    `{x}` a head's number. Of `partial` families HF reads partial_rotary_factor. `ignored` fields
-    change nothing at inference.
+    `{x}` a head's number. Of `partial` families HF reads partial_rotary_factor. `always` are fields
+    of the makers' own code with what HF takes for granted; `ignored` ones change nothing at
+    inference.
     """
 
     name: str
@@ -59,6 +60,7 @@ class _Kind:
     backwards: bool = False
     partial: bool = False
     tied: bool = False
+    always: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     @property
@@ -91,7 +93,26 @@ _HUNYUAN: dict[str, Any] = {
     "qk_norm": True,
     "qk_names": ("query_layernorm", "key_layernorm"),
     "norm_turned": True,
-    "ignored": ("eod_token_id",),
+    # HF reads none of what follows, which is of the makers' own code and of models that see images.
+    "always": {
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+        "use_cla": False,
+        "norm_type": "rms",
+    },
+    "ignored": (
+        *(
+            "cla_share_factor",
+            "class_num",
+            "dense_list",
+            "eod_token_id",
+            "im_end_id",
+            "im_start_id",
+        ),
+        *("im_newline_id", "image_token_id", "mask_init_id", "org_vocab_size", "pad_id"),
+        *("pool_type", "text_end_id", "text_start_id", "video_end_id", "video_start_id"),
+        *("anyres_pooling_size", "anyres_vit_max_image_size"),
+    ),
 }
 _KINDS = {
     "apertus": _Kind(
@@ -100,6 +121,8 @@ _KINDS = {
         qk_norm=True,
         mlp=("up_proj", "down_proj"),
         gated=False,
+        always={"qk_norm": True, "post_norm": False, "mlp_bias": False},
+        ignored=("hidden_dropout",),
     ),
     "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
     "cohere": _Kind(
@@ -119,6 +142,7 @@ _KINDS = {
             *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
             *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
             *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+            "use_parallel_embedding",
         ),
     ),
     "cwm": _Kind("Cwm", qkv_bias=False, out_bias=False),
@@ -340,6 +364,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
     fields.require("use_bidirectional_attention", False)
+    if fields.family.startswith("hunyuan_v1"):
+        fields.require("attention_head_dim", head_dim)
+    for name, value in kind.always.items():
+        fields.require(name, value)
     if fields.family == "olmoe":
         fields.require("clip_qkv")  # after the norms of queries and keys, not in front
     elif fields.family == "ernie4_5_moe":

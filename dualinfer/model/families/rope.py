@@ -192,14 +192,19 @@ def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
 
 
 def ropes_by_kind(ropes: Any, kinds: Iterable[str]) -> Mapping[str, Any]:
-    """HF's rope_parameters, where each kind of layer has its own."""
+    """HF's rope_parameters, where each kind of layer has its own.
+
+    A kind's `truncate` is true whatever it says: HF looks for it beside the kinds.
+    """
     missing = set(kinds)
     if not isinstance(ropes, Mapping) or missing - ropes.keys():
         raise ModelError(
             f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
             f"of {', '.join(sorted(missing))}."
         )
-    return ropes
+    truncated = {k: own for k, own in ropes.items() if isinstance(own, Mapping)}
+    truncated = {k: {**own, "truncate": True} for k, own in truncated.items() if "truncate" in own}
+    return {**ropes, **truncated}
 
 
 def rotary_size(parameters: Any, head_dim: int) -> int:
