@@ -59,6 +59,12 @@ def of_hf(model, ids, **given):
     return {n: v for n, v in out.items() if n != "past_key_values"}
 
 
+def of_hf_alone(model, ids, mask):
+    """As `of_hf`, without the hidden states of each layer."""
+    found = of_hf(model, ids, attention_mask=mask)
+    return {name: value for name, value in found.items() if name != "hidden_states"}
+
+
 def compare(ours, theirs, mask=None):
     """Every output, at the real tokens where it has one for each."""
     real = ... if mask is None else mask.reshape(-1, mask.shape[-1]) == 1
@@ -268,6 +274,68 @@ def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
     engine.save_pretrained(tmp_path / "ours")
     again = type(model).from_pretrained(tmp_path / "ours").eval()
     compare(of_hf(again, ids), of_hf(model, ids))
+
+
+# Names of Nomic BERT's maker for those of transformers.
+NOMIC = {
+    **{"embeddings.LayerNorm": "emb_ln", "layers.": "encoder.layers.", "norm": "norm"},
+    **{"self_attn.o_proj": "attn.out_proj", "up_proj": "fc11", "gate_proj": "fc12"},
+    **{"down_proj": "fc2", "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2"},
+}
+
+
+def write_nomic(model, place, prefix, **changes):
+    """A folder as Nomic's own code writes it."""
+    tensors = {}
+    for name, value in model.state_dict().items():
+        for theirs, ours in NOMIC.items():
+            name = name.replace(theirs, ours)
+        tensors[name.replace("nomic_bert.", prefix)] = value.numpy()
+    for i in range(model.config.num_hidden_layers):
+        at = f"{prefix}encoder.layers.{i}."
+        parts = [tensors.pop(f"{at}self_attn.{p}_proj.weight") for p in "qkv"]
+        tensors[f"{at}attn.Wqkv.weight"] = np.concatenate(parts)
+    name = type(model).__name__.replace("MaskedLM", "PreTraining")
+    config = {
+        **{"model_type": "nomic_bert", "architectures": [name]},
+        **{"n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 44, "n_positions": 70},
+        **{"layer_norm_epsilon": model.config.layer_norm_eps, "activation_function": "swiglu"},
+        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "vocab_size": 98},
+        **{"pad_vocab_size_multiple": 9, "type_vocab_size": 2, "prenorm": False, "causal": False},
+        **{"scale_attn_weights": True, "use_flash_attn": True, "auto_map": {"AutoModel": "x.Y"}},
+        **{"rotary_scaling_factor": None, "qkv_proj_bias": False, "resid_pdrop": 0.1},
+    }
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**config, **changes}))
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, place / "model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "prefix"),
+    [
+        ("nomic_bert", "torch", ""),
+        ("nomic_bert-masked", "torch", "bert."),
+        pytest.param("nomic_bert", "jax", "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_of_nomics_own_code_is_read_without_it(case, backend, prefix, tmp_path):
+    model = make(case, type_vocab_size=2)
+    place = write_nomic(model, tmp_path / "own", prefix)
+    engine = dualinfer.init_inference(place, dtype="fp32", backend=backend)
+    ids, mask = batch(case)
+    compare(engine(ids, attention_mask=mask), of_hf_alone(model, ids, mask), mask)
+    if not prefix:  # whose names transformers knows
+        engine.save_pretrained(tmp_path / "saved")
+        again = type(model).from_pretrained(tmp_path / "saved").eval()
+        compare(of_hf(again, ids), of_hf(model, ids))
+
+
+def test_what_transformers_nomic_has_not_is_refused(tmp_path):
+    for i, (name, value) in enumerate({"prenorm": True, "rotary_scaling_factor": 2}.items()):
+        place = write_nomic(make("nomic_bert"), tmp_path / str(i), "", **{name: value})
+        with pytest.raises(UnsupportedError, match=f"{name}={value}, which transformers' Nomic"):
+            dualinfer.init_inference(place, dtype="fp32")
 
 
 def test_weights_of_a_head_that_are_missing_are_named(tmp_path):
