@@ -22,7 +22,7 @@ LIMIT = 1e-5
 ON_JAX = {
     *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
     *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
-    *("deberta-3", "deberta-masked"),
+    *("deberta-3", "deberta-masked", "embedding-gemma"),
 }
 
 
@@ -131,7 +131,18 @@ def hidden_of(model, ids):
         pytest.param(case, name, marks=[] if name in quick else [pytest.mark.slow])
         for case, quick in {
             **{"roberta": BACKENDS, "modernbert": ("torch",), "qwen3-reward": ("torch",)},
-            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), ()),
+            **dict.fromkeys(
+                (
+                    "nomic_bert",
+                    "mpnet",
+                    "deberta-3",
+                    "embedding-gemma",
+                    "albert",
+                    "gpt2-token",
+                    "bloom-token",
+                ),
+                (),
+            ),
         }.items()
         for name in BACKENDS
     ],
@@ -378,10 +389,13 @@ def on_devices(case, backend, devices):
     how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
     sharing = {"tensor_parallel": {"tp_size": devices}}
     with dualinfer.init_inference(make(case), **how, **sharing) as engine:
-        return np.asarray(engine(batch(case)[0]).logits), engine.embed(texts_of((9, 4, 20)))
+        return np.asarray(engine(batch(case)[0])[0]), engine.embed(texts_of((9, 4, 20)))
 
 
-SHARED = {"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False}
+SHARED = {
+    **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
+    **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
+}
 
 
 @pytest.mark.xdist_group("ranks")  # whose processes live through a run
@@ -412,7 +426,10 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
             *(case, name),
             marks=[] if (case, name) == ("modernbert-sequence", "torch") else [pytest.mark.slow],
         )
-        for case in ("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert")
+        for case in (
+            *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
+            *("mpnet", "deberta-3", "embedding-gemma"),
+        )
         for name in BACKENDS
     ],
 )
