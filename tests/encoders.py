@@ -50,6 +50,13 @@ BASES = {
     "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
     "mpnet": ("MPNetModel", {}),
     "mpnet-masked": ("MPNetForMaskedLM", {}),
+    "embedding-gemma": (
+        "Gemma3TextModel",
+        {
+            **{"head_dim": 12, **_ONE_HEAD, "num_hidden_layers": 3, **_TURNS},
+            **{"use_bidirectional_attention": True, "sliding_window": 7},
+        },
+    ),
     "deberta-3": ("DebertaV2Model", _DEBERTA_3),
     "deberta-2": ("DebertaV2Model", {**_DEBERTA, "position_buckets": 6, "type_vocab_size": 2}),
     "deberta-2-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, "legacy": False}),

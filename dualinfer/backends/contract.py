@@ -211,7 +211,8 @@ class BlockOps(Protocol):
     ) -> Array:
         """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
-        W is the width of the embedding: `embed_width`, else E.
+        W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
+        what is given in the place of the first token is not read.
         """
         ...
 

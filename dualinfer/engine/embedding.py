@@ -98,6 +98,11 @@ class EmbeddingCalls(InferenceEngine):
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
             self._check_model(alone=False)
+            if self._spec.patches is not None:
+                raise UnsupportedError(
+                    f"{self._spec.architecture} reads images, and embed() texts. Call the engine "
+                    "with pixel_values: its pooler_output or image_embeds are an image's vector."
+                )
             how, layers = self._how(pooling, normalize)
             if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
                 raise ArgumentError(f"batch_size={shown(batch_size)}; expected a positive int.")

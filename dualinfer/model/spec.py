@@ -255,6 +255,44 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """What an encoder of images reads: a token of each patch, behind one that is learned.
+
+    Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    grid: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.size[0] * self.size[1]
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        high, wide = (n * size for n, size in zip(self.grid, self.size, strict=True))
+        return self.channels, high, wide
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a model without a head makes of one token of its last hidden state.
+
+    It is the `first` one, or the `end`: the first with the id `end_id`, or with the largest id if
+    that is None. After a `norm`, if there is one, it is HF's pooler_output, or by the product with
+    a projection the output `projected`.
+    """
+
+    pooling: Literal["first", "end"]
+    norm: Norm | None = None
+    projected: Literal["text_embeds", "image_embeds"] | None = None
+    end_id: int | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -330,8 +368,10 @@ class ModelSpec:
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
     begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
-    shifted, where it is given none. With `mel` it reads log-mel spectrograms of so many bins in the
-    place of ids, two frames for each position, by two convolutions.
+    shifted, where it is given none. With `patches` it reads images in the place of ids, and has no
+    vocabulary. HF's hidden states of a model with `raw_states` end before the final norm.
+    `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel spectrograms
+    of so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -359,6 +399,10 @@ class ModelSpec:
     start: int | None = None
     repeats: bool = False
     mel: int = 0
+    projected: int = 0
+    patches: Patches | None = None
+    pooled: Pooled | None = None
+    raw_states: bool = False
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -397,10 +441,14 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
             "labels": self.head.labels if self.head else 0,
+            "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "one": 1,
         }
+        if self.patches is not None:
+            outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
+            outer["channels"] = self.patches.channels
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:

@@ -4,12 +4,12 @@ Each is a row of `_KINDS`. HF sources: models/NAME/modeling_NAME.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ModelError, shown
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
-from ..weights import Row, WeightTable, row
+from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -61,8 +61,11 @@ class _Kind:
     bias_table: str | None = None  # of relative positions, which all layers share
     factored: str | None = None  # the projection of embeddings of a width of their own
     masked_activation: Activation | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    packed: str | None = None  # where files may have queries, keys and values as one
 
 
+_OLD_NORMS = ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")
 _ROBERTAS: dict[str, Any] = {
     "base": "roberta.",
     "masked": _ROBERTA_MASKED,
@@ -161,6 +164,15 @@ _KINDS = {
         unread=("cls.",),
         bias=False,
         rope=True,
+        # Of files that the maker's own code wrote.
+        renames=(
+            *(("nomic_bert.", "bert."), ("embeddings.LayerNorm", "emb_ln")),
+            *(("layers.", "encoder.layers."), ("self_attn.o_proj", "attn.out_proj")),
+            *(("mlp.up_proj", "mlp.fc11"), ("mlp.gate_proj", "mlp.fc12")),
+            *(("mlp.down_proj", "mlp.fc2"), ("post_attention_layernorm", "norm1")),
+            ("post_mlp_layernorm", "norm2"),
+        ),
+        packed="attn.Wqkv.weight",
     ),
 }
 CLASSES = {
@@ -221,7 +233,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         (*_embeddings(kind, spec, norm), *head_rows),
         tuple(_layer(kind, norm, attention.bias, group) for group in groups),
         base=kind.base,
-        renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+        renames=(*kind.renames, *_OLD_NORMS),
         unused=_unused(kind, head, head_rows, ties),
         tied=ties,
         # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
@@ -273,6 +285,9 @@ def _layer(
         hf = hf.replace("{group}", str(group[0])).replace("{inner}", str(group[1]))
     *first, down = kind.mlp
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
+    if kind.packed:
+        whole = Source(hf + kind.packed, ("q+k+v", "embed"))
+        rows = [replace(rows[0], others=(whole,)), *rows[1:]]
     rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
     if len(first) > 1:
         rows += make.joined(

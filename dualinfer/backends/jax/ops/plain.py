@@ -112,6 +112,10 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `contract.BlockOps.embed_given`."""
+        if spec.patches is not None:
+            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            first = jnp.broadcast_to(w["class_token"], (len(y), 1, y.shape[-1]))
+            embeds = jnp.concatenate((first, y[:, 1:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types)

@@ -304,6 +304,15 @@ def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     return activation(gate, kind) * up
 
 
+@jax.named_scope("patches")
+def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    flat = kernel.reshape(len(kernel), -1)
+    y = einsum("btc,ec->bte", x, flat, preferred_element_type=jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
 @jax.named_scope("attention")
 def attention(
     q: jax.Array,

@@ -86,6 +86,10 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.embed_given`."""
+        if spec.patches is not None:
+            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            first = w["class_token"].expand(len(y), 1, -1)
+            embeds = torch.cat((first, y[:, 1:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types)

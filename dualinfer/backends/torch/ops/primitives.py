@@ -278,6 +278,12 @@ def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return activation(gate, kind) * up
 
 
+@named("patches")
+def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    return F.linear(x, kernel.flatten(1), bias)
+
+
 @named("attention")
 def attention(
     q: torch.Tensor,
