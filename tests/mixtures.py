@@ -48,7 +48,13 @@ CASES = {
         {**FIVE, **OF_LAYER, "head_dim": 14, "mlp_only_layers": [0]},
     ),
     "olmoe": ("Olmoe", {**FIVE, "num_key_value_heads": 6}),
+    "olmoe, clipped": ("Olmoe", {**FIVE, "clip_qkv": 0.7, "norm_topk_prob": True}),
     "granitemoe": ("GraniteMoe", {**LOCAL, **MULTIPLIED}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**LOCAL, **MULTIPLIED, "shared_intermediate_size": 27},
+    ),
+    "granitemoeshared without a shared expert": ("GraniteMoeShared", LOCAL),
     "gpt_oss": (
         "GptOss",
         {**LOCAL, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}

@@ -36,7 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Sinks in both kernels of attention, beside windows that are shorter than the batch.
 MIXTURES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    "gpt_oss": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "olmoe, clipped": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"num_hidden_layers": 1, "intermediate_size": 7},
 }
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}

@@ -174,7 +174,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("olmoe", {"clip_qkv": -8.0}, "clip_qkv=-8.0"),
         ("mixtral", {"num_experts_per_tok": 6}, "cannot choose more experts"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
         ("glm4_moe", {"topk_group": 4}, "groups of one size"),

@@ -116,7 +116,8 @@ class Attention:
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
-    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
+    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`
+    before the norm of queries and keys or, with `clip_normed`, behind it.
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
@@ -135,6 +136,7 @@ class Attention:
     qk_norm_over: Literal["head", "own", "all"] = "head"
     norm_turned: bool = False
     clip: float | None = None
+    clip_normed: bool = False
     growth: tuple[float, float] | None = None
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False

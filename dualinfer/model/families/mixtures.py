@@ -13,23 +13,23 @@ from ..weights import Row, Source, row
 from . import rows as make
 from .fields import ConfigFields
 
-_SHARED = {"shared_gate": "gate_proj", "shared_up": "up_proj"}
-
 
 @dataclass(frozen=True)
 class Mixture:
     """What HF calls the parts of a mixture, and its fields of a config.
 
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
-    experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
-    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
-    change nothing at inference.
+    experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, and
+    `shared_parts` are its own, two of them where gate and up are one. `choice_bias` is a tensor of
+    `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change nothing at
+    inference.
     """
 
     block: str = "mlp"
     router: str = "gate"
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_expert"
+    shared: str = "mlp.shared_expert"
+    shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     choice_bias: str | None = None
     choice_axes: str = "experts"
     router_bias: bool = False
@@ -49,8 +49,21 @@ _MIXTRAL = Mixture(
 )
 _DEEPSEEK = Mixture(
     count="n_routed_experts",
-    shared="shared_experts",
+    shared="mlp.shared_experts",
     choice_bias="gate.e_score_correction_bias",
+)
+_GRANITE = Mixture(
+    block="block_sparse_moe",
+    router="router",
+    shared="shared_mlp",
+    shared_parts=("input_linear", "output_linear"),
+    count="num_local_experts",
+    ffn="intermediate_size",
+    renames=(
+        (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+        (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+        (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    ),
 )
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
 _DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
@@ -60,7 +73,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
-        shared="shared_experts",
+        shared="mlp.shared_experts",
         choice_bias="gate.moe_statics.e_score_correction_bias",
         choice_axes="one experts",
         count="moe_num_experts",
@@ -76,19 +89,10 @@ MIXTURES: Mapping[str, Mixture] = {
         ffn="intermediate_size",
         router_bias=True,
     ),
-    "granitemoe": Mixture(
-        block="block_sparse_moe",
-        router="router",
-        count="num_local_experts",
-        ffn="intermediate_size",
-        renames=(
-            (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
-            (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
-            (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
-        ),
-    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": Mixture(
-        router="gate.wg", shared="shared_mlp", chosen="moe_topk", ffn="intermediate_size"
+        router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
     ),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mixtral": _MIXTRAL,
@@ -152,7 +156,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("gpt_oss", "granitemoe"):
+    if family in ("gpt_oss", "granitemoe", "granitemoeshared"):
         return Router(0, "chosen")
     if family == "deepseek_v2":
         fields.require("norm_topk_prob", False)  # HF's router does not read it
@@ -197,6 +201,9 @@ def _shared(fields: ConfigFields) -> int:
     """The ffn of the shared expert; 0 without one."""
     if fields.family == "qwen2_moe":
         return fields.size("shared_expert_intermediate_size")
+    if fields.family == "granitemoeshared":
+        width = "shared_intermediate_size"
+        return fields.size(width) if fields.take(width, 0) else 0
     if fields.family == "hunyuan_v1_moe":
         return fields.size("intermediate_size")
     if fields.family in _DEEPSEEKS:
@@ -257,8 +264,12 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
         _stacked("down", "embed up", f"{experts}.down_proj", _each(names, experts, "down")),
     ]
     if mixture.shared:
-        rows += make.joined("shared.up", f"{hf}.{names.shared}.{{p}}", _SHARED, bias=False)
-        down = f"{hf}.{names.shared}.down_proj"
+        *first, down = (f"{layer}{names.shared}.{part}" for part in names.shared_parts)
+        if len(first) == 2:
+            parts = dict(zip(("shared_gate", "shared_up"), first, strict=True))
+            rows += make.joined("shared.up", "{p}", parts, bias=False)
+        else:
+            rows += make.linear("shared.up", first[0], "shared_gate+shared_up embed", bias=False)
         rows += make.linear("shared.down", down, "embed shared_up", bias=False)
     if mixture.shared_gated:
         rows += make.linear("shared.gate", f"{hf}.shared_expert_gate", "one embed", bias=False)

@@ -455,6 +455,8 @@ class KernelOps(PlainOps):
                     capability=self.capability,
                     written=(qkv,),
                 )
+        if a.clip is not None and a.clip_normed:
+            qkv = self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None), qkv
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:

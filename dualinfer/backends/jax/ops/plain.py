@@ -317,6 +317,8 @@ class PlainOps:
         q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
+        if a.clip is not None and a.clip_normed:
+            q, k, v = (PlainOps.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))

@@ -432,6 +432,8 @@ class KernelOps(PlainOps):
                 positions=positions,
                 pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
             )
+        if a.clip is not None and a.clip_normed:
+            self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None)
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:

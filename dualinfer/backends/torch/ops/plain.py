@@ -294,6 +294,8 @@ class PlainOps:
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
+        if a.clip is not None and a.clip_normed:
+            q, k, v = (PlainOps.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
