@@ -21,6 +21,7 @@ from . import (
     gpt_neox,
     gptj,
     llama,
+    llama4,
     modernbert,
     mpt,
     opt,
@@ -37,7 +38,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert),
-        *(bart, t5, whisper, deepseek),
+        *(bart, t5, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES
 }

@@ -4,7 +4,7 @@ A file has a tensor for each expert; a module of transformers 5 has one for all 
 the routers and the blocks around them in models/NAME/modeling_NAME.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ...errors import ModelError, shown
@@ -21,7 +21,8 @@ class Mixture:
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
     experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, and
     `shared_parts` are its own, two of them where gate and up are one. `choice_bias` is a tensor of
-    `choice_axes`; with `router_bias` logits have one as well. `ignored` fields change nothing at
+    `choice_axes`; with `router_bias` logits have one as well. A tensor of all experts may lie
+    `turned`, columns before rows. `ignored` fields change nothing at
     inference.
     """
 
@@ -33,6 +34,7 @@ class Mixture:
     choice_bias: str | None = None
     choice_axes: str = "experts"
     router_bias: bool = False
+    turned: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
     ffn: str = "moe_intermediate_size"
@@ -94,6 +96,14 @@ MIXTURES: Mapping[str, Mixture] = {
     "hunyuan_v1_moe": Mixture(
         router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
     ),
+    "llama4_text": Mixture(
+        block="feed_forward",
+        router="router",
+        shared="feed_forward.shared_expert",
+        turned=True,
+        count="num_local_experts",
+        ffn="intermediate_size",
+    ),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mixtral": _MIXTRAL,
     "olmoe": Mixture(ffn="intermediate_size"),
@@ -120,6 +130,8 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
             )
         gated = shared > 0 and fields.family == "qwen2_moe"
         mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
+        if fields.family == "llama4_text":
+            mixture = replace(mixture, weighs_input=True)
         if fields.family == "gpt_oss":
             mixture = _clamped(fields, mixture)
         by_layer.append(mixture if is_mixture else dense)
@@ -186,6 +198,8 @@ def _router(fields: ConfigFields) -> Router:
         renormalized = fields.flag("norm_topk_prob", False)
         scale = fields.number("routed_scaling_factor")
         return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "llama4_text":
+        return Router(0, "gates")
     if family == "minimax_m2":
         return Router(0, "sigmoid", renormalized=True)
     if family == "ernie4_5_moe":
@@ -204,7 +218,7 @@ def _shared(fields: ConfigFields) -> int:
     if fields.family == "granitemoeshared":
         width = "shared_intermediate_size"
         return fields.size(width) if fields.take(width, 0) else 0
-    if fields.family == "hunyuan_v1_moe":
+    if fields.family in ("hunyuan_v1_moe", "llama4_text"):
         return fields.size("intermediate_size")
     if fields.family in _DEEPSEEKS:
         return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
@@ -216,6 +230,14 @@ def _shared(fields: ConfigFields) -> int:
 def _which(fields: ConfigFields, layers: int) -> list[bool]:
     """Of each layer whether it has a mixture."""
     family = fields.family
+    if family == "llama4_text":
+        fields.ignore("interleave_moe_layer_step")  # HF folds it into moe_layers
+        mixed = fields.take("moe_layers")
+        if not isinstance(mixed, list | tuple) or any(type(i) is not int for i in mixed):
+            raise ModelError(
+                f"config.json has moe_layers={shown(mixed)}; expected a list of layers."
+            )
+        return [i in mixed for i in range(layers)]
     if family == "glm4_moe_lite":
         kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
         return [kind == "sparse" for kind in kinds]
@@ -260,13 +282,13 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
         rows.append(replace(row("router.choice_bias", names.choice_axes, source), wide=True))
     experts = f"{hf}.experts"
     rows += [
-        _stacked("up", "gate+up embed", f"{experts}.gate_up_proj", _each(names, experts, "up")),
-        _stacked("down", "embed up", f"{experts}.down_proj", _each(names, experts, "down")),
+        _stacked(names, "up", "gate+up embed", f"{experts}.gate_up_proj", experts),
+        _stacked(names, "down", "embed up", f"{experts}.down_proj", experts),
     ]
     if mixture.shared:
         *first, down = (f"{layer}{names.shared}.{part}" for part in names.shared_parts)
         if len(first) == 2:
-            parts = dict(zip(("shared_gate", "shared_up"), first, strict=True))
+            parts = {"shared_gate": first[0], "shared_up": first[1]}
             rows += make.joined("shared.up", "{p}", parts, bias=False)
         else:
             rows += make.linear("shared.up", first[0], "shared_gate+shared_up embed", bias=False)
@@ -303,8 +325,9 @@ def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
     return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
 
 
-def _stacked(ours: str, axes: str, whole: str, each: Sequence[tuple[str, str]]) -> Row:
-    """The weight of all experts, which is one tensor `whole`, or several of `each` of them."""
-    axes = f"experts {axes}"
-    own = row(f"experts.{ours}.weight", axes, *each)
-    return replace(own, others=(Source(whole, tuple(axes.split())),))
+def _stacked(names: Mixture, ours: str, axes: str, whole: str, experts: str) -> Row:
+    """The weight of all experts, which is one tensor `whole`, or some of each of them."""
+    own = row(f"experts.{ours}.weight", f"experts {axes}", *_each(names, experts, ours))
+    out, inner = axes.split()
+    stored = ("experts", inner, out) if names.turned else ("experts", out, inner)
+    return replace(own, others=(Source(whole, stored),))

@@ -345,7 +345,7 @@ def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
     return fields.activation("hidden_act")
 
 
-def _growth(fields: ConfigFields) -> tuple[float, float] | None:
+def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
     """What Ministral 3 scales queries by, of the rotary embedding's parameters."""
     parameters = fields.take("rope_parameters")
     if fields.family != "ministral3" or not isinstance(parameters, Mapping):
@@ -357,7 +357,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float] | None:
             f"config.json has rope_parameters={shown(dict(parameters))}; ministral3 needs a "
             f"positive {' and '.join(names)}."
         )
-    return float(beta), float(period)
+    return float(beta), float(period), 0
 
 
 def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:

@@ -46,6 +46,8 @@ def route(
     weights = jnp.take_along_axis(scores, experts, -1)
     if router.score == "chosen":
         weights = jax.nn.softmax(weights, -1)
+    elif router.score == "gates":
+        weights = jax.nn.sigmoid(weights)
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
     return Routing(experts.astype(jnp.int32), weights * router.scale)
@@ -79,14 +81,18 @@ def experts(
         at = starts[expert] + (i - before) * width + jnp.arange(width)
         own = order[jnp.minimum(at, pairs - 1)]
         up = one_expert(w["experts.up.weight"], expert)
-        h = primitives.matmul(rows[own // count], up, _row(w.get("experts.up.bias"), expert))
+        read = rows[own // count]
+        if mixture.weighs_input:
+            read = (read * routing.weights.reshape(-1)[own, None]).astype(x.dtype)
+        h = primitives.matmul(read, up, _row(w.get("experts.up.bias"), expert))
         h, down = share_input(hidden(h, mixture), one_expert(w["experts.down.weight"], expert))
         y = primitives.SCHEMES.product(h, down, jnp.float32)
         return parts.at[jnp.where(at < ends[expert], own, pairs)].set(y, mode="drop")
 
     parts = jnp.zeros((pairs, w["experts.down.weight"].shape[1]), jnp.float32)
     parts = lax.fori_loop(0, last[-1], block, parts)
-    return _weighted(parts.reshape(*routing.experts.shape, -1), routing.weights)
+    weights = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.reshape(*routing.experts.shape, -1), weights)
 
 
 def _block(pairs: int, experts: int) -> int:

@@ -43,6 +43,8 @@ def route(
     weights = scores.gather(-1, experts)
     if router.score == "chosen":
         weights = weights.softmax(-1)
+    elif router.score == "gates":
+        weights = weights.sigmoid()
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdim=True) + router.eps)
     return Routing(experts.int(), weights * router.scale)
@@ -71,10 +73,14 @@ def experts(
     parts = x.new_empty((len(chosen), w["experts.down.weight"].shape[1]))
     for expert, pairs in _by_expert(chosen):
         up = one_expert(w["experts.up.weight"], expert)
-        h = primitives.matmul(rows[pairs // count], up, _row(w.get("experts.up.bias"), expert))
+        own = rows[pairs // count]
+        if mixture.weighs_input:
+            own = (own * routing.weights.flatten()[pairs, None]).to(x.dtype)
+        h = primitives.matmul(own, up, _row(w.get("experts.up.bias"), expert))
         h, down = share_input(hidden(h, mixture), one_expert(w["experts.down.weight"], expert))
         parts[pairs] = primitives.matmul(h, down)
-    return _weighted(parts.view(*routing.experts.shape, -1), routing.weights)
+    weights = torch.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.view(*routing.experts.shape, -1), weights)
 
 
 def _by_expert(chosen: torch.Tensor) -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:

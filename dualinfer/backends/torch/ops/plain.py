@@ -415,6 +415,7 @@ class PlainOps:
             assert slots is not None
             primitives.write(cache, slots, k, v)
             k, v = cache.kept(k, v)
+        segments = chunks_of(a, q.shape[0], q.shape[1], q.device, mask, segments)
         y = primitives.attention(
             q,
             k,
@@ -457,6 +458,7 @@ class PlainOps:
             lengths + 1,
             scale=a.scale,
             window=a.window,
+            chunk=a.chunk,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
@@ -524,6 +526,20 @@ def matrices_of(layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
     _, keys, values = layer.spec.qkv_sizes
     k, v = layer.kv.data.split((keys, values))
     return k.unflatten(0, (layer.spec.heads, -1)), v.unflatten(0, (layer.spec.heads, -1))
+
+
+def chunks_of(
+    a: Attention,
+    batch: int,
+    keys: int,
+    device: torch.device,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The segments [batch, keys] that whole sequences see, where the layer sees chunks of them."""
+    if a.chunk is None or keys <= a.chunk:
+        return segments
+    return primitives.chunks(a.chunk, keys, device, mask, segments).expand(batch, keys)
 
 
 def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
