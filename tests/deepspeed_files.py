@@ -274,6 +274,26 @@ def save_training(folder, states, tag="global_step7", **more):
     return folder
 
 
+def save_moe_training(folder, model, tag="global_step7", old=False):
+    """A folder of a training with DeepSpeed's MoE layers: a file for each expert of each.
+
+    `old`: one for each expert of all layers, as versions before 0.5 have it.
+    """
+    rest, experts, layers = {}, {}, {}
+    for name, tensor in model.state_dict().items():
+        head, found, tail = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
+        if not found:
+            rest[name] = tensor.clone()
+            continue
+        layer = layers.setdefault(head, len(layers))
+        key = ("" if old else f"layer_{layer}_") + f"expert_{tail.partition('.')[0]}"
+        experts.setdefault(key, {})[name] = tensor.clone()
+    save_training(folder, [rest], tag, num_experts=[len(experts)])
+    for key, state in experts.items():
+        torch.save(state, Path(folder) / tag / f"{key}_mp_rank_00_model_states.pt")
+    return Path(folder)
+
+
 def save_meta(model, folder, size, version=2):
     """A Llama as Meta releases it: pairs that rotate side by side, a file for each rank."""
     folder = Path(folder)

@@ -362,12 +362,16 @@ class RankFiles(Shards):
 
     def _check_experts(self, names: Sequence[str], wanted: Wanted) -> None:
         stored, asked = (_experts_of(own) for own in (names, wanted.shapes))
-        problems = [
-            f"{layer} has {len(experts)} experts in the model and {len(stored.get(layer, ()))} in "
-            "the files"
-            for layer, experts in sorted(asked.items())
-            if stored.get(layer, set()) < experts
-        ]
+        problems = []
+        for layer, experts in sorted(asked.items()):
+            # A HF model's prefix may lack on either side.
+            alike = (n for n in stored if n == layer or n.endswith(f".{layer}"))
+            own = next((stored[n] for n in alike), set[int]())
+            longer = any(other.endswith(f".{layer}") for other in asked)
+            if not experts <= own and not (longer and not own):
+                problems.append(
+                    f"{layer} has {len(experts)} experts in the model and {len(own)} in the files"
+                )
         if problems:
             raise CheckpointError(
                 f"{self.description} does not hold all experts: {listing(problems)}. DeepSpeed "
