@@ -175,7 +175,7 @@ def _quantized():
 def test_quantized_experts_are_shared_out(crew):
     found = crew.run(_quantized)
     assert max(error for error, _ in found) < 1e-5
-    assert sum((names for _, names in found), []) == ["0", "1", "2"]
+    assert [names for _, names in found] == [["0", "1"], ["2"]]
 
 
 def _partial(folder):
@@ -213,10 +213,10 @@ def test_layers_that_have_a_part_of_their_experts(crew, tmp_path):
         assert max(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_checkpoint_of_a_training_fills_a_module(old, tmp_path):
+@pytest.mark.parametrize(("old", "size"), [(False, 1), (True, 1), (False, 2)])
+def test_checkpoint_of_a_training_fills_a_module(old, size, tmp_path):
     model = make_model(num_experts=3, use_residual=True)
-    folder = deepspeed_files.save_moe_training(tmp_path / "run", model, old=old)
+    folder = deepspeed_files.save_moe_training(tmp_path / "run", model, old=old, size=size)
     expected = _expected(model)[0]
     for path in (folder, folder / "global_step7"):
         with torch.device("meta"):
@@ -381,6 +381,15 @@ def test_hf_model_with_such_layers_generates(tmp_path):
         with _serve(given, **more) as engine:
             assert relative_rms(engine(IDS).logits, expected) < 1e-5
             assert _hf_text(given, engine.generate) == text
+
+
+def test_fused_mode_refuses_such_layers_and_names_module_mode():
+    for backend in ("torch", "jax"):
+        how = {"backend": backend, "replace_with_kernel_inject": True}
+        with pytest.raises(ModelError, match=r"DeepSpeed's MoE layer.*module mode does, on torch"):
+            _serve(_hf(), **how)
+        with pytest.raises(ConfigError, match=r"moe\.drop_tokens=True.*run in module mode"):
+            _serve(_hf(), moe={"drop_tokens": True}, **how)
 
 
 def _split_hf():

@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layers in a caller's module, run by rules of our own in the place of its dispatch.
+"""DeepSpeed's MoE layers in a caller's module, run by their rules in the place of its dispatch.
 
 They are told by the names of their classes and parts, so that DeepSpeed is not imported. The outer
 layer stays the caller's: it adds the dense MLP of a residual one, and gives what it always gives.
@@ -182,7 +182,7 @@ class MixtureLayer(nn.Module):
 
 
 class Mixture(NamedTuple):
-    """A MoE layer of DeepSpeed's: its path, what holds it and its dispatch, whose place is `key`."""
+    """A MoE layer of DeepSpeed's: its path, its dispatch, and what holds that at `key`."""
 
     path: str
     owner: nn.Module
@@ -239,6 +239,7 @@ class Mixtures:
                 self.found.append(Mixture(path, owner, key, original, layer))
 
     def __bool__(self) -> bool:
+        """True if there are any."""
         return bool(self.found)
 
     @property
@@ -318,8 +319,8 @@ class Mixtures:
                 name = chance.partition("=")[0]
                 raise ConfigError(
                     f"moe.drop_tokens=True: {place} with {chance}, so that no call gives what "
-                    f"another gave. Set {name}=False on it, or leave moe.drop_tokens unset: then no "
-                    "token is dropped, and the likeliest experts are chosen."
+                    f"another gave. Set {name}=False on it, or leave moe.drop_tokens unset: then "
+                    "no token is dropped, and the likeliest experts are chosen."
                 )
 
     def put(self) -> None:
