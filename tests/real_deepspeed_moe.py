@@ -118,6 +118,8 @@ def shared(rank, world, out, ep_size):
             filled = error(served(ids), expected)
         with dualinfer.init_inference(real, **ways) as served:
             live = error(served(ids), expected)
+            held = real.layers[0].moe.deepspeed_moe.experts.deepspeed_experts
+            assert len(held._modules) == fields["num_experts"] // world
         print(f"rank {rank} of {world}, ep_size {ep_size}, k {k}: {filled:.1e} {live:.1e}")
         assert max(filled, live) < 1e-5
         if rank == 0:
