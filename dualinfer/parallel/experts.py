@@ -40,15 +40,13 @@ def parts_of(moe: MoEConfig, counts: Sequence[int], architecture: str, size: int
     if parts > min(counts):
         raise ConfigError(
             f"moe.ep_size={parts}: {architecture} {_has(counts)}, which is less than one for "
-            f"each part. Use at most {min(counts)}; tensor_parallel.tp_size may be a multiple of "
-            "it."
+            f"each part. Use at most {min(counts)}."
         )
     if size % parts:
         devices = "one device has" if size == 1 else f"{size} devices share"
         raise ConfigError(
-            f"moe.ep_size={parts}, and {devices} the model; it must divide their number. Use "
-            f"{_listed([n for n in range(1, size + 1) if size % n == 0])}, or set "
-            f"tensor_parallel.tp_size to {parts} or a multiple of it."
+            f"moe.ep_size={parts}, and {devices} the model: it must divide their number. Set "
+            f"tensor_parallel.tp_size to a multiple of {parts}."
         )
     return parts
 
@@ -83,15 +81,15 @@ def describe_experts(plan: ShardingPlan) -> list[str]:
             "wants most"
         ]
     shares = [share.real for share in split_evenly(first.count, parts, 1)]
-    held = " and ".join(f"{shares.count(n)} of {n}" for n in sorted(set(shares), reverse=True))
+    held = ", ".join(f"{shares.count(n)} of {n}" for n in sorted(set(shares), reverse=True))
     within = size // parts
-    how = f", each shared by {within} devices by its width" if within > 1 else ""
+    how = f", the width of each cut for {within} devices" if within > 1 else ", whole ones"
     most = most_chosen(shares, chosen)
     return [
-        f"experts (ep_size {parts}): {first.count} in {parts} parts ({held}), whole ones{how}; of "
-        f"{chosen} that a token chooses as if by lot one part has {most:.2f} on average, so that "
-        f"those of one token take 1/{chosen * within / most:.2f} of one device's time, and cut by "
-        f"width (ep_size 1) 1/{size}"
+        f"experts (ep_size {parts}): {first.count} in {parts} parts ({held}){how}. Of {chosen} "
+        f"that a token chooses as if by lot the part with the most has {most:.2f} on average: the "
+        f"experts of one token take 1/{chosen * within / most:.2f} of one device's time, and cut "
+        f"by width alone (ep_size 1) 1/{size}"
     ]
 
 

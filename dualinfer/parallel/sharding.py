@@ -88,14 +88,19 @@ class Shard:
         return (*shape[:-1], len(row.picks)) if axes is None and row.picks else shape
 
     def split_axis(self, row: Row, part: str = "data") -> int | None:
-        """Index of the axis of a part of the row's weight that this device holds a share of.
+        """Index of the axis along which the devices' parts of the row's weight follow one another.
 
-        None where it holds all of it.
+        The first of those that they share; None where each holds all of it.
         """
-        for i, axis in enumerate(row.parts[part]):
-            if any(self._split(_divided(part)[0], row.layer) for part in _parts(axis)):
-                return i
-        return None
+        return next(iter(self.split_axes(row, part)), None)
+
+    def split_axes(self, row: Row, part: str = "data") -> list[int]:
+        """Indices of the axes of a part of the row's weight that this device holds a share of."""
+        return [
+            i
+            for i, axis in enumerate(row.parts[part])
+            if any(self._split(_divided(name)[0], row.layer) for name in _parts(axis))
+        ]
 
     def held(self, layer: int = 0) -> list["Held"]:
         """What this device holds of the axes that people know; nothing where it holds all.
@@ -490,7 +495,8 @@ def make_plan(
             experts = [replace(share, extent=most) for share in experts]
         yield from ((experts[place.part], own[place.width]) for place in places)
 
-    vocab = width("vocab", spec.vocab)
+    none = Share(0, 0, 0)  # of a model that reads no ids
+    vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
     by_kind: dict[tuple[int, ...], list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():

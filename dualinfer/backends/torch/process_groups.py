@@ -240,14 +240,14 @@ def find_places(moe: MoEConfig, parts: int, ranks: Ranks) -> list[Place]:
             name: None if group is None else _members(f"moe.{name}", group, sizes[name], ranks)
             for name, group in groups.items()
         }
-        said = work.meet(**own)
+        said = work.meet(None, **own)
     if ranks.size == 1:
         return make_places(1, 1)
     found: dict[str, list[list[int]]] = {}
     for name, members in said.items():
         if all(group is None for group in members):
             continue
-        among = {tuple(group or ()) for group in members}
+        among: set[tuple[int, ...]] = {tuple(group or ()) for group in members}
         if sorted(rank for group in among for rank in group) != sorted(ranks.members):
             raise ConfigError(
                 f"moe.{name} is {', '.join(map(str, members))} in the {ranks.size} processes that "

@@ -63,7 +63,7 @@ def up_codes_kernel(
     rows, inside = _rows_of(block, features, ROWS, PARTS)
     wait_for_inputs(PDL)
     expert = number_here(tl.load(experts_ptr + pair), own_ptr).to(tl.int64)
-    if own_ptr is not None:
+    if own_ptr is not None:  # noqa: SIM102 - told before the kernel is compiled
         if expert < 0:
             return
     scale_ptr += expert * scale_stride

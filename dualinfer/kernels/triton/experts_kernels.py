@@ -79,8 +79,8 @@ def _up_rows(
 @triton.jit
 def up_vector_kernel(
     x_ptr, weight_ptr, bias_ptr, experts_ptr, own_ptr, shared_ptr, shared_gate_ptr,
-    norm_weight_ptr, norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps, limit,
-    K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    norm_weight_ptr, norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps,
+    limit, K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,19 +107,16 @@ def up_vector_kernel(
         pair = token * CHOSEN + (block - first) // blocks
         wait_for_inputs(PDL)
         expert = number_here(tl.load(experts_ptr + pair), own_ptr).to(tl.int64)
-        known = features
-        if own_ptr is not None:
-            known = tl.where(expert >= 0, features, 0)  # no row is read
-            expert = tl.maximum(expert, 0)
-        PARTS: tl.constexpr = 2 if GATED else 1
-        weight_ptr += expert * features * (K * PARTS)
-        if bias_ptr is not None:
-            bias_ptr += expert * features * PARTS
-        _up_rows(
-            *(x_ptr, weight_ptr, bias_ptr, None, norm),
-            *(h_ptr + pair * features, (block - first) % blocks, known, limit),
-            *(K, ROWS, BLOCK_K, NORM, ACTIVATION, GATED, OFFSET, PDL),
-        )
+        if own_ptr is None or expert >= 0:
+            PARTS: tl.constexpr = 2 if GATED else 1
+            weight_ptr += expert * features * (K * PARTS)
+            if bias_ptr is not None:
+                bias_ptr += expert * features * PARTS
+            _up_rows(
+                *(x_ptr, weight_ptr, bias_ptr, None, norm),
+                *(h_ptr + pair * features, (block - first) % blocks, features, limit),
+                *(K, ROWS, BLOCK_K, NORM, ACTIVATION, GATED, OFFSET, PDL),
+            )
 
 
 @triton.jit
