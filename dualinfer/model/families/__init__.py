@@ -12,6 +12,8 @@ from . import (
     bart,
     bert,
     bloom,
+    clip,
+    deberta,
     deepseek,
     fairseq,
     falcon,
@@ -37,7 +39,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert),
+        *(falcon, mpt, fairseq, modernbert, deberta, clip),
         *(bart, t5, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES
