@@ -204,7 +204,15 @@ def decoding(
     heads = {"KV_HEADS": kv_heads, "GROUP": group, "EACH": min(group, 16), "DIM": dim}
     heads["BLOCK_D"] = next_power_of_2(dim)
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
-    flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
+    flags = (
+        "INTERLEAVED",
+        "NORM_OFFSET",
+        "NORM_TURNED",
+        "WINDOWED",
+        "CHUNKED",
+        "SOFTCAP",
+        "TWO_TABLES",
+    )
     flags += ("CROSS", "STRETCH")
     flags = dict.fromkeys(flags, False)
     names = ("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale", "relative_ptr")
@@ -376,6 +384,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
+    decoding(1, 8, 4, 128, WINDOWED=True, CHUNKED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", NORM_TURNED=True),
     decoding(1, 8, 4, 128, TWO_TABLES=True),
@@ -451,7 +460,7 @@ TYPES = {
     "softcap": "fp32",
     "alibi_scale": "fp32",
     "rotary_scale": "fp32",
-    **dict.fromkeys(("window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
+    **dict.fromkeys(("ahead", "window", "capacity", "tokens", "start", "pairs", "section"), "i32"),
     **dict.fromkeys(("words_ptr", "peers_ptr"), "*i64"),
     **dict.fromkeys(("state_ptr", "firsts_ptr"), "*i32"),
     **dict.fromkeys(("seen_ptr", "active_ptr", "noise_ptr"), "*u8"),

@@ -118,8 +118,8 @@ def experts(
         return primitives.SCHEMES.product(make(some, expert), own_down, jnp.float32)
 
     parts = in_blocks(product, parts)
-    weights = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
-    return _weighted(parts.reshape(*routing.experts.shape, -1), weights)
+    factors = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.reshape(*routing.experts.shape, -1), factors)
 
 
 def _block(pairs: int, experts: int) -> int:

@@ -107,8 +107,8 @@ def experts(
             )
     if here is not None:
         parts = torch.where(here[:, None], parts, 0)
-    shares = torch.ones_like(routing.weights) if mixture.weighs_input else routing.weights
-    return _weighted(parts.view(*routing.experts.shape, -1), shares)
+    factors = torch.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.view(*routing.experts.shape, -1), factors)
 
 
 def _by_expert(
