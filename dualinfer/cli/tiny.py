@@ -7,7 +7,7 @@ VOCAB = 131
 POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
 _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
-_WINDOW, _ORIGINAL = 5, 64
+_WINDOW, _ORIGINAL, _PATCH = 5, 64, 6
 _FFN = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
     *("encoder_ffn_dim", "decoder_ffn_dim"),
@@ -75,6 +75,11 @@ def tiny_config(config: Any) -> Any:
             values[name] = new_heads if values[name] in (None, heads) else few
     if values.get("decoder_attention_heads") is not None:
         values["decoder_attention_heads"] = new_heads // 2
+    for name in ("pooler_hidden_size", "pooler_output_size"):
+        if name in values:
+            values[name] = hidden
+    if "patch_size" in values and "image_size" in values:
+        values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
     for name in ("head_dim", "attention_head_dim"):  # HunYuan's files have both
         if name in values:
             values[name] = _HEAD_DIM

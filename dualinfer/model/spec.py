@@ -113,6 +113,47 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Vectors of distances that meet queries and keys (DeBERTa, arXiv:2006.03654).
+
+    All layers share 2 `span` vectors of the embedding's width, after a `norm` if there is one. A
+    layer's projection of the vector of a query's distance from a key to a key of its own meets the
+    query if `keys`, one to a query meets the key if `queries`; both are added to the product of the
+    two, before the scale. If `shared`, the projections are those of tokens. Distances have a vector
+    each, or, where `most` is not 0, the near half of `span`, and the others share the rest by their
+    logarithm up to `most`.
+    """
+
+    span: int
+    most: int
+    keys: bool
+    queries: bool
+    shared: bool
+    norm: Norm | None = None
+
+    @property
+    def farthest(self) -> int:
+        """The tokens from which on distances are alike."""
+        return self.most or self.span
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The vector of each key that lies -farthest to farthest tokens behind the query.
+
+        HF's `make_log_bucket_position`, in the same float32 arithmetic.
+        """
+        middle, far = self.span // 2, range(-self.farthest, self.farthest + 1)
+        found = np.array(far, np.int64)
+        if self.most:
+            away = np.maximum(np.abs(found), middle)
+            part = np.log(away.astype(np.float32) / np.float32(middle))
+            part /= np.log(np.float32((self.most - 1) / middle))
+            shared = np.ceil(part * np.float32(middle - 1)).astype(np.int64) + middle
+            found = np.where(away == middle, found, np.sign(found) * shared)
+        return tuple(np.clip(self.span - found, 0, 2 * self.span - 1).tolist())
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
@@ -125,8 +166,8 @@ class Attention:
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
-    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
-    that of queries and keys.
+    `places` are vectors of distances that add to scores. With `latent` each head has a key and a
+    value of its own, made of latent vectors; `head_dim` is that of queries and keys.
     """
 
     heads: int
@@ -145,6 +186,7 @@ class Attention:
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
+    places: Places | None = None
     latent: Latent | None = None
 
     @property
@@ -213,6 +255,44 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """What an encoder of images reads: a token of each patch, behind one that is learned.
+
+    Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    grid: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.size[0] * self.size[1]
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        high, wide = (n * size for n, size in zip(self.grid, self.size, strict=True))
+        return self.channels, high, wide
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a model without a head makes of one token of its last hidden state.
+
+    It is the `first` one, or the `end`: the first with the id `end_id`, or with the largest id if
+    that is None. After a `norm`, if there is one, it is HF's pooler_output, or by the product with
+    a projection the output `projected`.
+    """
+
+    pooling: Literal["first", "end"]
+    norm: Norm | None = None
+    projected: Literal["text_embeds", "image_embeds"] | None = None
+    end_id: int | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -236,6 +316,11 @@ class Layer:
     cross: Attention | None = None
     bare: bool = False
 
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0 of one without a mixture."""
+        return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
 
 @dataclass(frozen=True)
 class Head:
@@ -248,7 +333,8 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`; of
+    an encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -257,8 +343,9 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean"] | None = None
+    pooling: Literal["first", "real", "last", "mean", "eos"] | None = None
     late: bool = False
+    eos: int | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -280,8 +367,11 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection with its bias comes
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
-    so many bins in the place of ids, two frames for each position, by two convolutions.
+    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
+    shifted, where it is given none. With `patches` it reads images in the place of ids, and has no
+    vocabulary. HF's hidden states of a model with `raw_states` end before the final norm.
+    `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel spectrograms
+    of so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -307,7 +397,12 @@ class ModelSpec:
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
+    repeats: bool = False
     mel: int = 0
+    projected: int = 0
+    patches: Patches | None = None
+    pooled: Pooled | None = None
+    raw_states: bool = False
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -346,10 +441,16 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
             "labels": self.head.labels if self.head else 0,
+            "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "one": 1,
         }
+        if self.patches is not None:
+            outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
+            outer["channels"] = self.patches.channels
+        if (places := self.layers[0].attention.places) is not None:
+            outer["places"] = 2 * places.span
         if self.encoder:
             outer["source_positions"] = self.encoder.extent("positions")
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
@@ -367,7 +468,8 @@ class ModelSpec:
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
-            inner["experts"] = mlp.count
+            # What a router tells apart, which every device knows of, and what devices share out.
+            inner |= dict.fromkeys(("choices", "experts"), mlp.count)
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 

@@ -151,6 +151,7 @@ def choosing_experts(
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}
     routed = routing.route(x, new(total, width), counters=counters, **router)
     biases, codes = how.pop("biases", False), how.pop("codes", None)
+    how |= {"own": new(2, dtype="int32")} if how.pop("in_parts", False) else {}
 
     def weight(rows: int, columns: int) -> Any:
         if codes is None:
@@ -622,6 +623,9 @@ VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
     *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
+    *choosing_experts(1, 2048, 64, 8, 768, in_parts=True)[1:],
+    *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1::3],
+    *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, in_parts=True, **GPT_OSS)[1:],
 ]
 EIGHT = [
     eight_bits("fp8_e4m3", False, False),

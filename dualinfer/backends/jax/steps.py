@@ -86,7 +86,8 @@ class Steps:
         if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
             token_types = jnp.zeros(shape, jnp.int32)
         if embeds is not None:
-            embeds = embeds.astype(params.outer["embed.weight"].dtype)
+            name = "embed.weight" if self.spec.patches is None else "patches.kernel"
+            embeds = embeds.astype(params.outer[name].dtype)
         last = None
         if mask is not None and self.spec.turns_by_length:
             last = jnp.where(mask, positions, 0).max(1)

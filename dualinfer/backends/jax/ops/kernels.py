@@ -334,7 +334,8 @@ class KernelOps(PlainOps):
         partial: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         return self._mixed(x, held, routing, by, partial)
@@ -549,6 +550,8 @@ class KernelOps(PlainOps):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         if isinstance(qkv, LatentQkv):
             return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)

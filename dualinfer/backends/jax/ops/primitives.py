@@ -304,6 +304,15 @@ def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     return activation(gate, kind) * up
 
 
+@jax.named_scope("patches")
+def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    flat = kernel.reshape(len(kernel), -1)
+    y = einsum("btc,ec->bte", x, flat, preferred_element_type=jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
 @jax.named_scope("attention")
 def attention(
     q: jax.Array,
@@ -390,6 +399,41 @@ def relative_bias(table: jax.Array, keys: jax.Array, queries: jax.Array) -> jax.
     most = table.shape[1] // 2
     away = jnp.clip(keys[:, None, :] - queries[:, :, None], -most, most) + most
     return table[:, away].swapaxes(0, 1).astype(jnp.float32)
+
+
+@jax.named_scope("attention")
+def disentangled_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array | None,
+    queries: jax.Array | None,
+    *,
+    scale: float,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
+    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    """
+    at, wide = jnp.arange(q.shape[1]), jnp.float32
+    scores = einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide)
+
+    def added(x: jax.Array, table: jax.Array, away: jax.Array) -> jax.Array:
+        """Each row of x [B, T, H, D] with the row of the table of each distance: [B, H, T, T]."""
+        near = table.shape[1] // 2
+        products = einsum("bthd,hpd->bhtp", x, table, preferred_element_type=wide)
+        return jnp.take_along_axis(products, (jnp.clip(away, -near, near) + near)[None, None], -1)
+
+    if keys is not None:
+        scores += added(q, keys, at[None, :] - at[:, None])
+    if queries is not None:
+        scores += added(k, queries, at[:, None] - at[None, :]).swapaxes(-1, -2)
+    visible = visible_keys(q.shape[1], False, None, mask, segments, at)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores * scale, -jnp.inf), axis=-1)
+    return einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 
 @jax.named_scope("cross_attention")

@@ -303,10 +303,15 @@ class KernelOps(PlainOps):
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        own = self._own_experts(mixture.count)
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         return self._mixed(x, held, routing, by, partial)
+
+    def _own_experts(self, count: int) -> torch.Tensor | None:
+        """From which to before which of `count` experts are here, int32 [2]; None for all."""
+        return None
 
     def _mixed(
         self,
@@ -513,6 +518,8 @@ class KernelOps(PlainOps):
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
             return y.flatten(-2), cache
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
@@ -723,7 +730,7 @@ class KernelOps(PlainOps):
 def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
     """Whether torch's products of groups are faster than our tiles for so many pairs."""
     known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
-    if not known or isinstance(mixture.up, quantized.Packed):
+    if not known or isinstance(mixture.up, quantized.Packed) or mixture.own is not None:
         return False
     (total, _, width), features = mixture.up.shape, mixture.features
     large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN

@@ -278,6 +278,12 @@ def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return activation(gate, kind) * up
 
 
+@named("patches")
+def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    return F.linear(x, kernel.flatten(1), bias)
+
+
 @named("attention")
 def attention(
     q: torch.Tensor,
@@ -360,6 +366,42 @@ def relative_bias(table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
     most = table.shape[1] // 2
     away = (keys[:, None, :] - queries[:, :, None]).clamp(-most, most) + most
     return table[:, away].transpose(0, 1)
+
+
+@named("attention")
+def disentangled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor | None,
+    queries: torch.Tensor | None,
+    *,
+    scale: float,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
+    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    """
+    at, shape = torch.arange(q.shape[1], device=q.device), (q.shape[0], q.shape[2], -1, -1)
+    query, key, value = (x.transpose(1, 2).float() for x in (q, k, v))
+    scores = query @ key.mT
+
+    def added(x: torch.Tensor, table: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+        """Each row of x [B, H, T, D] with the row of the table of each distance [T, T]."""
+        near = table.shape[1] // 2
+        index = (away.clamp(-near, near) + near).expand(shape)
+        return (x @ table.float().mT).gather(-1, index)
+
+    if keys is not None:
+        scores = scores + added(query, keys, at[None, :] - at[:, None])
+    if queries is not None:
+        scores = scores + added(key, queries, at[:, None] - at[None, :]).mT
+    visible = visible_keys(q.shape[1], q.device, False, None, mask, segments)
+    weights = (scores * scale).masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).to(q.dtype)
 
 
 @named("cross_attention")
