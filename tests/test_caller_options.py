@@ -154,6 +154,15 @@ def test_forward_says_what_does_not_fit(engine, engine_of, backend):
 # --- generate: embeddings -------------------------------------------------------------------------
 
 
+def test_a_first_token_is_forced_behind_one_embedding(engine, model):
+    """It is read by its id, of which a prompt of embeddings has no row."""
+    ids, _ = batch()
+    given = {"inputs_embeds": model.get_input_embeddings()(ids[:, :1]).detach()}
+    given |= {"input_ids": ids[:, :1], "max_new_tokens": 3, "do_sample": False}
+    given |= {"forced_bos_token_id": 9, "attention_mask": torch.ones(3, 1, dtype=torch.long)}
+    assert torch.equal(engine.generate(**given), model.generate(**given))
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -233,6 +233,9 @@ WRITTEN = {
     "phi3": {
         "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
         "original_max_position_embeddings": 4096,
         "rope_scaling": None,
         "sliding_window": 2047,

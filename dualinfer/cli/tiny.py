@@ -81,8 +81,9 @@ def tiny_config(config: Any) -> Any:
             values[name] = hidden
     if "patch_size" in values and "image_size" in values:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
-    if "head_dim" in values:
-        values["head_dim"] = _HEAD_DIM
+    for name in ("head_dim", "attention_head_dim"):  # HunYuan's files have both
+        if name in values:
+            values[name] = _HEAD_DIM
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
     width = values.get("word_embed_proj_dim")

@@ -492,6 +492,7 @@ class FusedEngine(EmbeddingCalls):
                 last,
                 *sum(hidden, ()),
             )
+            known &= first is None or prompts.embeds is None  # which have no row for that token
             if known:
                 names = []
             else:

@@ -246,6 +246,8 @@ _KINDS = {
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
         qkv="qkv_proj",
         mlp=("gate_up_proj", "down_proj"),
+        # Of the makers' own code, where these ask for nothing else.
+        always={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
         ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
     ),
     "qwen2_moe": _Kind("Qwen2Moe", qkv_bias="qkv_bias", out_bias=False, ignored=_WINDOWED),
