@@ -146,7 +146,7 @@ SPLITS = {
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_split_modules_equal_whole_ones(crew, world):
     cases = SPLITS[world]
     for rank, found in enumerate(crew.run(_split, cases, world, world=world)):

@@ -295,7 +295,7 @@ def without_experts(backend):
 
 @pytest.mark.parametrize("moe", [{"ep_size": 2}, {"moe_experts": 5}, {"ep_group": object()}])
 def test_module_mode_shares_no_experts_out(moe):
-    reason = r"fused mode alone|no size\(\)"
+    reason = r"for DeepSpeed's MoE layers alone|no size\(\)"
     with pytest.raises(ConfigError, match=reason):
         init_inference(make("qwen2_moe"), backend="torch", moe=moe, tp={"enabled": False})
 
