@@ -22,7 +22,7 @@ from .checkpoint.hf_config import (
     read_other_config,
     read_written,
 )
-from .checkpoint.hub import find_adapters, find_model, find_weights
+from .checkpoint.hub import find_adapters, find_embedding, find_model, find_weights
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.saving import (
     Saved,
@@ -32,7 +32,6 @@ from .checkpoint.saving import (
     save_checkpoint,
     save_folder,
 )
-from .checkpoint.sentence import read_text_embedding
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from .config import InferenceConfig, dtype_name, make_config, serving_dtype
@@ -263,12 +262,13 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
 
 
 def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
-    """What reads how the model's folder embeds texts; None where it lies in none."""
+    """What reads how the model embeds texts; None where it is of no folder and no hub."""
     place: Any = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
-    if not isinstance(place, str | os.PathLike):
+    if not place or not isinstance(place, str | os.PathLike):
         return None
-    folder = Path(place).expanduser()
-    return partial(read_text_embedding, folder) if os.path.isdir(folder) else None
+    # transformers notes the commit that it has loaded.
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None)
+    return partial(find_embedding, place, commit)
 
 
 def _class_name(model: Any) -> str:

@@ -23,6 +23,12 @@ _NARROW = {"embedding_size": 20}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
 LABELS = {"num_labels": 3}
+_DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_DEBERTA_3 = {
+    **_DEBERTA,
+    **{"position_buckets": 8, "max_relative_positions": 20, "norm_rel_ebd": "layer_norm"},
+    **{"share_att_key": True, "position_biased_input": False},
+}
 # HF's class, and what makes its config odd.
 BASES = {
     "roberta": ("RobertaModel", {}),
@@ -42,6 +48,21 @@ BASES = {
     ),
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 1, "attention_bias": True}),
     "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "mpnet": ("MPNetModel", {}),
+    "mpnet-masked": ("MPNetForMaskedLM", {}),
+    "embedding-gemma": (
+        "Gemma3TextModel",
+        {
+            **{"head_dim": 12, **_ONE_HEAD, "num_hidden_layers": 3, **_TURNS},
+            **{"use_bidirectional_attention": True, "sliding_window": 7},
+        },
+    ),
+    "deberta-3": ("DebertaV2Model", _DEBERTA_3),
+    "deberta-2": ("DebertaV2Model", {**_DEBERTA, "position_buckets": 6, "type_vocab_size": 2}),
+    "deberta-2-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, "legacy": False}),
+    "deberta-2-legacy": ("DebertaV2ForMaskedLM", {"tie_word_embeddings": False}),
+    "deberta": ("DebertaModel", {**_DEBERTA, "max_relative_positions": 7}),
+    "deberta-masked": ("DebertaForMaskedLM", {**_DEBERTA, "pos_att_type": "c2p"}),
     "nomic_bert": ("NomicBertModel", {}),
     "nomic_bert-masked": ("NomicBertForMaskedLM", {"type_vocab_size": 3}),
 }
@@ -74,6 +95,13 @@ HEADS = {
         {**LABELS, "classifier_pooling": "mean"},
     ),
     "eurobert-token": ("EuroBertForTokenClassification", LABELS),
+    "mpnet-sequence": ("MPNetForSequenceClassification", LABELS),
+    "mpnet-choice": ("MPNetForMultipleChoice", {}),
+    "deberta-2-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **LABELS}),
+    "deberta-2-choice": ("DebertaV2ForMultipleChoice", _DEBERTA_3),
+    "deberta-2-span": ("DebertaV2ForQuestionAnswering", _DEBERTA_3),
+    "deberta-token": ("DebertaForTokenClassification", {**_DEBERTA, **LABELS}),
+    "mpnet-span": ("MPNetForQuestionAnswering", {}),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),

@@ -21,7 +21,8 @@ LIMIT = 1e-5
 # The others show on JAX what these show, since both backends share the families.
 ON_JAX = {
     *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
-    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide"),
+    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
+    *("deberta-3", "deberta-masked", "embedding-gemma"),
 }
 
 
@@ -41,7 +42,8 @@ def batch(case, tokens=13):
     rows = 6 if "choice" in case else 3
     ids = rng.integers(3, VOCAB, (rows, tokens))
     mask = np.ones_like(ids)
-    if case != "modernbert-cls":  # which reads the first token, padding that sees padding alone
+    # These read the first token, padding that sees padding alone.
+    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice"):
         mask[1, :4] = 0
     mask[2, -5:] = 0
     ids = np.where(mask == 1, ids, PAD)
@@ -55,6 +57,12 @@ def of_hf(model, ids, **given):
         given = {n: torch.tensor(v) for n, v in given.items()}
         out = model(torch.tensor(ids), output_hidden_states=True, **given)
     return {n: v for n, v in out.items() if n != "past_key_values"}
+
+
+def of_hf_alone(model, ids, mask):
+    """As `of_hf`, without the hidden states of each layer."""
+    found = of_hf(model, ids, attention_mask=mask)
+    return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
 def compare(ours, theirs, mask=None):
@@ -123,7 +131,18 @@ def hidden_of(model, ids):
         pytest.param(case, name, marks=[] if name in quick else [pytest.mark.slow])
         for case, quick in {
             **{"roberta": BACKENDS, "modernbert": ("torch",), "qwen3-reward": ("torch",)},
-            **dict.fromkeys(("nomic_bert", "albert", "gpt2-token", "bloom-token"), ()),
+            **dict.fromkeys(
+                (
+                    "nomic_bert",
+                    "mpnet",
+                    "deberta-3",
+                    "embedding-gemma",
+                    "albert",
+                    "gpt2-token",
+                    "bloom-token",
+                ),
+                (),
+            ),
         }.items()
         for name in BACKENDS
     ],
@@ -268,6 +287,68 @@ def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
     compare(of_hf(again, ids), of_hf(model, ids))
 
 
+# Names of Nomic BERT's maker for those of transformers.
+NOMIC = {
+    **{"embeddings.LayerNorm": "emb_ln", "layers.": "encoder.layers.", "norm": "norm"},
+    **{"self_attn.o_proj": "attn.out_proj", "up_proj": "fc11", "gate_proj": "fc12"},
+    **{"down_proj": "fc2", "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2"},
+}
+
+
+def write_nomic(model, place, prefix, **changes):
+    """A folder as Nomic's own code writes it."""
+    tensors = {}
+    for name, value in model.state_dict().items():
+        for theirs, ours in NOMIC.items():
+            name = name.replace(theirs, ours)
+        tensors[name.replace("nomic_bert.", prefix)] = value.numpy()
+    for i in range(model.config.num_hidden_layers):
+        at = f"{prefix}encoder.layers.{i}."
+        parts = [tensors.pop(f"{at}self_attn.{p}_proj.weight") for p in "qkv"]
+        tensors[f"{at}attn.Wqkv.weight"] = np.concatenate(parts)
+    name = type(model).__name__.replace("MaskedLM", "PreTraining")
+    config = {
+        **{"model_type": "nomic_bert", "architectures": [name]},
+        **{"n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 44, "n_positions": 70},
+        **{"layer_norm_epsilon": model.config.layer_norm_eps, "activation_function": "swiglu"},
+        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "vocab_size": 98},
+        **{"pad_vocab_size_multiple": 9, "type_vocab_size": 2, "prenorm": False, "causal": False},
+        **{"scale_attn_weights": True, "use_flash_attn": True, "auto_map": {"AutoModel": "x.Y"}},
+        **{"rotary_scaling_factor": None, "qkv_proj_bias": False, "resid_pdrop": 0.1},
+    }
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**config, **changes}))
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, place / "model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "prefix"),
+    [
+        ("nomic_bert", "torch", ""),
+        ("nomic_bert-masked", "torch", "bert."),
+        pytest.param("nomic_bert", "jax", "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_of_nomics_own_code_is_read_without_it(case, backend, prefix, tmp_path):
+    model = make(case, type_vocab_size=2)
+    place = write_nomic(model, tmp_path / "own", prefix)
+    engine = dualinfer.init_inference(place, dtype="fp32", backend=backend)
+    ids, mask = batch(case)
+    compare(engine(ids, attention_mask=mask), of_hf_alone(model, ids, mask), mask)
+    if not prefix:  # whose names transformers knows
+        engine.save_pretrained(tmp_path / "saved")
+        again = type(model).from_pretrained(tmp_path / "saved").eval()
+        compare(of_hf(again, ids), of_hf(model, ids))
+
+
+def test_what_transformers_nomic_has_not_is_refused(tmp_path):
+    for i, (name, value) in enumerate({"prenorm": True, "rotary_scaling_factor": 2}.items()):
+        place = write_nomic(make("nomic_bert"), tmp_path / str(i), "", **{name: value})
+        with pytest.raises(UnsupportedError, match=f"{name}={value}, which transformers' Nomic"):
+            dualinfer.init_inference(place, dtype="fp32")
+
+
 def test_weights_of_a_head_that_are_missing_are_named(tmp_path):
     model = make("bert-sequence").bert
     model.config.architectures = None
@@ -308,10 +389,13 @@ def on_devices(case, backend, devices):
     how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
     sharing = {"tensor_parallel": {"tp_size": devices}}
     with dualinfer.init_inference(make(case), **how, **sharing) as engine:
-        return np.asarray(engine(batch(case)[0]).logits), engine.embed(texts_of((9, 4, 20)))
+        return np.asarray(engine(batch(case)[0])[0]), engine.embed(texts_of((9, 4, 20)))
 
 
-SHARED = {"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False}
+SHARED = {
+    **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
+    **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
+}
 
 
 @pytest.mark.xdist_group("ranks")  # whose processes live through a run
@@ -342,7 +426,10 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
             *(case, name),
             marks=[] if (case, name) == ("modernbert-sequence", "torch") else [pytest.mark.slow],
         )
-        for case in ("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert")
+        for case in (
+            *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
+            *("mpnet", "deberta-3", "embedding-gemma"),
+        )
         for name in BACKENDS
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,89 @@ def test_whole_model_in_the_cache_is_run_without_a_network(hub, folder, tmp_path
     go_offline(hub, monkeypatch, tmp_path)
     find_checkpoint(NAME)
     assert not hub.requests
+
+
+def add_modules(files, folder):
+    """First tokens, a dense layer stored in the old form, length 1; in folders of odd names."""
+    kinds = {"": "Transformer", "pool": "Pooling", "9_Dense": "Dense", "n": "Normalize"}
+    types = {path: f"sentence_transformers.models.{kind}" for path, kind in kinds.items()}
+    weight = torch.from_numpy(np.random.default_rng(1).normal(size=(5, 48))).float()
+    torch.save({"linear.weight": weight}, folder / "dense")
+    said = {
+        "modules.json": [{"path": path, "type": kind} for path, kind in types.items()],
+        "pool/config.json": {"pooling_mode_cls_token": True},
+        "9_Dense/config.json": {"bias": False},
+        "config_sentence_transformers.json": {
+            "prompts": {"ask": "?"},
+            "default_prompt_name": "ask",
+        },
+    }
+    files |= {name: json.dumps(value).encode() for name, value in said.items()}
+    files["9_Dense/pytorch_model.bin"] = (folder / "dense").read_bytes()
+    return weight.numpy()
+
+
+def vectors_by_modules(folder, weight):
+    with dualinfer.init_inference(folder, dtype="fp32") as engine:
+        x = engine.embed(["?one", "?two"], pooling="cls") @ weight.T
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def test_how_a_model_embeds_is_fetched_with_it(hub, folder, tmp_path, monkeypatch):
+    weight = add_modules(hub.models[NAME], tmp_path)
+    find_checkpoint(NAME)
+    go_offline(hub, monkeypatch, tmp_path)
+    with dualinfer.init_inference(NAME, dtype="fp32") as engine:
+        found = engine.embed(["one", "two"])
+        assert np.allclose(engine.embed("?one", prompt_name="query"), found[0], atol=1e-6)
+    assert np.allclose(found, vectors_by_modules(folder, weight), atol=1e-5)
+
+
+def test_how_a_model_embeds_is_fetched_where_another_library_left_it(
+    hub, folder, tmp_path, monkeypatch
+):
+    weight = add_modules(hub.models[NAME], tmp_path)
+    write_cache(tmp_path / "cache", folder, os.listdir(folder))
+    module = hf.AutoModelForCausalLM.from_pretrained(folder)
+    module.config._name_or_path = module.name_or_path = module.model.name_or_path = NAME
+    match = r"'owner/tiny' is a model of the hub, and .*HF_HUB_OFFLINE=0 hf download.*pass pooling="
+
+    def refuses(of, **more):
+        with monkeypatch.context() as patch:
+            go_offline(hub, patch, tmp_path)
+            with dualinfer.init_inference(of, dtype="fp32", **more) as engine:
+                with pytest.raises(CheckpointNotFoundError, match=match):
+                    engine.embed([[3, 4]])
+                assert engine.embed([[3, 4]], pooling="mean").shape == (1, 48)
+
+    refuses(NAME)
+    snapshot = tmp_path / "cache" / "models--owner--tiny" / "snapshots" / COMMIT
+    (snapshot / "modules.json").write_bytes(hub.models[NAME]["modules.json"])
+    refuses(module, replace_with_kernel_inject=True)
+    expected = vectors_by_modules(folder, weight)
+    with dualinfer.init_inference(NAME, dtype="fp32") as engine:
+        assert not hub.fetched()
+        assert np.allclose(engine.embed(["one", "two"]), expected, atol=1e-5)
+    hub.requests.clear()
+    with dualinfer.init_inference(module, replace_with_kernel_inject=True) as engine:
+        assert engine.embed([[64, 112], [65]]).shape == (2, 5) and not hub.requests
+
+
+def test_a_model_that_says_nothing_of_texts_has_the_mean(hub, folder, tmp_path, monkeypatch):
+    find_checkpoint(NAME)
+    go_offline(hub, monkeypatch, tmp_path)
+    with dualinfer.init_inference(NAME, dtype="fp32") as engine:
+        assert np.array_equal(engine.embed("one"), engine.embed("one", pooling="mean"))
+    part = tmp_path / "part"
+    shutil.copytree(folder, part)
+    (part / "1_Pooling").mkdir()
+    (part / "1_Pooling" / "config.json").write_text("{}")
+    match = r"holds 1_Pooling, but no modules.json"
+    with (
+        dualinfer.init_inference(part, dtype="fp32") as engine,
+        pytest.raises(CheckpointNotFoundError, match=match),
+    ):
+        engine.embed("one")
 
 
 def test_a_name_in_other_letters_hints_at_the_one_that_is_there(hub, folder, tmp_path, monkeypatch):

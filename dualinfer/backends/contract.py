@@ -96,6 +96,35 @@ class Routing(NamedTuple):
     weights: Array
 
 
+class PlaceWeights(NamedTuple):
+    """What makes keys and queries of distances (`spec.Places`).
+
+    `table` [E, 2M+1] has the vector of keys that lie -M to M tokens behind the query, before its
+    `norm`. `keys` and `queries` are a projection with its bias each, or None; where `shared`, both
+    are that of tokens to packed queries, keys and values.
+    """
+
+    table: Array
+    norm: NormOf | None
+    keys: tuple[Weight, Array | None] | None
+    queries: tuple[Weight, Array | None] | None
+    shared: bool
+
+    @classmethod
+    def named(cls, a: Attention, w: Weights, outer: Weights) -> "PlaceWeights | None":
+        """Those of the layer whose weights are `w`."""
+        places = a.places
+        if places is None:
+            return None
+        norm = NormOf.named(places.norm, outer, "places_norm") if places.norm else None
+        names = ("qkv", "qkv") if places.shared else ("place_keys", "place_queries")
+        keys, queries = (
+            (w[f"{name}.weight"], w.get(f"{name}.bias")) if has else None
+            for name, has in zip(names, (places.keys, places.queries), strict=True)
+        )
+        return cls(outer["places"], norm, keys, queries, places.shared)
+
+
 class LayerAttention(NamedTuple):
     """What one layer's attention needs beside its projections.
 
@@ -120,6 +149,7 @@ class LayerAttention(NamedTuple):
     sinks: Array | None = None
     latent_norm: NormOf | None = None
     kv: Weight | None = None
+    places: PlaceWeights | None = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -131,11 +161,12 @@ class LayerAttention(NamedTuple):
         cls,
         spec: Attention,
         w: Weights,
+        outer: Weights,
         frequencies: Array | None = None,
         slopes: Array | None = None,
         whole: tuple[int, int, Array | float] | None = None,
     ) -> "LayerAttention":
-        """The attention of the layer whose weights are `w`."""
+        """The attention of the layer whose weights are `w`; `outer` are outside the layers."""
         q_norm, k_norm = (
             NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
@@ -146,7 +177,7 @@ class LayerAttention(NamedTuple):
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
         own = frequencies, slopes, whole, bias, sinks
-        return cls(spec, q_norm, k_norm, *own, latent_norm, kv)
+        return cls(spec, q_norm, k_norm, *own, latent_norm, kv, PlaceWeights.named(spec, w, outer))
 
 
 class BlockOps(Protocol):
@@ -180,7 +211,8 @@ class BlockOps(Protocol):
     ) -> Array:
         """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
-        W is the width of the embedding: `embed_width`, else E.
+        W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
+        what is given in the place of the first token is not read.
         """
         ...
 
@@ -332,7 +364,7 @@ class Ops(BlockOps, Protocol):
         """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
 
         int `last` [B] is the position of each sequence's last token, by which its rotary embedding
-        is chosen; None for the largest of all positions, as HF's forward takes it.
+        is chosen; None for the largest of its own positions.
         """
         ...
 

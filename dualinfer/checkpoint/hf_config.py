@@ -16,6 +16,7 @@ from ..model.generation import GENERATION
 from ..model.generation import check_types as check_generation_types
 from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
+from . import nomic
 from .files import read_json
 from .gguf import is_gguf, read_gguf_config, read_gguf_generation
 from .kept_configs import keep
@@ -52,6 +53,8 @@ def read_written(folder: Path) -> dict[str, Any]:
     model_type = written.get("model_type")
     if isinstance(model_type, str) and model_type in _SAME:
         written["model_type"] = _SAME[model_type]
+    if nomic.is_makers(written):
+        written = nomic.to_transformers(written)
     beside = folder / modelopt.FILE
     if not written.get("quantization_config") and os.path.isfile(beside):
         written["quantization_config"] = modelopt.from_file(read_json(beside))

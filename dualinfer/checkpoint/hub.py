@@ -13,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, CheckpointNotFoundError, shortened
+from ..errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, shortened
+from ..model.embedding import TextEmbedding
 from .adapters import FILES as ADAPTER_FILES
 from .adapters import base_of
 from .pieces import INDEX, piece_files
+from .sentence import MODULES, SETTINGS, files_of_modules, read_text_embedding
 from .sources import (
     ADAPTER,
     FORMS,
@@ -33,7 +35,7 @@ _CONFIG = "config.json"
 _TELLING = ("generation_config.json", "tokenizer_config.json")
 _OF_A_MODEL = (
     *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *(MODULES, *SETTINGS),
     *("?_Pooling/config.json", "?_Dense/config.json", "?_Dense/*model.safetensors"),
     "?_Dense/pytorch_model.bin",
     *("*.tiktoken", "sentencepiece.bpe.model", "spm.model", "additional_chat_templates/*.jinja"),
@@ -136,6 +138,23 @@ def find_weights(path: str, revision: str | None = None) -> Found:
     return Found(Path(path), {str(file): 1.0} if both else {})
 
 
+def find_embedding(place: str | os.PathLike[str], revision: str | None = None) -> TextEmbedding:
+    """How the model at `place` embeds texts: a folder, or a hub id that a module names.
+
+    What a folder of the hub's cache lacks of sentence-transformers' files is fetched. Where that
+    fails it is said in the result's `unknown`. Raises as `read_text_embedding` does.
+    """
+    folder = Path(place).expanduser()
+    held = folder if folder.is_dir() else None
+    repository = _Repository(str(place), revision) if is_hub_id(place) else None
+    if held is not None:
+        repository = _Repository.of_snapshot(held)
+    if repository is None:
+        return TextEmbedding() if held is None else read_text_embedding(held)
+    found, unknown = repository.embedding()
+    return TextEmbedding(unknown=unknown) if found is None else read_text_embedding(found)
+
+
 def is_hub_id(model: Any) -> bool:
     """True for a str that could be a hub id by its form, `name` or `owner/name`."""
     if not isinstance(model, str) or model.endswith(_FILES) or model[:1] in (".", "~"):
@@ -151,10 +170,19 @@ def is_hub_id(model: Any) -> bool:
 
 
 class _Repository:
-    """One revision of a hub's model."""
+    """One revision of a hub's model, in the client's cache or that in the folder `cache`."""
 
-    def __init__(self, name: str, revision: str | None) -> None:
-        self._name, self._revision = name, revision
+    def __init__(self, name: str, revision: str | None, cache: Path | None = None) -> None:
+        self._name, self._revision, self._cache = name, revision, cache
+
+    @classmethod
+    def of_snapshot(cls, folder: Path) -> "_Repository | None":
+        """The repository of which `folder` is a snapshot in a cache; None for other folders."""
+        home = Path(os.path.abspath(folder)).parent
+        kind, _, name = home.parent.name.partition("--")
+        if home.name != "snapshots" or kind != "models" or not name:
+            return None
+        return cls(name.replace("--", "/"), folder.name, home.parent.parent)
 
     def cached(self) -> Path | None:
         """The folder in the cache, if it holds a whole model; nothing is fetched."""
@@ -183,11 +211,52 @@ class _Repository:
         except Exception as error:  # as above; a full disk too
             raise self._error(error) from error
 
+    def embedding(self) -> tuple[Path | None, str | None]:
+        """The folder that says how texts become vectors, and why that is unknown, if it is."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        def get(file: str) -> Path | None:
+            """A file of the cache or the hub; None if the model has none."""
+            held = self._cached(file)
+            if held is not None:
+                return Path(held) if isinstance(held, str) else None
+            try:
+                found = hf_hub_download(
+                    self._name, file, revision=self._revision, cache_dir=self._cache
+                )
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                return None
+            return Path(found)
+
+        try:
+            modules = get(MODULES)
+            if modules is None:
+                return None, None
+            for choices in files_of_modules(modules.parent):
+                any(get(file) for file in choices)
+        except CheckpointError:
+            raise
+        except Exception as error:  # each version of the client has its own kinds
+            reason = shortened(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None, (
+                f"{self._name!r} is a model of the hub, and the local cache does not hold the "
+                "files by which sentence-transformers says how it embeds texts, nor that it has "
+                f"none. Fetching them failed ({reason}). Where there is a network, run "
+                f"`HF_HUB_OFFLINE=0 hf download {self._name}`, then call again; or pass pooling=, "
+                "and normalize=True if vectors shall have length 1."
+            )
+        return modules.parent, None
+
     def _cached(self, file: str) -> Any:
         """The path of a file in the cache, a mark that the hub has none, or None: nobody knows."""
         from huggingface_hub import try_to_load_from_cache
 
-        return try_to_load_from_cache(self._name, file, revision=self._revision)
+        return try_to_load_from_cache(
+            self._name, file, cache_dir=self._cache, revision=self._revision
+        )
 
     def _is_told(self) -> bool:
         return all(self._cached(file) is not None for file in _TELLING)
@@ -224,9 +293,12 @@ class _Repository:
                 f"{missing[0]} of {self._name} was not fetched: the hub's model lacks it or has "
                 "changed meanwhile, or the connection was lost. Call again."
             )
-        for name in set(_TELLING) - set(wanted):
+        for name in {*_TELLING, MODULES} - set(wanted):
             with suppress(EntryNotFoundError):  # the client notes in its cache that there is none
                 hf_hub_download(self._name, name, revision=self._revision)
+        if MODULES in listed:
+            with suppress(CheckpointError, UnsupportedError):  # `embed` says them
+                _Repository(self._name, folder.name).embedding()
         return folder
 
     def _weights(self, listed: list[str]) -> list[str]:

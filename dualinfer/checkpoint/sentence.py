@@ -1,5 +1,6 @@
 """The files by which sentence-transformers says how a model's folder embeds texts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ..model.embedding import DENSE_ACTIVATIONS, POOLINGS, Dense, TextEmbedding
 from .files import read_json, read_list
 from .sources import open_checkpoint
 
+MODULES = "modules.json"
+SETTINGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
 _OLD_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -26,32 +29,25 @@ _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu"}
 def read_text_embedding(folder: Path) -> TextEmbedding:
     """How the model in `folder` embeds texts, by modules.json and what it names.
 
-    Without that file, mean pooling and nothing more. Raises CheckpointError for files that are none
+    Without that file, mean pooling and nothing more, and if others say that the folder is a part of
+    one of sentence-transformers', `unknown` says so. Raises CheckpointError for files that are none
     of sentence-transformers', and UnsupportedError for a module that dualinfer does not know.
     """
-    if not (folder / "modules.json").is_file():
-        return TextEmbedding()
+    if not (folder / MODULES).is_file():
+        return TextEmbedding(unknown=_unknown(folder))
     pooling, include, layers = "", True, []
     transformer = folder
-    for module in read_list(folder / "modules.json"):
-        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-            raise CheckpointError(f"{folder / 'modules.json'} holds {shown(module)}, no module.")
-        kind, place = module["type"].rpartition(".")[2], folder / _path(folder, module)
+    for kind, path in _modules(folder):
+        place = folder / path
         if kind == "Transformer":
             transformer = place
         elif kind == "Pooling":
             pooling, include = _read_pooling(place)
         elif kind == "Normalize":
             layers.append(None)
-        elif kind == "Dense":
-            layers.append(_read_dense(place))
         else:
-            raise UnsupportedError(
-                f"{folder / 'modules.json'} has a module of type {shown(module['type'])}; "
-                "dualinfer knows Transformer, Pooling, Dense and Normalize."
-            )
-    settings = _optional(transformer / "sentence_bert_config.json")
-    own = _optional(folder / "config_sentence_transformers.json")
+            layers.append(_read_dense(place))
+    settings, own = _optional(transformer / SETTINGS[0]), _optional(folder / SETTINGS[1])
     length, prompts = settings.get("max_seq_length"), own.get("prompts") or {}
     name = own.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
@@ -61,14 +57,62 @@ def read_text_embedding(folder: Path) -> TextEmbedding:
     if name is not None and name not in prompts:
         raise CheckpointError(f"{folder} has default_prompt_name={shown(name)}, not among prompts.")
     lower = bool(settings.get("do_lower_case", False))
+    # sentence-transformers knows these two of every model.
+    prompts = {"query": "", "document": "", **prompts}
     return TextEmbedding(pooling or "mean", include, tuple(layers), length, lower, prompts, name)
+
+
+def files_of_modules(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The files beside modules.json that `read_text_embedding` reads, each with what may stand in.
+
+    Of those that stand in for each other the first one that there is serves; some may be absent.
+    """
+    yield (SETTINGS[1],)
+    for kind, path in _modules(folder):
+        at = f"{path}/" if path else ""
+        if kind == "Transformer":
+            yield (f"{at}{SETTINGS[0]}",)
+        elif kind in ("Pooling", "Dense"):
+            yield (f"{at}config.json",)
+        if kind == "Dense":
+            yield tuple(f"{at}{name}" for name in ("model.safetensors", "pytorch_model.bin"))
+
+
+def _unknown(folder: Path) -> str | None:
+    """Why a folder without modules.json does not say how it embeds texts, if it should."""
+    pooling = sorted(place.parent.name for place in folder.glob("*_Pooling/config.json"))
+    held = [*pooling, *(name for name in SETTINGS if (folder / name).is_file())]
+    if not held:
+        return None
+    return (
+        f"{folder} holds {held[0]}, but no {MODULES}, so that it is a part of a folder of "
+        "sentence-transformers and does not say how it embeds texts. Copy that file to it, or pass "
+        "pooling=, and normalize=True if vectors shall have length 1."
+    )
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and path of each module, in order."""
+    found = []
+    for module in read_list(folder / MODULES):
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise CheckpointError(f"{folder / MODULES} holds {shown(module)}, no module.")
+        kind, path = module["type"].rpartition(".")[2], _path(folder, module)
+        if kind not in ("Transformer", "Pooling", "Dense", "Normalize"):
+            raise UnsupportedError(
+                f"{folder / MODULES} has a module of type {shown(module['type'])}; dualinfer knows "
+                "Transformer, Pooling, Dense and Normalize. Pass its model's folder without "
+                f"{MODULES}, or embed with sentence-transformers."
+            )
+        found.append((kind, path))
+    return found
 
 
 def _path(folder: Path, module: dict[str, Any]) -> str:
     path = module.get("path", "")
     if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
         raise CheckpointError(
-            f"{folder / 'modules.json'} names the path {shown(path)}, not one within the folder."
+            f"{folder / MODULES} names the path {shown(path)}, not one within the folder."
         )
     return path
 

@@ -110,6 +110,10 @@ class _Given(NamedTuple):
         random = np.random.default_rng(0)
         ids = random.integers(3, VOCAB, (_ROWS, _TOKENS))
         mask = np.ones_like(ids)
+        if getattr(config, "patch_size", None) is not None and not hasattr(config, "vocab_size"):
+            shape = _ROWS, config.num_channels, config.image_size, config.image_size
+            images = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+            return cls(images, images, images, slice(None))
         if not getattr(config, "is_encoder_decoder", False):
             mask[-1, :-_SHORT] = 0
             padded = {"input_ids": ids, "attention_mask": mask}

@@ -69,7 +69,8 @@ class MoEConfig(Model):
     """In how many parts the experts are shared out, 1 or more; it divides the number of devices
     that share the model. 1: each of these has a share of the width of every expert. As many as
     devices: each has whole experts. Between them `tp_size / ep_size` devices share the width of
-    each part's. With `tp_size` unset `ep_size` devices share the model, attention too. Fused mode.
+    each part's. With `tp_size` unset `ep_size` devices share the model, attention too. Fused mode,
+    and DeepSpeed's layers in module mode.
 
     In DeepSpeed, too, processes in a row share out all experts; its attention is then whole in
     each of them."""
@@ -82,7 +83,14 @@ class MoEConfig(Model):
     its tutorial shows."""
 
     type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
-    """`standard`, or `residual`: a dense MLP beside the experts, refused in this version."""
+    """`standard`, or `residual`: a dense MLP beside the experts, as DeepSpeed's layers may have one.
+    Where it is given it is compared with the module's own layers; in fused mode `residual` is
+    refused."""
+
+    drop_tokens: bool = False
+    """True: an expert of a DeepSpeed layer takes as many tokens as the layer's own
+    `eval_capacity_factor` and `min_capacity` allow, and drops others. False: no token is dropped.
+    Module mode on torch only. In DeepSpeed it is an argument of the layer, True by default."""
 
     ep_mp_group: Any = None
     """A process group of torch.distributed: those that have the same experts, and share their

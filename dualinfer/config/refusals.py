@@ -53,9 +53,6 @@ def _check_parallelism(config: InferenceConfig) -> None:
         if tp.axis != type(tp).model_fields["axis"].default:
             _refuse("tensor_parallel.axis", tp.axis, reason)
     if moe.enabled:
-        if moe.type != "standard":
-            reason = "mixtures of this type are not in this version's fused families."
-            _refuse("moe.type", moe.type, reason)
         for name in ("ep_group", "ep_mp_group"):
             if getattr(moe, name) is not None and config.backend == "jax":
                 reason = "processes in groups are torch's. On JAX set moe.ep_size."
@@ -99,12 +96,12 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 def _check_module_mode(config: InferenceConfig) -> None:
     moe = config.moe
-    if moe.enabled:
+    if moe.enabled and config.backend == "jax":
         reason = (
-            "experts are shared out in fused mode alone; in module mode each device has a share of "
-            "the width of every one. Set replace_with_kernel_inject=True, or leave it unset."
+            "in module mode dualinfer knows the MoE layers of torch modules alone, DeepSpeed's. "
+            "Leave it unset, or pass a HF model that fused mode serves."
         )
-        asked = {"ep_size": 1, "ep_group": None, "ep_mp_group": None, "moe_experts": [1]}
+        asked = {"ep_size": 1, "moe_experts": [1], "type": "standard", "drop_tokens": False}
         for name, nothing in asked.items():
             if getattr(moe, name) != nothing:
                 _refuse(f"moe.{name}", getattr(moe, name), reason)
@@ -152,6 +149,14 @@ def _check_module_mode(config: InferenceConfig) -> None:
 
 
 def _check_fused_mode(config: InferenceConfig, device: str) -> None:
+    moe = config.moe
+    if moe.enabled and (moe.type != "standard" or moe.drop_tokens):
+        name, value = ("type", moe.type) if moe.type != "standard" else ("drop_tokens", True)
+        reason = (
+            "fused mode's families have no such MoE layers. DeepSpeed's run in module mode: pass "
+            "the live module with backend='torch', and leave replace_with_kernel_inject unset."
+        )
+        _refuse(f"moe.{name}", value, reason)
     if config.injection_policy:
         way = "Leave it unset, or pass the live module with backend='torch'."
         if config.replace_with_kernel_inject and config.backend == "torch":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..model.spec import Head, ModelSpec
+from ..model.spec import Head, ModelSpec, Pooled
 
 
 def outputs(
@@ -29,12 +29,27 @@ def outputs(
         result["last_hidden_state"] = last
         if "pooler.weight" in params.outer:
             result["pooler_output"] = pooled(params, ops, last)
+        if spec.pooled is not None:
+            assert weights is not None
+            result |= _of_token(spec.pooled, params, ops, last, weights)
     elif not spec.has_logits:
         result |= _scores(spec.head, params, ops, last, weights)
     if keep:
         name = "decoder_hidden_states" if spec.encoder else "hidden_states"
-        result[name] = (*states[:-1], last)
+        result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
     return result
+
+
+def _of_token(
+    own: Pooled, params: Params, ops: BlockOps, x: Array, weights: Array
+) -> dict[str, Array]:
+    """HF's output by name of the token that `weights` [B, T] choose of x [B, T, E]."""
+    y = ops.like(ops.pool(x, weights), x)[:, 0]
+    if own.norm is not None:
+        y = ops.norm(y, NormOf.named(own.norm, params.outer, "pooled_norm"))
+    if own.projected is None:
+        return {"pooler_output": y}
+    return {own.projected: ops.linear(y, params.outer["projection.weight"])}
 
 
 def _scores(

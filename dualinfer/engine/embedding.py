@@ -3,12 +3,20 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, LengthError, shown
+from ..errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    LengthError,
+    UnsupportedError,
+    shown,
+)
 from ..model.embedding import (
     Dense,
     TextEmbedding,
@@ -36,7 +44,8 @@ class EmbeddingCalls(InferenceEngine):
     def text_embedding(self) -> TextEmbedding:
         """How the model's folder says that texts become vectors; mean pooling if it says nothing.
 
-        It is read when it is first asked for. Raises CheckpointError and UnsupportedError.
+        It is read when it is first asked for; what the hub's cache lacks is fetched then. Raises
+        CheckpointError and UnsupportedError.
         """
         how = self._text_embedding
         if how is None:
@@ -72,16 +81,28 @@ class EmbeddingCalls(InferenceEngine):
         the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
         at most `batch_size` texts each, by default as many as fill the device. Vectors do not
         depend on what they are packed with. Raises ArgumentError and LengthError before anything
-        runs.
+        runs, UnsupportedError for a model of an encoder and a decoder, and CheckpointNotFoundError
+        where the files that say how the model embeds are not to be had and no `pooling` was passed.
         """
         if unsupported:
             raise ArgumentError(
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
                 "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
             )
+        if self._spec.encoder is not None:
+            raise UnsupportedError(
+                f"embed: {self._spec.architecture} has an encoder and a decoder, and embed reads "
+                "models of one stack. Take encoder_last_hidden_state of engine.forward() and pool "
+                "it."
+            )
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
             self._check_model(alone=False)
+            if self._spec.patches is not None:
+                raise UnsupportedError(
+                    f"{self._spec.architecture} reads images, and embed() texts. Call the engine "
+                    "with pixel_values: its pooler_output or image_embeds are an image's vector."
+                )
             how, layers = self._how(pooling, normalize)
             if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
                 raise ArgumentError(f"batch_size={shown(batch_size)}; expected a positive int.")
@@ -118,6 +139,8 @@ class EmbeddingCalls(InferenceEngine):
     ) -> tuple[TextEmbedding, Sequence[Dense | None]]:
         """The folder's way with what the caller wants of it, and the layers behind the pooling."""
         how = self.text_embedding
+        if pooling is None and how.unknown:
+            raise CheckpointNotFoundError(how.unknown)
         if pooling is not None:
             how = replace(how, pooling=check_pooling(pooling))
         layers = list(how.layers)
@@ -125,6 +148,14 @@ class EmbeddingCalls(InferenceEngine):
             if not isinstance(normalize, bool):
                 raise ArgumentError(f"normalize={shown(normalize)}; expected True or False.")
             layers = [layer for layer in layers if layer is not None] + [None] * normalize
+        width = self._width(())
+        for layer in layers:
+            if layer is not None and layer.weight.shape[1] != width:
+                raise CheckpointError(
+                    f"A Dense module of the model's folder reads {layer.weight.shape[1]} numbers, "
+                    f"but gets {width}. Pass the folder that it was saved with."
+                )
+            width = width if layer is None else layer.weight.shape[0]
         return how, layers
 
     def _width(self, layers: Sequence[Dense | None]) -> int:
@@ -164,7 +195,9 @@ class EmbeddingCalls(InferenceEngine):
         if kind_of(given) == "list" and mask is None:
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
-            rows = [check_ids(row, f"inputs[{i}]", spec.vocab)[0] for i, row in enumerate(given)]
+            rows = _flat_rows(given, spec.vocab)
+            if rows is None:
+                rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
         else:
             array = check_ids(given, "input_ids", spec.vocab)
             visible = check_mask(mask, (array.shape[0], array.shape[1]))
@@ -196,7 +229,7 @@ class EmbeddingCalls(InferenceEngine):
         tokens = _TOKENS_ON_HOST if kind == "cpu" else _TOKENS
         lengths, spec = [len(row) for row in ids], self._spec
         waiting: deque[tuple[Pass, Any]] = deque()
-        for one in make_passes(lengths, tokens, batch_size, spec.can_pack, spec.original):
+        for one in make_passes(lengths, tokens, batch_size, spec.can_pack):
             inputs = make_inputs(spec, ids, weights, one, largest)
             result = self._profiler.run(self.runner.forward, inputs)["embeddings"]
             waiting.append((one, result))
@@ -216,6 +249,17 @@ def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarra
         for r, row in enumerate(one.rows):
             vectors[row] = part[r, : len(row)]
     return vectors
+
+
+def _flat_rows(given: Sequence[Any], vocab: int) -> list[np.ndarray] | None:
+    """int32 ids of lists of ints, read at once as that is quicker; None if they are not that."""
+    if not all(type(row) is list and row for row in given):
+        return None
+    flat = list(chain.from_iterable(given))
+    if set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) >= vocab:
+        return None
+    ends = np.cumsum([len(row) for row in given])
+    return np.split(np.asarray(flat, np.int32), ends[:-1])
 
 
 def _is_text(given: Any) -> bool:

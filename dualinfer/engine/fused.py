@@ -15,6 +15,7 @@ from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, 
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
 from .base import CLOSED, About
 from .embedding import EmbeddingCalls
+from .images import make_image_inputs, refuse_images
 from .inputs import (
     Prompts,
     by_name,
@@ -126,6 +127,7 @@ class FusedEngine(EmbeddingCalls):
         decoder_input_ids: Any = None,
         decoder_attention_mask: Any = None,
         input_features: Any = None,
+        pixel_values: Any = None,
         labels: Any = None,
         num_items_in_batch: Any = None,
         logits_to_keep: Any = 0,
@@ -148,9 +150,9 @@ class FusedEngine(EmbeddingCalls):
         others are computed, and labels are theirs. Of an encoder-decoder these ids, mask and
         embeddings are the encoder's, and `decoder_input_ids` [B, T] the decoder's, without which
         they are made of labels, which are not shifted then. Whisper's encoder reads
-        `input_features` [B, mel, frames]. Returns HF's ModelOutput; with
-        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
-        ArgumentError and LengthError before anything runs.
+        `input_features` [B, mel, frames], an encoder of images `pixel_values` [B, C, H, W]. Returns
+        HF's ModelOutput; with `return_dict=False` a plain tuple; with `return_tuple=False` the
+        first array alone. Raises ArgumentError and LengthError before anything runs.
         """
         arguments = {
             "input_ids": input_ids,
@@ -163,8 +165,11 @@ class FusedEngine(EmbeddingCalls):
         given = decoder_input_ids, decoder_attention_mask, input_features
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
+        refuse_images(self._spec, pixel_values)
         if self._spec.encoder:
             arguments |= beside
+        if self._spec.patches:
+            arguments["pixel_values"] = pixel_values
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
             refuse_arguments("forward", unsupported)
@@ -191,13 +196,15 @@ class FusedEngine(EmbeddingCalls):
             if self._spec.encoder:
                 pad = getattr(self._config, "pad_token_id", None)
                 inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
+            elif self._spec.patches:
+                inputs = make_image_inputs(self._spec, call.inputs, **how)
             else:
                 values = call.inputs.values()
                 inputs = make_forward_inputs(self._spec, *values, may_pack=not use_cache, **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        names = "input_ids", "inputs_embeds", "input_features"
+        names = "input_ids", "inputs_embeds", "input_features", "pixel_values"
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = {

@@ -303,7 +303,7 @@ def make_forward_inputs(
         at = at if spec.alibi else given
         if spec.causal and spec.packs and visible is None and may_pack:
             segments = _packed_segments(at)
-    weights = _pooling_weights(spec, shape, tokens, visible)
+    weights = pooling_weights(spec, shape, tokens, visible)
     if visible is not None and visible.all():
         visible = None
     if types is not None:
@@ -320,7 +320,7 @@ def make_forward_inputs(
     targets = None
     if labels is not None:
         many = length if kept is None else len(kept)
-        targets = _check_labels(spec, labels, (batch // (choices or 1), many), choices)
+        targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
     count = _loss_count(spec, loss_count, labels is not None)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
@@ -352,15 +352,15 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
     return shape[1], flat
 
 
-def _pooling_weights(
+def pooling_weights(
     spec: ModelSpec,
     shape: tuple[int, int],
     ids: np.ndarray | None,
     visible: np.ndarray | None,
 ) -> np.ndarray | None:
     """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
-    pooling = spec.head.pooling if spec.head else None
-    if pooling is None:
+    pooling = spec.head.pooling if spec.head else spec.pooled and spec.pooled.pooling
+    if pooling is None or pooling == "eos":  # by what the encoder reads
         return None
     real = np.ones(shape, bool) if visible is None else visible
     if pooling == "mean":
@@ -368,6 +368,15 @@ def _pooling_weights(
     at = np.zeros(shape[0], np.int64)
     if pooling == "real":
         at = real.argmax(1)
+    elif pooling == "end":
+        assert spec.pooled is not None
+        if ids is None:
+            raise ArgumentError(
+                f"inputs_embeds: {spec.architecture} finds the end of a text by its id. Pass "
+                "input_ids."
+            )
+        end = spec.pooled.end_id
+        at = (ids if end is None else ids == end).argmax(1)
     elif pooling == "last" and spec.pad_id is None and shape[0] > 1:
         raise ArgumentError(
             f"{spec.architecture} scores the last token that is no padding, and its config names "
@@ -420,7 +429,7 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     return np.where(places < 0, places + length, places).astype(np.int32)
 
 
-def _check_labels(
+def check_labels(
     spec: ModelSpec, labels: Any, shape: tuple[int, int], choices: int | None
 ) -> np.ndarray:
     """Labels as int32, NO_LABEL where none counts; a causal model's, shifted.
@@ -492,7 +501,8 @@ def default_positions(
     0 to T-1 for every row, the number of `visible` tokens before each, or that of ids that are no
     padding.
     """
-    count = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    count = np.empty(shape, np.int32)
+    count[:] = np.arange(shape[1], dtype=np.int32)
     if spec.pad is not None:
         if ids is None:
             return count + (spec.pad + 1)
@@ -500,7 +510,7 @@ def default_positions(
         return (real.cumsum(axis=1) * real + spec.pad).astype(np.int32)
     if spec.positions_from_mask and visible is not None:
         return np.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
-    return count.copy()
+    return count
 
 
 def is_zero(ids: Any) -> bool:

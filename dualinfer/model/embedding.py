@@ -42,7 +42,8 @@ class TextEmbedding:
 
     `pooling` is one of POOLINGS. Without `include_prompt` the tokens of a prompt are not pooled.
     `layers` are Dense, or None for normalizing to length 1. `max_length` cuts texts. `prompts` go
-    before each text, by name, the one of `default_prompt` where the caller names none.
+    before each text, by name, the one of `default_prompt` where the caller names none. `unknown` is
+    what to tell a caller who names no pooling, where the folder should say it and does not.
     """
 
     pooling: str = "mean"
@@ -52,6 +53,7 @@ class TextEmbedding:
     lower: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    unknown: str | None = None
 
     def prompt(self, text: str | None, name: str | None) -> str:
         """The prompt before each text, as the caller passes it or names it; "" for none."""

@@ -7,7 +7,7 @@ from typing import Any
 # In HF's order.
 FIELDS = (
     *("loss", "logits", "start_logits", "end_logits"),
-    *("last_hidden_state", "pooler_output", "hidden_states"),
+    *("text_embeds", "image_embeds", "last_hidden_state", "pooler_output", "hidden_states"),
     *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
 )
 

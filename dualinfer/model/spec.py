@@ -35,7 +35,10 @@ class Rope:
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
     `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
-    is not 0, turns by the frequencies `long`, all of its positions (longrope).
+    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
+    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
+    prompt turns by its length, and each later token by the length then; what is cached stays as it
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
     """
 
     kind: str
@@ -44,11 +47,13 @@ class Rope:
     interleaved: bool = False
     long: tuple[float, ...] = ()
     original: int = 0
+    stretch: float = 0.0
+    rereads: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
         """`inv_freq`, and `long` behind it where there are two."""
-        return (self.inv_freq, self.long) if self.original else self.inv_freq
+        return (self.inv_freq, self.long) if self.long else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,47 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Vectors of distances that meet queries and keys (DeBERTa, arXiv:2006.03654).
+
+    All layers share 2 `span` vectors of the embedding's width, after a `norm` if there is one. A
+    layer's projection of the vector of a query's distance from a key to a key of its own meets the
+    query if `keys`, one to a query meets the key if `queries`; both are added to the product of the
+    two, before the scale. If `shared`, the projections are those of tokens. Distances have a vector
+    each, or, where `most` is not 0, the near half of `span`, and the others share the rest by their
+    logarithm up to `most`.
+    """
+
+    span: int
+    most: int
+    keys: bool
+    queries: bool
+    shared: bool
+    norm: Norm | None = None
+
+    @property
+    def farthest(self) -> int:
+        """The tokens from which on distances are alike."""
+        return self.most or self.span
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The vector of each key that lies -farthest to farthest tokens behind the query.
+
+        HF's `make_log_bucket_position`, in the same float32 arithmetic.
+        """
+        middle, far = self.span // 2, range(-self.farthest, self.farthest + 1)
+        found = np.array(far, np.int64)
+        if self.most:
+            away = np.maximum(np.abs(found), middle)
+            part = np.log(away.astype(np.float32) / np.float32(middle))
+            part /= np.log(np.float32((self.most - 1) / middle))
+            shared = np.ceil(part * np.float32(middle - 1)).astype(np.int64) + middle
+            found = np.where(away == middle, found, np.sign(found) * shared)
+        return tuple(np.clip(self.span - found, 0, 2 * self.span - 1).tolist())
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
@@ -120,8 +166,8 @@ class Attention:
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
     the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
-    With `latent` each head has a key and a value of its own, made of latent vectors; `head_dim` is
-    that of queries and keys.
+    `places` are vectors of distances that add to scores. With `latent` each head has a key and a
+    value of its own, made of latent vectors; `head_dim` is that of queries and keys.
     """
 
     heads: int
@@ -140,6 +186,7 @@ class Attention:
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
+    places: Places | None = None
     latent: Latent | None = None
 
     @property
@@ -208,6 +255,44 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """What an encoder of images reads: a token of each patch, behind one that is learned.
+
+    Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    grid: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.size[0] * self.size[1]
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        high, wide = (n * size for n, size in zip(self.grid, self.size, strict=True))
+        return self.channels, high, wide
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a model without a head makes of one token of its last hidden state.
+
+    It is the `first` one, or the `end`: the first with the id `end_id`, or with the largest id if
+    that is None. After a `norm`, if there is one, it is HF's pooler_output, or by the product with
+    a projection the output `projected`.
+    """
+
+    pooling: Literal["first", "end"]
+    norm: Norm | None = None
+    projected: Literal["text_embeds", "image_embeds"] | None = None
+    end_id: int | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -248,7 +333,8 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`; of
+    an encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -257,8 +343,9 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean"] | None = None
+    pooling: Literal["first", "real", "last", "mean", "eos"] | None = None
     late: bool = False
+    eos: int | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -280,8 +367,11 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection with its bias comes
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one. With `mel` it reads log-mel spectrograms of
-    so many bins in the place of ids, two frames for each position, by two convolutions.
+    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
+    shifted, where it is given none. With `patches` it reads images in the place of ids, and has no
+    vocabulary. HF's hidden states of a model with `raw_states` end before the final norm.
+    `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel spectrograms
+    of so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -307,7 +397,12 @@ class ModelSpec:
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
+    repeats: bool = False
     mel: int = 0
+    projected: int = 0
+    patches: Patches | None = None
+    pooled: Pooled | None = None
+    raw_states: bool = False
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -346,10 +441,16 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
             "labels": self.head.labels if self.head else 0,
+            "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "one": 1,
         }
+        if self.patches is not None:
+            outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
+            outer["channels"] = self.patches.channels
+        if (places := self.layers[0].attention.places) is not None:
+            outer["places"] = 2 * places.span
         if self.encoder:
             outer["source_positions"] = self.encoder.extent("positions")
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
@@ -389,10 +490,15 @@ class ModelSpec:
 
     @property
     def original(self) -> int | None:
-        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        """Tokens beyond which a sequence is read again, by other angles; None for never."""
         ropes = [layer.attention.rope for layer in self.layers]
-        lengths = [rope.original for rope in ropes if rope and rope.original]
+        lengths = [rope.original for rope in ropes if rope and rope.rereads]
         return min(lengths) if lengths else None
+
+    @property
+    def turns_by_length(self) -> bool:
+        """True if a rotary embedding asks for the length of the sequence that it turns."""
+        return any(layer.attention.rope and layer.attention.rope.original for layer in self.layers)
 
     @property
     def can_generate(self) -> bool:
@@ -413,7 +519,7 @@ class ModelSpec:
     def can_pack(self) -> bool:
         """True if several sequences in one row give what each gives by itself."""
         rounded = any(layer.attention.alibi_rounded for layer in self.layers)
-        return self.original is None and not rounded
+        return not self.turns_by_length and not rounded
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

@@ -10,30 +10,36 @@ from .sharding import ShardingPlan, split_evenly
 
 
 def parts_of_experts(moe: MoEConfig, spec: ModelSpec, size: int) -> int:
+    """As `parts_of`, of the model that a spec describes."""
+    counts = [layer.experts for layer in spec.all_layers if layer.experts]
+    return parts_of(moe, counts, spec.architecture, size)
+
+
+def parts_of(moe: MoEConfig, counts: Sequence[int], architecture: str, size: int) -> int:
     """In how many parts `size` devices share out the experts of a model: 1 where they cut within.
 
-    Raises ConfigError for what the model, or the number of devices, does not allow.
+    `counts` are the experts of its layers with some. Raises ConfigError for what the model, or the
+    number of devices, does not allow.
     """
     if not moe.enabled:
         return 1
-    counts = [layer.experts for layer in spec.all_layers if layer.experts]
     asked, parts = moe.moe_experts, moe.ep_size
-    if asked != [1] and asked not in (counts, sorted(set(counts))):
+    if asked != [1] and asked not in (list(counts), sorted(set(counts))):
         way = "Leave it unset."
         if counts:
             known = str(counts[0]) if len(set(counts)) == 1 else str(counts)
             way = f"Use {known}, or leave it unset."
-        raise ConfigError(f"moe.moe_experts={asked}: {spec.architecture} {_has(counts)}. {way}")
+        raise ConfigError(f"moe.moe_experts={asked}: {architecture} {_has(counts)}. {way}")
     if parts == 1:
         return 1
     if not counts:
         raise ConfigError(
-            f"moe.ep_size={parts}: {spec.architecture} {_has(counts)} to share out. Leave it "
+            f"moe.ep_size={parts}: {architecture} {_has(counts)} to share out. Leave it "
             f"unset, and set tensor_parallel.tp_size={parts} to share the model."
         )
     if parts > min(counts):
         raise ConfigError(
-            f"moe.ep_size={parts}: {spec.architecture} {_has(counts)}, which is less than one for "
+            f"moe.ep_size={parts}: {architecture} {_has(counts)}, which is less than one for "
             f"each part. Use at most {min(counts)}."
         )
     if size % parts:

@@ -495,7 +495,8 @@ def make_plan(
             experts = [replace(share, extent=most) for share in experts]
         yield from ((experts[place.part], own[place.width]) for place in places)
 
-    vocab = width("vocab", spec.vocab)
+    none = Share(0, 0, 0)  # of a model that reads no ids
+    vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
     by_kind: dict[tuple[int, ...], list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():

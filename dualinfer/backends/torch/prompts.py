@@ -19,7 +19,7 @@ from .ops.plain import Chunk, PlainOps
 from .params import Params
 
 GRAIN = 64  # tokens
-_MOST_REPLAYED = 1024  # tokens of all prompts of a call
+MOST_REPLAYED = 1024  # tokens of all prompts or texts of a call
 _MOST_AT_ONCE = 32768
 
 
@@ -63,7 +63,7 @@ class Prompts:
         if sources is not None:
             frames = sources[0].ndim > 1  # of one length
             read = most if frames else -(-most // GRAIN) * GRAIN
-        if slots.is_cuda and len(tokens) * (width + read) <= _MOST_REPLAYED:
+        if slots.is_cuda and len(tokens) * (width + read) <= MOST_REPLAYED:
             return self._replayed(params, cache, tokens, slots, width, sources, read)
         if sources is not None:
             at_once = max(1, _MOST_AT_ONCE // (longest + most))

@@ -25,13 +25,13 @@ from . import sampler
 from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
-from .graphs import CallGraphs, StepGraphs, graph_facts
+from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
-from .prompts import Prompts
+from .prompts import MOST_REPLAYED, Prompts
 from .sampler import SlotState
 from .streaming import LayerStream
 from .threads import few_threads, threads_note
@@ -104,6 +104,11 @@ class TorchRunner:
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
+        self._texts = None  # of passes over a few short texts, which launches take longer than work
+        self._text_sizes: set[Hashable] = set()
+        if self._calls is None and self._graphs is not None:
+            name = f"embed() of {spec.architecture}"
+            self._texts = CallGraphs(device, name, most=MOST_STEPS, uploads=True)
         self._compiled: Callable[..., dict[str, Any]] | None = None
 
     @property
@@ -135,8 +140,14 @@ class TorchRunner:
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest
         with self._own_settings(inputs.positions.size), span("forward"):
-            if self._calls is not None:
-                result = self._calls.run(outputs, (*tensors, *how), {})
+            graphs = self._calls
+            if inputs.texts and inputs.positions.size <= MOST_REPLAYED:
+                size = inputs.positions.shape, inputs.texts, inputs.largest
+                if size in self._text_sizes:  # one that comes a second time is worth a capture
+                    graphs = graphs or self._texts
+                self._text_sizes.add(size)
+            if graphs is not None:
+                result = graphs.run(outputs, (*tensors, *how), {})
             else:
                 result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
             if inputs.choices:
@@ -167,7 +178,10 @@ class TorchRunner:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         params = self._passed
         model = self.spec, params, self.ops
-        angles = self.ops.angles(self.spec, params, positions)
+        last = None
+        if mask is not None and self.spec.turns_by_length:
+            last = positions.where(mask, 0).amax(1)
+        angles = self.ops.angles(self.spec, params, positions, last)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -385,8 +399,12 @@ class TorchRunner:
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
         self._forget_steps()
-        if self._calls is not None:
-            self._calls.clear()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        for graphs in (self._calls, self._texts):
+            if graphs is not None:
+                graphs.clear()
 
     def _forget_steps(self) -> None:
         """Drop the graphs of the loop, before buffers whose addresses they hold are replaced."""
@@ -478,8 +496,7 @@ class TorchRunner:
                 "torch.compile would take those of one pass for all. Leave one of them out."
             )
         self._compiled = torch.compile(self._outputs, **options)
-        if self._calls is not None:
-            self._calls.clear()
+        self._forget_calls()
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be allocated on the device; None if that is unknown."""
@@ -507,7 +524,7 @@ class TorchRunner:
             "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),
             "cache_bytes": self._cache.bytes,
             "cache": describe_caches(self._cache.specs),
-            **graph_facts(self._graphs, self._prompts.graphs, self._calls),
+            **graph_facts(self._graphs, self._prompts.graphs, self._calls, self._texts),
         }
 
     def close(self) -> None:

@@ -4,12 +4,12 @@ Each is a row of `_KINDS`. HF sources: models/NAME/modeling_NAME.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ModelError, shown
-from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable, row
+from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
+from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -56,11 +56,16 @@ class _Kind:
     bias: bool = True
     types: bool = True
     counts: bool = False  # positions are those of ids that are no padding
+    pad: int | None = None  # the id that has no position, where no config says it
     rope: bool = False
+    bias_table: str | None = None  # of relative positions, which all layers share
     factored: str | None = None  # the projection of embeddings of a width of their own
     masked_activation: Activation | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    packed: str | None = None  # where files may have queries, keys and values as one
 
 
+_OLD_NORMS = ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")
 _ROBERTAS: dict[str, Any] = {
     "base": "roberta.",
     "masked": _ROBERTA_MASKED,
@@ -134,6 +139,16 @@ _KINDS = {
         pooler="pooler",
         factored="encoder.embedding_hidden_mapping_in",
     ),
+    "mpnet": _Kind(
+        **(_ROBERTAS | {"name": "MPNet", "base": "mpnet."}),
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        out="attention.attn.o",
+        norms=("attention.LayerNorm", "output.LayerNorm"),
+        ignored=("pad_token_id",),
+        types=False,
+        pad=1,
+        bias_table="encoder.relative_attention_bias.weight",
+    ),
     "nomic_bert": _Kind(
         *("NomicBert", "nomic_bert."),
         (
@@ -149,6 +164,15 @@ _KINDS = {
         unread=("cls.",),
         bias=False,
         rope=True,
+        # Of files that the maker's own code wrote.
+        renames=(
+            *(("nomic_bert.", "bert."), ("embeddings.LayerNorm", "emb_ln")),
+            *(("layers.", "encoder.layers."), ("self_attn.o_proj", "attn.out_proj")),
+            *(("mlp.up_proj", "mlp.fc11"), ("mlp.gate_proj", "mlp.fc12")),
+            *(("mlp.down_proj", "mlp.fc2"), ("post_attention_layernorm", "norm1")),
+            ("post_mlp_layernorm", "norm2"),
+        ),
+        packed="attn.Wqkv.weight",
     ),
 }
 CLASSES = {
@@ -179,12 +203,14 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         rope = make_rope({**turns, "partial_rotary_factor": None}, turned, positions)
         positions = reach(turns, positions)
     mlp = Mlp(fields.size(named("intermediate_size")), activation, gated=len(kind.mlp) > 2)
-    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False, rope=rope)
+    attention = Attention(
+        *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
+    )
     count = fields.layers(named("num_hidden_layers"))
     width = embed if kind.factored is None else fields.size("embedding_size")
     factored = width != embed or fields.family == "albert"
     groups = [None] * count if fields.family != "albert" else _groups(fields, count)
-    pad = _pad(fields) if kind.counts else None
+    pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
     head, head_rows, ties = _head(fields, kind, architecture, norm, activation, factored)
     spec = ModelSpec(
@@ -205,9 +231,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     table = WeightTable(
         spec,
         (*_embeddings(kind, spec, norm), *head_rows),
-        tuple(_layer(kind, norm, group) for group in groups),
+        tuple(_layer(kind, norm, attention.bias, group) for group in groups),
         base=kind.base,
-        renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+        renames=(*kind.renames, *_OLD_NORMS),
         unused=_unused(kind, head, head_rows, ties),
         tied=ties,
         # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
@@ -243,12 +269,25 @@ def _groups(fields: ConfigFields, count: int) -> list[tuple[int, int]]:
     return [(int(i / (count / groups)), j) for i in range(count) for j in range(inner)]
 
 
-def _layer(kind: _Kind, norm: Norm, group: tuple[int, int] | None) -> tuple[Row, ...]:
+def _bias(fields: ConfigFields, kind: _Kind) -> RelativeBias | None:
+    """The bias of distances, whose numbers HF has in its code whatever the table's size is."""
+    if kind.bias_table is None:
+        return None
+    fields.require("relative_attention_num_buckets", 32)
+    return RelativeBias(32, 128, both_ways=True)
+
+
+def _layer(
+    kind: _Kind, norm: Norm, bias: RelativeBias | None, group: tuple[int, int] | None
+) -> tuple[Row, ...]:
     hf = kind.base + kind.layer
     if group is not None:
         hf = hf.replace("{group}", str(group[0])).replace("{inner}", str(group[1]))
     *first, down = kind.mlp
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
+    if kind.packed:
+        whole = Source(hf + kind.packed, ("q+k+v", "embed"))
+        rows = [replace(rows[0], others=(whole,)), *rows[1:]]
     rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
     if len(first) > 1:
         rows += make.joined(
@@ -260,6 +299,8 @@ def _layer(kind: _Kind, norm: Norm, group: tuple[int, int] | None) -> tuple[Row,
     rows += make.linear("down", hf + down, inner, kind.bias)
     for ours, theirs in zip(("attn_norm", "mlp_norm"), kind.norms, strict=True):
         rows += make.norm(norm, ours, hf + theirs)
+    if bias is not None:
+        rows.append(make.relative_bias(bias, f"{kind.base}{kind.bias_table}"))
     return tuple(rows)
 
 

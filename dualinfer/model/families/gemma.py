@@ -1,7 +1,8 @@
 """Gemma 2 and 3 (text): norms around each sub-layer, windows in turns.
 
 HF sources: models/gemma2 and models/gemma3. Gemma 2 caps scores; Gemma 3 norms queries and keys,
-and turns them by other angles where it looks through a window. VaultGemma is Gemma 2 without the
+and turns them by other angles where it looks through a window; it may look both ways, and then
+embeds texts (EmbeddingGemma). VaultGemma is Gemma 2 without the
 norms behind sub-layers.
 """
 
@@ -73,21 +74,26 @@ def _describe(
         for kind in parameters
         if kind in kinds
     }
+    if not third or base != "model.":  # of a model with images HF's masks are others
+        fields.require("use_bidirectional_attention", False)
+    both_ways = fields.flag("use_bidirectional_attention", False)
     blocks = {}
     for kind, window in zip(kinds, fields.windows(kinds), strict=True):
         if kind not in blocks:
+            if both_ways and window is not None:  # so many in all, as HF's config counts them
+                window = window // 2 + 1
             attention = Attention(
                 heads,
                 kv_heads,
                 head_dim,
                 scale,
+                causal=not both_ways,
                 window=window,
                 rope=ropes[kind],
                 qk_norm=qk_norm,
                 softcap=softcap,
             )
             blocks[kind] = Layer(attention, mlp, norm, "around" if posts else "pre")
-    fields.require("use_bidirectional_attention", False)
     fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
     fields.ignore("sliding_window_pattern", "_sliding_window_pattern")  # folded into layer_types
     fields.ignore("hidden_act")  # HF reads hidden_activation only

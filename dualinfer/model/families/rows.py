@@ -5,9 +5,10 @@ several, `{p}` stands for the name of a part.
 """
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..spec import XIELU, Attention, ModelSpec, Norm
+from ..spec import XIELU, Attention, ModelSpec, Norm, Places, RelativeBias
 from ..weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -77,6 +78,17 @@ def cross(
 def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
     """As `packed`, head by head."""
     return packed(ours, theirs, "q+k+v/heads", bias)
+
+
+def relative_bias(bias: RelativeBias, theirs: str) -> Row:
+    """What a layer adds to scores by distance, of a table by buckets that HF stores as `theirs`."""
+    table = row("relative_bias", "heads buckets", (theirs, "buckets heads"))
+    return replace(table, picks=bias.by_distance)
+
+
+def places(own: Places, theirs: str) -> Row:
+    """The vectors of distances, of a table that HF stores as `theirs`."""
+    return replace(row("places", "embed places", (theirs, "places embed")), picks=own.by_distance)
 
 
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:

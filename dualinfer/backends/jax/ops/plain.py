@@ -37,8 +37,7 @@ def turns(
     frequencies = jnp.array(rope.inv_freq, jnp.float32)
     if rope.original:
         assert last is not None
-        long = jnp.array(rope.long, jnp.float32)
-        frequencies = jnp.where((last >= rope.original)[:, None, None], long, frequencies)
+        frequencies = primitives.frequencies(rope, last)[:, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
@@ -113,6 +112,10 @@ class PlainOps:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `contract.BlockOps.embed_given`."""
+        if spec.patches is not None:
+            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            first = jnp.broadcast_to(w["class_token"], (len(y), 1, y.shape[-1]))
+            embeds = jnp.concatenate((first, y[:, 1:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types)
@@ -290,7 +293,9 @@ class PlainOps:
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
         whole = self.split.whole(spec, index) if self.split else None
-        return LayerAttention.named(a, params.layers[index], slopes=slopes, whole=whole)
+        return LayerAttention.named(
+            a, params.layers[index], params.outer, slopes=slopes, whole=whole
+        )
 
     def angles(
         self,
@@ -406,6 +411,40 @@ class PlainOps:
         _, values = matrices_of(layer)
         return primitives.head_product(y, values).reshape(len(y), 1, -1)
 
+    def _attend_places(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array,
+        angles: Any,
+        mask: jax.Array | None,
+        segments: jax.Array | None,
+    ) -> jax.Array:
+        """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
+        a, places = layer.spec, layer.places
+        assert places is not None and a.places is not None
+        q, k, v = self._heads(layer, qkv, angles)
+        near, farthest = min(q.shape[1] - 1, a.places.farthest), a.places.farthest
+        rows = places.table[:, farthest - near : farthest + near + 1].T
+        if places.norm is not None:
+            rows = self.norm(rows, places.norm)
+
+        def heads(made: tuple[Weight, jax.Array | None] | None, part: int) -> jax.Array | None:
+            """Keys or queries [H, 2 near + 1, D] of distances."""
+            if made is None:
+                return None
+            y = self.linear(rows, made[0], Neighbours(made[1]))
+            if places.shared:
+                width = a.heads * a.head_dim
+                y = y[:, part * width : (part + 1) * width]
+            return y.reshape(len(y), -1, a.head_dim).swapaxes(0, 1)
+
+        return primitives.disentangled_attention(
+            *(q, k, v, heads(places.keys, 1), heads(places.queries, 0)),
+            scale=a.scale,
+            mask=mask,
+            segments=segments,
+        ).reshape(*q.shape[:2], -1)
+
     def attend(
         self,
         layer: LayerAttention,
@@ -426,6 +465,8 @@ class PlainOps:
             scale, causal = layer.spec.scale, layer.spec.causal
             y = primitives.attention(q, k, v, scale=scale, causal=causal, **how)
             return y.reshape(*y.shape[:2], -1), cache
+        if layer.places is not None:
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -540,9 +581,9 @@ def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
 
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return jnp.broadcast_to(positions.max(), len(positions)) if last is None else last
+    return positions.max(1) if last is None else last
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....model.spec import Activation
+from ....model.spec import Activation, Rope
 from ....model.weights import Weight
 from ...cache_codes import CacheCodes
 from ...caches import CacheView
@@ -216,6 +216,20 @@ def layer_norm(
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def frequencies(rope: Rope, last: jax.Array) -> jax.Array:
+    """float32 [B, R/2] by which sequences turn whose last token's positions are int `last` [B].
+
+    Of a `rope` that asks for their length.
+    """
+    own = jnp.array(rope.inv_freq, jnp.float32)
+    if rope.long:
+        return jnp.where((last >= rope.original)[:, None], jnp.array(rope.long, jnp.float32), own)
+    length = jnp.maximum(last + 1, rope.original).astype(jnp.float32)
+    base = rope.stretch * length / rope.original - (rope.stretch - 1)
+    share = jnp.arange(len(own), dtype=jnp.float32) / (len(own) - 1)
+    return own * base[:, None] ** -share
+
+
 def growth(positions: jax.Array, beta: float, period: float) -> jax.Array:
     """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
     return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / period))
@@ -288,6 +302,15 @@ def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
     gate, up = jnp.split(x, 2, axis=-1)
     return activation(gate, kind) * up
+
+
+@jax.named_scope("patches")
+def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    flat = kernel.reshape(len(kernel), -1)
+    y = einsum("btc,ec->bte", x, flat, preferred_element_type=jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
 
 
 @jax.named_scope("attention")
@@ -376,6 +399,41 @@ def relative_bias(table: jax.Array, keys: jax.Array, queries: jax.Array) -> jax.
     most = table.shape[1] // 2
     away = jnp.clip(keys[:, None, :] - queries[:, :, None], -most, most) + most
     return table[:, away].swapaxes(0, 1).astype(jnp.float32)
+
+
+@jax.named_scope("attention")
+def disentangled_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array | None,
+    queries: jax.Array | None,
+    *,
+    scale: float,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
+    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    """
+    at, wide = jnp.arange(q.shape[1]), jnp.float32
+    scores = einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide)
+
+    def added(x: jax.Array, table: jax.Array, away: jax.Array) -> jax.Array:
+        """Each row of x [B, T, H, D] with the row of the table of each distance: [B, H, T, T]."""
+        near = table.shape[1] // 2
+        products = einsum("bthd,hpd->bhtp", x, table, preferred_element_type=wide)
+        return jnp.take_along_axis(products, (jnp.clip(away, -near, near) + near)[None, None], -1)
+
+    if keys is not None:
+        scores += added(q, keys, at[None, :] - at[:, None])
+    if queries is not None:
+        scores += added(k, queries, at[:, None] - at[None, :]).swapaxes(-1, -2)
+    visible = visible_keys(q.shape[1], False, None, mask, segments, at)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores * scale, -jnp.inf), axis=-1)
+    return einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 
 @jax.named_scope("cross_attention")

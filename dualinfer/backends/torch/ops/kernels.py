@@ -455,9 +455,10 @@ class KernelOps(PlainOps):
         """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
         a, rope = layer.spec, layer.spec.rope
         assert a.latent is not None and layer.latent_norm is not None and rope is not None
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
         latent.turn_latents(
             *qkv,
-            angles if lengths is None else lengths[:, None],
+            positions if lengths is None else lengths[:, None],
             heads=a.heads,
             rank=a.latent.rank,
             norm=layer.latent_norm.weight,
@@ -467,6 +468,9 @@ class KernelOps(PlainOps):
             interleaved=rope.interleaved,
             cache=None if cache is None else cast(LatentCache, cache).shared,
             slots=slots,
+            ends=last if lengths is None else lengths,
+            original=rope.original,
+            stretch=rope.stretch,
             pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
         )
         return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
@@ -514,6 +518,8 @@ class KernelOps(PlainOps):
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
             return y.flatten(-2), cache
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         known = self._known(cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
@@ -779,4 +785,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
         "norm_turned": layer.spec.norm_turned,
         "original": rope.original if rope else 0,
+        "stretch": rope.stretch if rope else 0.0,
     }

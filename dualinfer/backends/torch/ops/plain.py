@@ -86,6 +86,10 @@ class PlainOps:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.embed_given`."""
+        if spec.patches is not None:
+            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            first = w["class_token"].expand(len(y), 1, -1)
+            embeds = torch.cat((first, y[:, 1:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types)
@@ -265,7 +269,9 @@ class PlainOps:
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
         whole = self.split.whole(spec, index) if self.split else None
-        return LayerAttention.named(a, params.layers[index], frequencies, slopes, whole)
+        return LayerAttention.named(
+            a, params.layers[index], params.outer, frequencies, slopes, whole
+        )
 
     def angles(
         self,
@@ -279,9 +285,7 @@ class PlainOps:
         last = last_of(spec, positions, last)
         for rope, frequencies in params.frequencies.items():
             if last is not None and rope.original:
-                short, long = frequencies
-                is_long = (last >= rope.original)[:, None, None]
-                frequencies = torch.where(is_long, long, short)
+                frequencies = primitives.frequencies(rope, frequencies, last)[:, None]
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
         for growth in {layer.attention.growth for layer in spec.layers}:
@@ -384,6 +388,42 @@ class PlainOps:
         _, values = matrices_of(layer)
         return primitives.head_product(y, values).flatten(-2)[:, None]
 
+    def _attend_places(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        mask: torch.Tensor | None,
+        segments: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
+        a, places = layer.spec, layer.places
+        assert places is not None and a.places is not None
+        q, k, v = self._heads(layer, qkv, angles)
+        near, farthest = min(q.shape[1] - 1, a.places.farthest), a.places.farthest
+        rows = places.table[:, farthest - near : farthest + near + 1].T
+        if places.norm is not None:
+            rows = self.norm(rows.contiguous(), places.norm)
+
+        def heads(
+            made: tuple[Weight, torch.Tensor | None] | None, part: int
+        ) -> torch.Tensor | None:
+            """Keys or queries [H, 2 near + 1, D] of distances."""
+            if made is None:
+                return None
+            y = self.linear(rows, made[0], Neighbours(made[1]))
+            if places.shared:
+                width = a.heads * a.head_dim
+                y = y[:, part * width : (part + 1) * width]
+            return y.unflatten(-1, (-1, a.head_dim)).transpose(0, 1)
+
+        return primitives.disentangled_attention(
+            *(q, k, v, heads(places.keys, 1), heads(places.queries, 0)),
+            scale=a.scale,
+            mask=mask,
+            segments=segments,
+        ).flatten(-2)
+
     def attend(
         self,
         layer: LayerAttention,
@@ -409,6 +449,8 @@ class PlainOps:
             how: dict[str, Any] = {"mask": mask, "segments": segments}
             y = primitives.attention(q, k, v, scale=a.scale, causal=a.causal, **how)
             return y.flatten(-2), cache
+        if layer.places is not None:
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
@@ -535,6 +577,6 @@ def last_of(
     spec: ModelSpec, positions: torch.Tensor, last: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return positions.max().expand(len(positions)) if last is None else last
+    return positions.amax(1) if last is None else last

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation
+from ....model.spec import Activation, Rope
 from ....model.weights import Weight
 from ...cache_codes import CacheCodes
 from ...caches import CacheView
@@ -191,6 +191,20 @@ def layer_norm(
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def frequencies(rope: Rope, tables: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """float32 [B, R/2] by which sequences turn whose last token's positions are int `last` [B].
+
+    Of a `rope` that asks for their length; `tables` are its own, on the device.
+    """
+    if rope.long:
+        short, long = tables
+        return torch.where((last >= rope.original)[:, None], long, short)
+    length = (last + 1).clamp(min=rope.original).float()
+    base = rope.stretch * length / rope.original - (rope.stretch - 1)
+    share = torch.arange(len(tables), device=tables.device) / (len(tables) - 1)
+    return tables * base[:, None] ** -share
+
+
 def growth(positions: torch.Tensor, beta: float, period: float) -> torch.Tensor:
     """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
     return 1 + beta * torch.log(1 + torch.floor(positions.float() / period))
@@ -262,6 +276,12 @@ def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate, kind) * up
+
+
+@named("patches")
+def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    return F.linear(x, kernel.flatten(1), bias)
 
 
 @named("attention")
@@ -346,6 +366,42 @@ def relative_bias(table: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
     most = table.shape[1] // 2
     away = (keys[:, None, :] - queries[:, :, None]).clamp(-most, most) + most
     return table[:, away].transpose(0, 1)
+
+
+@named("attention")
+def disentangled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor | None,
+    queries: torch.Tensor | None,
+    *,
+    scale: float,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
+    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    """
+    at, shape = torch.arange(q.shape[1], device=q.device), (q.shape[0], q.shape[2], -1, -1)
+    query, key, value = (x.transpose(1, 2).float() for x in (q, k, v))
+    scores = query @ key.mT
+
+    def added(x: torch.Tensor, table: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+        """Each row of x [B, H, T, D] with the row of the table of each distance [T, T]."""
+        near = table.shape[1] // 2
+        index = (away.clamp(-near, near) + near).expand(shape)
+        return (x @ table.float().mT).gather(-1, index)
+
+    if keys is not None:
+        scores = scores + added(query, keys, at[None, :] - at[:, None])
+    if queries is not None:
+        scores = scores + added(key, queries, at[:, None] - at[None, :]).mT
+    visible = visible_keys(q.shape[1], q.device, False, None, mask, segments)
+    weights = (scores * scale).masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).to(q.dtype)
 
 
 @named("cross_attention")

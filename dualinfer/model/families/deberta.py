@@ -1,0 +1,180 @@
+"""DeBERTa: scores to which distances add. HF: models/deberta, models/deberta_v2."""
+
+from typing import Any
+
+from ...errors import ModelError, shown
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Places
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+from .heads import Classifier, kind_of_head, make_head, masked_head
+
+_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_SPAN, _CHOICE = "ForQuestionAnswering", "ForMultipleChoice"
+CLASSES = {
+    "deberta-v2": tuple(f"DebertaV2{end}" for end in ("Model", *_HEADS, _SPAN, _CHOICE)),
+    "deberta": tuple(f"Deberta{end}" for end in ("Model", *_HEADS, _SPAN)),
+}
+_QKV = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
+_EMBEDDING = "deberta.embeddings.word_embeddings.weight"
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a DeBERTa model, of the first version or a later one."""
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    fields.require("embedding_size", embed)
+    fields.require("attention_head_size", head_dim)
+    fields.require("talking_head", False)
+    fields.require("conv_kernel_size", 0)  # of the convolution beside v2-xlarge's first layer
+    fields.ignore(
+        "pooler_hidden_size",
+        "conv_act",
+        "conv_groups",
+        "pooler_dropout",
+        "cls_dropout",
+        "padding_idx",
+    )
+    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "relative_attention")
+    norm = Norm("layer", fields.number("layer_norm_eps"))
+    positions = fields.size("max_position_embeddings")
+    kinds = _kinds(fields)
+    places = _places(fields, kinds, norm, positions)
+    terms = len(kinds) if fields.family == "deberta" else len({"c2p", "p2c"} & set(kinds))
+    scale = (head_dim * (1 + terms)) ** -0.5
+    attention = Attention(heads, heads, head_dim, scale, causal=False, places=places)
+    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)
+    head, head_rows, ties = _head(fields, architecture, norm, mlp)
+    types = fields.take("type_vocab_size", 0)
+    biased = fields.flag("position_biased_input", True)
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=(Layer(attention, mlp, norm, "post"),) * fields.layers("num_hidden_layers"),
+        max_positions=positions,
+        learned_positions=positions if biased else 0,
+        token_types=fields.size("type_vocab_size") if types else 0,
+        embed_norm=norm,
+        head=head,
+    )
+    own = ["^pooler", "^classifier", "^qa_outputs", "^cls", "^lm_predictions", "^mask_predictions"]
+    held = {s.name.split(".")[0] for r in (*head_rows, *(r for r, _ in ties)) for s in r.sources}
+    unused = [rf"{part}\." for part in own if part[1:] not in held]
+    if not ties:  # untied, a masked-LM head reads the bias beside its projection
+        unused.append(r"^cls\.predictions\.bias$")
+    unused += [r"embeddings\.position_ids$"] + ([] if biased else [r"embeddings\.position_emb"])
+    return spec, WeightTable(
+        spec,
+        (*_embeddings(spec, norm), *head_rows),
+        (tuple(_layer(fields.family, attention, norm)),) * len(spec.layers),
+        base="deberta.",
+        renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+        unused=tuple(unused),
+        tied=ties,
+    )
+
+
+def _kinds(fields: ConfigFields) -> list[str]:
+    """What adds to scores, as HF names it: `c2p`, `p2c`."""
+    kinds: Any = fields.take("pos_att_type", [])
+    kinds = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list | tuple) or not set(map(str, kinds)) <= {"c2p", "p2c", ""}:
+        raise ModelError(
+            f"config.json has pos_att_type={shown(kinds)}; the {fields.family} family honours c2p "
+            "and p2c. Weights of other kinds have no meaning in transformers either."
+        )
+    return list(kinds)
+
+
+def _places(fields: ConfigFields, kinds: list[str], norm: Norm, positions: int) -> Places | None:
+    relative = fields.flag("relative_attention", False)
+    given = {n: fields.take(n, -1) for n in ("max_relative_positions", "position_buckets")}
+    if not all(type(value) is int for value in given.values()):
+        raise ModelError(f"config.json has {shown(given)}; expected ints.")
+    most, buckets = given["max_relative_positions"], given["position_buckets"]
+    normed = str(fields.take("norm_rel_ebd", "none")).lower()
+    shared = fields.flag("share_att_key", False)
+    if not relative:
+        return None
+    most = positions if most < 1 else most
+    first = fields.family == "deberta"
+    if first or buckets < 1:
+        buckets = 0
+    elif not 4 <= buckets < 2 * most - 2:
+        raise ModelError(
+            f"config.json has position_buckets={buckets} for max_relative_positions={most}; "
+            "expected at least 4 buckets, and fewer than twice as many as positions."
+        )
+    has_norm = "layer_norm" in [part.strip() for part in normed.split("|")]
+    return Places(
+        span=buckets or most,
+        most=most if buckets else 0,
+        keys="c2p" in kinds,
+        queries="p2c" in kinds,
+        shared=shared and not first,
+        norm=norm if has_norm and not first else None,
+    )
+
+
+def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
+    hf = "deberta.embeddings."
+    rows = [row("embed.weight", "vocab embed", (_EMBEDDING, "vocab embed"))]
+    for ours, axis, theirs, has in (
+        ("positions", "positions", "position_embeddings", spec.learned_positions),
+        ("token_types", "types", "token_type_embeddings", spec.token_types),
+    ):
+        axes = f"{axis} embed"
+        rows += [row(f"{ours}.weight", axes, (f"{hf}{theirs}.weight", axes))] if has else []
+    rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
+    places = spec.layers[0].attention.places
+    if places is not None:
+        rows.append(make.places(places, "deberta.encoder.rel_embeddings.weight"))
+        if places.norm:
+            rows += make.norm(norm, "places_norm", "deberta.encoder.LayerNorm")
+    return rows
+
+
+def _layer(family: str, a: Attention, norm: Norm) -> list[Row]:
+    hf = "deberta.encoder.layer.{i}."
+    own, first = f"{hf}attention.self.", family == "deberta"
+    if first:
+        rows = make.by_head("qkv", f"{own}in_proj", bias=False)
+        rows.append(row("qkv.bias", "q+k+v", (f"{own}q_bias", "q"), (f"{own}v_bias", "v")))
+        names = "pos_proj", "pos_q_proj"
+    else:
+        rows = make.joined("qkv", own + "{p}", _QKV, bias=True)
+        names = "pos_key_proj", "pos_query_proj"
+    if a.places is not None and not a.places.shared:
+        if a.places.keys:
+            rows += make.linear("place_keys", own + names[0], "k embed", bias=not first)
+        if a.places.queries:
+            rows += make.linear("place_queries", own + names[1], "q embed")
+    rows += make.linear("out", f"{hf}attention.output.dense", "embed q")
+    rows += make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm")
+    rows += make.linear("up", f"{hf}intermediate.dense", "ffn embed")
+    rows += make.linear("down", f"{hf}output.dense", "embed ffn")
+    return rows + make.norm(norm, "mlp_norm", f"{hf}output.LayerNorm")
+
+
+def _head(
+    fields: ConfigFields, architecture: str, norm: Norm, mlp: Mlp
+) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
+    """The head of a HF class, its rows, and those that HF ties."""
+    legacy, tied = fields.flag("legacy", True), fields.flag("tie_word_embeddings", True)
+    activation: Any = mlp.activation
+    pooled = fields.activation("pooler_hidden_act")
+    if architecture.endswith("ForMaskedLM"):
+        hf = "cls.predictions." if legacy else "lm_predictions.lm_head."
+        inner = f"{hf}transform." if legacy else hf
+        names = f"{inner}dense", f"{inner}LayerNorm", f"{hf}decoder", f"{hf}bias"
+        # The later head has no projection but the embedding.
+        return masked_head(norm, activation, names, _EMBEDDING, tied or not legacy)
+    kind = kind_of_head(architecture)
+    if kind is None:
+        return None, [], ()
+    if kind in ("sequence", "choice"):
+        own = Classifier("classifier", "pooler.dense", pooled)
+    else:
+        own = Classifier("qa_outputs" if kind == "span" else "classifier")
+    return (*make_head(fields, kind, own, "first"), ())

@@ -1,0 +1,176 @@
+"""Encoders of images, and CLIP's of texts, against HF's own classes, on both backends."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+from dualinfer.errors import ArgumentError, UnsupportedError
+
+from .models import BACKENDS, randomize, relative_rms
+
+LIMIT = 1e-5
+_SIZES = {
+    **{"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{"intermediate_size": 44},
+}
+_VIT = {**_SIZES, "image_size": [12, 16], "patch_size": 4, "num_channels": 2}
+_EYE = {**_SIZES, "image_size": 15, "patch_size": 5, "num_channels": 3, "projection_dim": 20}
+_TEXT = {
+    **{**_SIZES, "vocab_size": 99, "max_position_embeddings": 30, "projection_dim": 20},
+    **{"bos_token_id": 0, "eos_token_id": 7},
+}
+CASES = {
+    "vit": ("ViTModel", _VIT),
+    "vit-labels": ("ViTForImageClassification", {**_VIT, "num_labels": 3, "qkv_bias": False}),
+    "clip-image": ("CLIPVisionModel", _EYE),
+    "clip-image-projected": ("CLIPVisionModelWithProjection", _EYE),
+    "clip-text": ("CLIPTextModel", _TEXT),
+    "clip-text-projected": ("CLIPTextModelWithProjection", _TEXT),
+    "clip-text-old": ("CLIPTextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
+}
+HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
+
+
+def make(case):
+    """The case's model in float32, the same in every process."""
+    name, fields = CASES[case]
+    cls = getattr(hf, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**fields))
+        randomize(model)
+    return model.eval()
+
+
+def inputs_of(case):
+    """Images, or texts padded on both sides with an end each."""
+    random = np.random.default_rng(4)
+    if "text" not in case:
+        fields = CASES[case][1]
+        size = fields["image_size"]
+        shape = 3, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
+        return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+    ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
+    for row, end in enumerate((5, 9, 10)):
+        ids[row, end] = 7 if case != "clip-text-old" else 98
+    mask[0, 6:] = 0
+    mask[1, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def of_hf(model, given, **more):
+    with torch.no_grad():
+        return model(**{k: torch.tensor(v) for k, v in given.items()}, **more)
+
+
+def compare(ours, theirs, mask=None):
+    """Every output in HF's order, at the real tokens where it has one for each."""
+    real = ... if mask is None else mask == 1
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        several = isinstance(value, tuple)
+        for one, other in zip(ours[name], value, strict=True) if several else [(ours[name], value)]:
+            one, other = np.asarray(one), np.asarray(other)
+            at = real if other.ndim == 3 else ...
+            assert one.shape == other.shape and relative_rms(one[at], other[at]) < LIMIT, name
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=[] if name == "torch" or quick else [pytest.mark.slow])
+        for case in CASES
+        for quick in [case in ("vit-labels", "clip-image-projected", "clip-text")]
+        for name in BACKENDS
+    ],
+)
+def test_an_encoder_gives_what_hf_gives_live_and_from_its_folder(case, backend, tmp_path):
+    model, given = make(case), inputs_of(case)
+    expected = of_hf(model, given, output_hidden_states=True)
+    mask = given.get("attention_mask")
+    engine = dualinfer.init_inference(model, backend=backend, **HOW)
+    compare(engine(**given, output_hidden_states=True), expected, mask)
+    model.save_pretrained(tmp_path / "hf")
+    engine = dualinfer.init_inference(tmp_path / "hf", backend=backend, dtype="fp32")
+    compare(engine(**given, output_hidden_states=True), expected, mask)
+    engine.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours").eval()
+    compare(of_hf(again, given, output_hidden_states=True), expected, mask)
+
+
+# Of the files of google/vit-base-patch16-224, in the place of transformers 5's.
+OLD = {
+    **{".attention.q_proj": ".attention.attention.query", "vit.layers": "vit.encoder.layer"},
+    **{".attention.k_proj": ".attention.attention.key", ".mlp.fc1": ".intermediate.dense"},
+    **{".attention.v_proj": ".attention.attention.value", ".mlp.fc2": ".output.dense"},
+    ".attention.o_proj": ".attention.output.dense",
+}
+
+
+def test_names_of_older_files_are_read(tmp_path):
+    from safetensors.torch import save_file
+
+    model, given = make("vit-labels"), inputs_of("vit-labels")
+    tensors = {}
+    for name, value in model.state_dict().items():
+        for new, old in OLD.items():
+            name = name.replace(new, old)
+        tensors[name] = value
+    model.config.architectures = ["ViTForImageClassification"]
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    engine = dualinfer.init_inference(tmp_path, dtype="fp32")
+    compare(engine(**given), of_hf(model, given))
+
+
+def test_labels_give_the_loss_and_images_may_be_the_first_argument():
+    model, given = make("vit-labels"), inputs_of("vit-labels")
+    pixels = torch.tensor(given["pixel_values"])
+    engine = dualinfer.init_inference(model, **HOW)
+    found = engine(pixels, labels=[0, 2, 1])
+    assert (
+        relative_rms(found.loss, of_hf(model, given, labels=torch.tensor([0, 2, 1])).loss) < LIMIT
+    )
+    assert isinstance(found.logits, torch.Tensor)
+
+
+def test_what_does_not_fit_is_refused():
+    images, texts = inputs_of("clip-image"), inputs_of("clip-text")
+    eye = dualinfer.init_inference(make("clip-image"), **HOW)
+    text = dualinfer.init_inference(make("clip-text"), **HOW)
+    with pytest.raises(
+        ArgumentError, match=r"\(3, 3, 15, 14\); expected \[batch, 3, 15, 15\].*not"
+    ):
+        eye(pixel_values=images["pixel_values"][..., :-1])
+    with pytest.raises(ArgumentError, match="reads pixel_values alone; attention_mask was given"):
+        eye(**images, attention_mask=np.ones((3, 10)))
+    with pytest.raises(ArgumentError, match="pixel_values is missing"):
+        eye()
+    with pytest.raises(ArgumentError, match="does not support interpolate_pos_encoding"):
+        eye(**images, interpolate_pos_encoding=True)
+    with pytest.raises(ArgumentError, match="pixel_values: CLIPTextModel reads input_ids"):
+        text(**texts, **images)
+    with pytest.raises(UnsupportedError, match="reads images, and embed\\(\\) texts"):
+        eye.embed([[3, 4]])
+    assert text.embed([[3, 4, 7]]).shape == (1, 36)
+
+
+def on_devices(case, backend, devices):
+    how = {**HOW, "backend": backend, "tensor_parallel": {"tp_size": devices}}
+    with dualinfer.init_inference(make(case), **how) as engine:
+        return np.asarray(engine(**inputs_of(case))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["vit", "clip-image-projected", "clip-text-projected"])
+def test_two_devices_give_what_one_gives(case, backend, crew):
+    if backend == "torch":
+        found = crew.run(on_devices, case, backend, 2, world=2)
+    else:
+        found = [on_devices(case, backend, 2)]
+    expected = on_devices(case, backend, 1)
+    assert all(relative_rms(own, expected) < LIMIT for own in found)
