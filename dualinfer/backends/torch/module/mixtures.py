@@ -253,6 +253,15 @@ class Mixtures:
         linear layers become so.
         """
         counts = [mixture.layer.count for mixture in self.found]
+        asked = {"ep_size": 1, "moe_experts": [1]} if moe.enabled and not counts else {}
+        for name, nothing in asked.items():
+            if getattr(moe, name) != nothing:
+                raise ConfigError(
+                    f"moe.{name}={getattr(moe, name)}: the {self.kind} holds no MoE layer of "
+                    "DeepSpeed's, and module mode shares no other experts out. Set "
+                    "replace_with_kernel_inject=True for a mixture that fused mode serves, or "
+                    "leave it unset: tensor_parallel.tp_size cuts experts by their width."
+                )
         parts = parts_of(moe, counts, self.kind, size)
         if moe.enabled:
             self._check_type(moe)
