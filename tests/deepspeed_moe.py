@@ -1,4 +1,4 @@
-"""MoE layers with the classes, parts and tensors that DeepSpeed's have, by the rules in plain words.
+"""MoE layers with the classes, parts and tensors of DeepSpeed's, by the rules in plain words.
 
 `tests/real_deepspeed_moe.py` compares them with DeepSpeed's own.
 """
@@ -45,7 +45,9 @@ class TopKGate(nn.Module):
     def _kept(self, gates, ranked):
         """The pairs of token and expert that are within an expert's capacity."""
         tokens, count = gates.shape
-        pairs = [(t, i) for place in range(self.k) for t in range(tokens) for i in [ranked[t][place]]]
+        pairs = [
+            (t, i) for place in range(self.k) for t in range(tokens) for i in [ranked[t][place]]
+        ]
         if not self.drop_tokens:
             return set(pairs)
         capacity = max(
@@ -92,7 +94,9 @@ class MOELayer(nn.Module):
         routes, self.l_aux, self.exp_counts = self.gate(x)
         rows = []
         for row, own in zip(x, routes, strict=True):
-            outputs = [(self.experts.deepspeed_experts[i](row[None, None, None]), w) for i, w in own]
+            outputs = [
+                (self.experts.deepspeed_experts[i](row[None, None, None]), w) for i, w in own
+            ]
             parts = [(y[0] if isinstance(y, tuple) else y)[0, 0, 0] * w for y, w in outputs]
             rows.append(sum(parts, torch.zeros_like(row)))
         return torch.stack(rows).reshape(hidden.shape)

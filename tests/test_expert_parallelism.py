@@ -72,6 +72,8 @@ CASES_OF_PLAIN = [
     ("granitemoe", "torch", 2, 2, None, False),
     ("mixtral", "jax", 2, 2, None, False),
     ("hunyuan_v1_moe", "torch", 4, 2, None, False),
+    ("llama4", "torch", 4, 2, None, False),
+    ("llama4, one expert", "jax", 3, 3, None, False),
     ("deepseek_v2, experts", "torch", 4, 2, None, False),
     ("glm4_moe_lite", "jax", 3, 3, None, False),
     ("qwen2_moe, even", "torch", 4, 2, "int4", False),
@@ -292,7 +294,7 @@ def without_experts(backend):
 
 @pytest.mark.parametrize("moe", [{"ep_size": 2}, {"moe_experts": 5}, {"ep_group": object()}])
 def test_module_mode_shares_no_experts_out(moe):
-    reason = r"holds no MoE layer.*replace_with_kernel_inject=True|no size\(\)"
+    reason = r"in module mode that is for DeepSpeed's.*replace_with_kernel_inject=True|no size\(\)"
     with pytest.raises(ConfigError, match=reason):
         init_inference(make("qwen2_moe"), backend="torch", moe=moe, tp={"enabled": False})
 
