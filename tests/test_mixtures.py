@@ -227,10 +227,13 @@ def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices"),
-    [("torch", 1), ("jax", 1), pytest.param("jax", 3, marks=pytest.mark.slow)],
+    ("backend", "devices", "parts"),
+    [
+        *(("torch", 1, 1), ("jax", 1, 1)),
+        *(pytest.param("jax", n, parts, marks=pytest.mark.slow) for n, parts in ((3, 1), (4, 2))),
+    ],
 )
-def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
+def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, parts, tmp_path):
     """MXFP4's blocks and scales, as transformers makes values of them."""
     model = make("gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16)
     random, tensors = torch.Generator().manual_seed(5), dict(model.state_dict())
@@ -253,7 +256,7 @@ def test_experts_of_gpt_oss_are_read_in_four_bits(backend, devices, tmp_path):
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()
     how = {"backend": backend, "tensor_parallel": {"tp_size": devices}, **FUSED}
-    with dualinfer.init_inference(str(tmp_path), **how) as engine:
+    with dualinfer.init_inference(str(tmp_path), moe={"ep_size": parts}, **how) as engine:
         assert any("fp4" in kind for kind in engine.report().weights)
         assert relative_rms(engine(ids).logits, expected) < 1e-5
 
