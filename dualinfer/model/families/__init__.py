@@ -38,7 +38,8 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert, deberta, clip),
+        *(falcon, mpt, fairseq, modernbert),
+        *(deberta, clip),
         *(bart, t5, whisper, deepseek),
     )
     for model_type in family.CLASSES

@@ -140,7 +140,7 @@ _KINDS = {
         factored="encoder.embedding_hidden_mapping_in",
     ),
     "mpnet": _Kind(
-        **(_ROBERTAS | {"name": "MPNet", "base": "mpnet."}),
+        **dict(_ROBERTAS, name="MPNet", base="mpnet."),
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         out="attention.attn.o",
         norms=("attention.LayerNorm", "output.LayerNorm"),
