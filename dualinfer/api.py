@@ -94,7 +94,7 @@ def init_inference(
     CheckpointError, BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
-    settings = make_config(config, overrides).with_int8_as_quant()
+    settings = make_config(config, overrides).with_int8_as_quant().with_experts_shared()
     backends.check_backend(settings.backend)
     kind = _kind_of_model(model, settings.backend)
     if params is not None:
@@ -507,7 +507,8 @@ def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
         layer: sorted(names, key=repr) if isinstance(names, set | frozenset) else names
         for layer, names in (settings.injection_policy or {}).items()
     }
-    fields = dict(settings) | {"tensor_parallel": tp, "injection_policy": policy}
+    moe = settings.moe.model_copy(update={"ep_group": None, "ep_mp_group": None})
+    fields = dict(settings) | {"tensor_parallel": tp, "moe": moe, "injection_policy": policy}
     return [(name, repr(value)) for name, value in fields.items()]
 
 

@@ -14,7 +14,7 @@ import dualinfer
 from dualinfer.errors import ArgumentError, ConfigError, LengthError, UnsupportedError
 from dualinfer.model.spec import RelativeBias
 
-from .models import random_ids, relative_rms
+from .models import random_ids, relative_rms, slow_but
 
 VOCAB = 101
 IDS = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
@@ -107,6 +107,54 @@ def source_of(name: str, padded: bool = True) -> dict[str, torch.Tensor]:
     if padded:
         ids[1, 11:], mask[1, 11:] = 1, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+SCORED = {
+    "BartForSequenceClassification": BART,
+    "T5ForSequenceClassification": T5,
+    "BartForQuestionAnswering": BART,
+    "MBartForSequenceClassification": BART,
+    "MBartForQuestionAnswering": BART,
+    "PLBartForSequenceClassification": BART,
+    "T5ForTokenClassification": T5,
+    "T5ForQuestionAnswering": T5,
+    "MT5ForSequenceClassification": T5,
+    "UMT5ForTokenClassification": T5,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", slow_but(list(SCORED)[:2], list(SCORED)))
+def test_heads_for_labels_are_those_of_transformers(name, backend, tmp_path):
+    """Of a folder; the decoder reads the encoder's ids, and a score stands at their last end."""
+    torch.manual_seed(5)
+    cls = getattr(hf, name)
+    model = cls(cls.config_class(**SCORED[name])).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.empty_like(p).normal_(0, 0.2))
+    model.save_pretrained(tmp_path)
+    given = source_of("bart")
+    ids = given["input_ids"]
+    ids[ids == 2] = 3
+    ids[:, 4] = ids[0, 18] = ids[1, 10] = 2
+    labels = {"labels": torch.tensor([1, 0])} if "Sequence" in name else {}
+    with torch.no_grad():
+        wanted = model(**given, **labels, output_hidden_states=True)
+    with dualinfer.init_inference(tmp_path, backend=backend, **OPTIONS) as engine:
+        found = engine(**given, **labels, output_hidden_states=True)
+        assert list(found) == [key for key in wanted if key in found]
+        for key in found:
+            pairs = zip(found[key], wanted[key], strict=True) if key.endswith("states") else None
+            for x, y in pairs or [(found[key], wanted[key])]:
+                assert relative_rms(x.float().numpy(), y.numpy()) < 1e-5, key
+        if labels:
+            ids[1, 4] = 3
+            with pytest.raises(ArgumentError, match=r"have \[2, 1\].*as many in each row"):
+                engine(**given)
+            ids[1, 4] = 2
+            with pytest.raises(ArgumentError, match="Leave decoder_input_ids out"):
+                engine(**given, decoder_input_ids=ids[:, :5])
 
 
 def text_of(model: Any, **arguments: Any) -> list[list[int]]:
@@ -283,6 +331,7 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
         ),
         (lambda: engine.generate(), ArgumentError, "input_ids is missing"),
         (lambda: engine.generate(ids, num_beams=4), UnsupportedError, "num_beams=1"),
+        (lambda: engine.embed(ids), UnsupportedError, "has an encoder and a decoder"),
         (lambda: engine.generate(ids, input_features=ids), ArgumentError, "reads ids"),
         (
             lambda: engine.generate(ids, decoder_input_ids=ids[:1]),

@@ -88,7 +88,12 @@ def test_kernels_give_what_plain_ops_give(name, tokens, backend):
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
 def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, tokens, backend):
-    layer, split = LAYERS[name], SimpleNamespace(sum=lambda y: y * 2, most=lambda a: a)
+    layer, split = (
+        LAYERS[name],
+        SimpleNamespace(
+            sum=lambda y: y * 2, most=lambda a: a, plan=None, own_experts=lambda count: None
+        ),
+    )
     if backend == "torch":
         put, plain = torch.tensor, PlainOps()
         fast: Any = SplitKernelOps(torch.device("cpu"), Configurations(), split, None)
@@ -97,6 +102,35 @@ def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, to
         fast = fast.using(fast.make_scratch(1))
     plain.split = fast.split = split
     w = weights(layer, put)
+    x = put(np.random.default_rng(1).standard_normal((1, tokens, E), np.float32))
+    norm = NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None)
+    found, wanted = (np.asarray(block(layer, w, ops, x, norm, x)) for ops in (fast, plain))
+    assert relative_rms(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
+def test_a_device_with_some_of_the_experts_gives_what_plain_ops_give(name, tokens, backend):
+    layer, own = LAYERS[name], (1, 5)
+    spec = SimpleNamespace(all_layers=[SimpleNamespace(experts=X)])
+    split: Any = SimpleNamespace(sum=lambda y: y * 1.5, most=lambda a: a)
+    split.plan = SimpleNamespace(table=SimpleNamespace(spec=spec))
+    if backend == "torch":
+        put, plain = torch.tensor, PlainOps()
+        split.own_experts = lambda count: own
+        fast: Any = SplitKernelOps(torch.device("cpu"), Configurations(), split, None)
+    else:
+        put, plain, fast = jax.numpy.asarray, JaxPlainOps(), interpreted_ops()
+        split.own_experts = lambda count: jax.numpy.asarray(own)
+        fast = fast.using(fast.make_scratch(1))
+    plain.split = fast.split = split
+    w = weights(layer, put)
+    for part in ("up.weight", "down.weight", "up.bias"):
+        held = w.get(f"experts.{part}")
+        if held is not None:
+            bare = held.data if isinstance(held, Weight) else held
+            cut = bare[slice(*own)]
+            w[f"experts.{part}"] = Weight(cut, held.axes) if isinstance(held, Weight) else cut
     x = put(np.random.default_rng(1).standard_normal((1, tokens, E), np.float32))
     norm = NormOf(Norm("rms", 1e-5), w["mlp_norm.weight"], None)
     found, wanted = (np.asarray(block(layer, w, ops, x, norm, x)) for ops in (fast, plain))

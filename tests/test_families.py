@@ -341,7 +341,7 @@ REFUSED = {
     "neox twice": (NEOX, {"rope_theta": 500.0}, "rope_theta=500.0"),
     "neox odd": (NEOX, {"rotary_pct": 0.2}, "partial_rotary_factor=0.2, which rotates 3 of the 16"),
     "neox nothing": (NEOX, {"rotary_pct": 0.0}, "partial_rotary_factor=0.0"),
-    "neox dynamic": (NEOX, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "neox rope": (NEOX, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "proportional"),
     "bloom residual": (
         BLOOM,
         {"apply_residual_connection_post_layernorm": True},

@@ -205,12 +205,12 @@ def test_unset_dtype_of_a_folder_is_the_checkpoints_own_on_a_gpu(
     write_llama(tmp_path, 40, stored)
     fields = json.loads((tmp_path / "config.json").read_text())
     if not fused:
-        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-        fields["rope_parameters"] = rope  # which fused mode does not honour
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "alpha": 3.0}
+        fields["rope_parameters"] = rope  # of which fused mode does not honour the last
     (tmp_path / "config.json").write_text(
         json.dumps(fields | ({"dtype": config} if config else {}))
     )
-    told = nullcontext() if fused else pytest.warns(UserWarning, match="rope_type='dynamic'")
+    told = nullcontext() if fused else pytest.warns(UserWarning, match="rope_parameters alpha")
     with told, init_inference(tmp_path, dtype="auto") as engine:
         assert engine.dtype == getattr(torch, expected)
         assert any("dtype was unset" in n and n.endswith(why) for n in engine.report().notes)

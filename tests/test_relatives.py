@@ -33,12 +33,16 @@ TURNS = ["sliding_attention", "full_attention"]
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+FEW = {"num_attention_heads": 3, "num_key_value_heads": 3}
 MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.4,
     "residual_multiplier": 0.3,
     "logits_scaling": 2.5,
 }
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 14}
+LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0]}
+LONG |= {"long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0]}
 # HF's class, and what makes it odd.
 CASES = {
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
@@ -107,25 +111,15 @@ CASES = {
             },
         },
     ),
-    "phi": ("Phi", {**PARTIAL, "num_attention_heads": 3, "num_key_value_heads": 3}),
-    "phi, normed": (
-        "Phi",
-        {"qk_layernorm": True, "num_attention_heads": 3, "num_key_value_heads": 3},
-    ),
+    "phi": ("Phi", {**PARTIAL, **FEW}),
+    "phi, normed": ("Phi", {"qk_layernorm": True, **FEW}),
     "phi3": ("Phi3", {"sliding_window": 5, "num_attention_heads": 3, **PARTIAL}),
     "phi3, long": (
         "Phi3",
         {
             "num_attention_heads": 3,
             "original_max_position_embeddings": 14,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "original_max_position_embeddings": 14,
-                "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0],
-                "long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0],
-            },
+            "rope_parameters": {**LONG, "partial_rotary_factor": 0.5},
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}),
@@ -138,12 +132,7 @@ CASES = {
     "stablelm, normed": ("StableLm", {"qk_layernorm": True, **PARTIAL, "num_attention_heads": 3}),
     "stablelm, parallel": (
         "StableLm",
-        {
-            "use_parallel_residual": True,
-            **PARTIAL,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-        },
+        {"use_parallel_residual": True, **PARTIAL, **FEW},
     ),
     "vaultgemma": (
         "VaultGemma",
@@ -189,6 +178,24 @@ _OF_ALL = {
 }
 # Fields of config.json as the makers wrote them, beside those that all have.
 WRITTEN = {
+    "apertus": {
+        **{"hidden_act": "xielu", "hidden_dropout": 0.0, "post_norm": False, "qk_norm": True},
+        **{"mlp_bias": False, "rms_norm_eps": 1e-5},
+    },
+    "hunyuan_v1_dense": {
+        **{"attention_head_dim": 16, "cla_share_factor": 2, "class_num": 0, "head_dim": 16},
+        **{"dense_list": [4096, 0], "eod_token_id": 3, "norm_type": "rms", "org_vocab_size": 100},
+        **{"pad_id": 1, "pool_type": "last", "use_cla": False, "use_qk_norm": True},
+        **{"use_rotary_pos_emb": True, "mlp_bias": False, "rms_norm_eps": 1e-5},
+        "rope_scaling": {
+            **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "type": "dynamic"},
+        },
+    },
+    "internlm3": {
+        **{"bias": False, "head_dim": 16, "qkv_bias": False, "rms_norm_eps": 1e-5},
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+    },
     "cohere": {"attention_bias": False, "layer_norm_eps": 1e-05, "logit_scale": 0.0625},
     "cohere2": {
         "cache_implementation": "hybrid",
@@ -203,7 +210,7 @@ WRITTEN = {
         "use_embedding_sharing": True,
         "use_gated_activation": True,
         "use_parallel_block": True,
-        "use_parallel_embedding": False,
+        "use_parallel_embedding": True,
     },
     "gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
     "glm": {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5},
@@ -260,6 +267,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
     [
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("phi3", {"unheard_of": 3}, "unheard_of=3"),
+        ("cohere2", PARTIAL, "rope_parameters partial_rotary_factor"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers="),
         ("stablelm", {"rope_parameters": PARTIAL["rope_parameters"], "head_dim": 14}, "rotates 7"),
     ],
@@ -305,6 +313,32 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
         np.testing.assert_array_equal(own, text)
 
 
+# Of HF's classes that turn by length: a part of each head, pairs, one kind of layer alone, latents.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+_SHORT = {"max_position_embeddings": 14, "rope_parameters": DYNAMIC}
+BY_LENGTH = {
+    "internlm3": ("Llama", _SHORT),
+    "phi": ("Phi", {**_SHORT, **FEW, "rope_parameters": {**DYNAMIC, "partial_rotary_factor": 0.5}}),
+    "cohere, dynamic": ("Cohere", {**_SHORT, "logit_scale": 0.3}),
+    "minicpm3, long": (
+        "MiniCPM3",
+        {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "kv_lora_rank": 20}
+        | {"q_lora_rank": 24, "v_head_dim": 10, "num_key_value_heads": 6}
+        | {"rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4, 8]}},
+    ),
+    "mistral, long": ("Mistral", {"rope_parameters": LONG}),
+    "gemma3": (
+        "Gemma3Text",
+        {**_SHORT, "head_dim": 22, "sliding_window": 5, "layer_types": TURNS}
+        | {"rope_parameters": dict(zip(TURNS, (LLAMA3, DYNAMIC), strict=True))},
+    ),
+    "deepseek_v3, dynamic": (
+        "DeepseekV3",
+        {**_SHORT, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+        | {"kv_lora_rank": 20, "q_lora_rank": None, "num_key_value_heads": 6}
+        | {"first_k_dense_replace": 2},
+    ),
+}
 # Of the kernels' own ways: norms apart, behind the rotation, growing queries, two tables of angles.
 NORMED = ("apertus", "cohere, normed", "hunyuan_v1_dense", "ministral3", "nanochat", "nemotron")
 NORMED += ("olmo, clipped", "olmo2", "phi, normed", "phi3, long", "stablelm, normed")
@@ -326,6 +360,8 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
         "falcon with alibi",
         "granite",
         "smollm3",
+        "cohere, dynamic",
+        "deepseek_v3, dynamic",
     ],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
@@ -335,11 +371,15 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
 
     own = importlib.import_module(f"dualinfer.backends.{backend}")
 
-    name, fields = CASES[case]
+    name, fields = (CASES | BY_LENGTH)[case]
     odd = {"head_dim": 12} if "head_dim" in fields else {}
+    if case in BY_LENGTH:
+        odd["max_position_embeddings"] = 7
     if case == "phi3, long":
         odd = {"hidden_size": 56}  # two heads of as many elements that turn
-    small = SMALL if case not in early.CASES | latent.CASES else {"vocab_size": SMALL["vocab_size"]}
+    small = SMALL
+    if case in early.CASES | latent.CASES or name.startswith("Deepseek"):
+        small = {"vocab_size": SMALL["vocab_size"]}
     config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **small, **odd})
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForCausalLM")(config).eval()
@@ -399,6 +439,52 @@ def test_longrope_turns_all_of_a_sequence_by_its_length(backend):
         np.testing.assert_array_equal(text[20 : 20 + len(whole)], whole)
         if n == 5:
             np.testing.assert_array_equal(alone, whole)
+
+
+_SLOWER = ("phi", "mistral, long", "minicpm3, long", "cohere, dynamic", "deepseek_v3, dynamic")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "phi3, long",
+        *(pytest.param(x, marks=[pytest.mark.slow] if x in _SLOWER else []) for x in BY_LENGTH),
+    ],
+)
+def test_a_sequence_turns_by_its_own_length_whatever_is_beside_it(case, backend):
+    """HF's rotary embedding takes the longest of a batch, and remembers that of earlier calls."""
+    if case in BY_LENGTH:
+        name, fields = BY_LENGTH[case]
+        torch.manual_seed(0)
+        config = getattr(hf, f"{name}Config")(**{**SIZES, **fields})
+        model = getattr(hf, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+        randomize(model)
+    else:
+        model = make(case)
+    lengths, wanted, options = (5, 13, 14, 15, 20), [], {"max_new_tokens": 12, "do_sample": False}
+    options |= {"repetition_penalty": 1.3, "min_new_tokens": 11, "pad_token_id": PAD}
+    prompts = [random_ids(1, n, seed=n) for n in lengths]
+    ids, mask, positions = (np.zeros((2, 5, 20), np.int64) for _ in range(3))
+    for i, (n, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        for side, here in enumerate((slice(20 - n, 20), slice(n))):
+            ids[side, i, here], mask[side, i, here] = prompt[0], 1
+            positions[side, i, here] = np.arange(n)
+        with torch.no_grad():
+            model(torch.ones((1, 3), dtype=torch.long))  # which forgets longer ones
+            wanted.append(model(torch.from_numpy(prompt)).logits[0].numpy())
+            model(torch.ones((1, 3), dtype=torch.long))
+            wanted.append(model.generate(torch.from_numpy(prompt), **options)[0, n:].numpy())
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how) as engine:
+        for side in range(2):
+            given = {"attention_mask": mask[side], "position_ids": positions[side]}
+            logits = np.asarray(engine(ids[side], **given).logits)
+            for i, expected in enumerate(wanted[::2]):
+                assert relative_rms(logits[i, mask[side, i] == 1], expected) < 1e-5
+        texts = np.asarray(engine.generate([ids[0].tolist() for ids in prompts], **options))
+    for text, expected in zip(texts, wanted[1::2], strict=True):
+        np.testing.assert_array_equal(text[20 : 20 + len(expected)], expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

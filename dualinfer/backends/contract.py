@@ -270,8 +270,10 @@ class BlockOps(Protocol):
 
         `w` has "experts.up.weight" [X, out, E], gate before up, and "experts.down.weight"
         [X, E, F], with biases [X, out] and [X, E] by such names if there are any. Each device has a
-        share of F. `partial` [..., E], what a shared expert gives before the sum over devices, is
-        added to each device's part. Sums are made in float32 in routing's order, and no value of an
+        share of F, or where devices share experts out some of X, whole or a share of F of each; the
+        bias [X, E] is whole. A device computes what the chosen ones among its own give. `partial`
+        [..., E], what a shared expert gives before the sum over devices, is added to each device's
+        part. Sums are made in float32 in routing's order, and no value of an
         expert that a token did not choose reaches its result. Of the neighbours it knows norm,
         residual and spend; the residual is added once, after the sum over devices.
         """
@@ -362,7 +364,7 @@ class Ops(BlockOps, Protocol):
         """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
 
         int `last` [B] is the position of each sequence's last token, by which its rotary embedding
-        is chosen; None for the largest of all positions, as HF's forward takes it.
+        is chosen; None for the largest of its own positions.
         """
         ...
 

@@ -55,8 +55,7 @@ def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
     if row.layer is None or row.axes[:1] != ("experts",) or not row.is_weight:
         return 1.0
     mlp = spec.layers[row.layer].mlp
-    if not isinstance(mlp, Experts) or row.local_name == "router.weight":
-        return 1.0
+    assert isinstance(mlp, Experts)
     return 1 - (1 - mlp.router.chosen / mlp.count) ** tokens
 
 

@@ -342,26 +342,29 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     return EightBit(known, block, None if how.dynamic else weight.beside["input"])
 
 
-def experts_of(mixture: Experts, w: Mapping[str, Any], shared: bool = False) -> Any:
+def experts_of(
+    mixture: Experts, w: Mapping[str, Any], shared: bool = False, own: Any = None
+) -> Any:
     """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
 
-    `shared` says that the expert of all tokens is one of them.
+    `shared` says that the expert of all tokens is one of them, and `own`, int32 [2], from which to
+    before which number they are here.
     """
     from ..kernels.triton import activation, experts
 
     weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
     if mixture.activation not in activation.KINDS:
         return None
-    if mixture.count > experts.MOST_EXPERTS or any(weight.pieces for weight in weights):
+    if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
         return None
     held = weights if _are_plain(weights) else [packed(weight) for weight in weights]
     if any(part is None for part in held) or any(rounds_input(weight) for weight in weights):
         return None
-    own = None
+    of_all = None
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
         gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
-        own = experts.Shared(parts[0], parts[1], gate)
+        of_all = experts.Shared(parts[0], parts[1], gate)
     return experts.Mixture(
         *(part.data if isinstance(part, Weight) else part for part in held),
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
@@ -369,7 +372,8 @@ def experts_of(mixture: Experts, w: Mapping[str, Any], shared: bool = False) -> 
         gated=mixture.gated,
         limit=mixture.limit,
         offset=mixture.offset,
-        shared=own,
+        shared=of_all,
+        own=own,
     )
 
 

@@ -89,6 +89,15 @@ TpOption = Annotated[
         help="Devices that share the model; several times for several rows. [1]",
     ),
 ]
+EpOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="COUNT",
+        min=1,
+        help="Parts in which the devices share out a mixture's experts, where it divides --tp; "
+        "several times for several rows. [1]",
+    ),
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write all figures to this file, row by row."),
@@ -111,6 +120,7 @@ class _Measured:
     quant: QuantOption = None
     kernels: KernelsOption = True
     tp: TpOption = None
+    ep: EpOption = None
     json: JsonOption = None
     plot: PlotOption = None
 
@@ -246,12 +256,19 @@ def _tasks(
     systems: list[str] = list(dict.fromkeys([*_chosen(asked.backend), *peers]))
     dtype = _dtype(asked.dtype)
     run = new_tokens, repeats, asked.kernels
+    degrees, parts = dict.fromkeys(asked.tp or [1]), dict.fromkeys(asked.ep or [1])
+    for ep in parts:
+        if all(tp % ep for tp in degrees):
+            raise ArgumentError(
+                f"--ep {ep} divides none of the numbers of devices: {', '.join(map(str, degrees))}."
+                " Pass --tp with a multiple of it."
+            )
     return [
-        Task(kind, system, model, dtype, batch, prompt, *run, tp, quant if own else None)
-        for model, system, tp, batch, prompt in product(
+        Task(kind, system, model, dtype, batch, prompt, *run, tp, quant if own else None, ep=ep)
+        for model, system, (tp, ep), batch, prompt in product(
             dict.fromkeys(models),
             systems,
-            dict.fromkeys(asked.tp or [1]),
+            [(tp, ep) for tp, ep in product(degrees, parts) if tp % ep == 0],
             dict.fromkeys(asked.batch or [1]),
             dict.fromkeys(asked.prompt or [tokens]),
         )

@@ -25,7 +25,7 @@ class Task:
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     `resident` layers lie on the device and the others are streamed; None: all lie there.
-    `kv_cache` is the config's `kv_cache_dtype`.
+    `kv_cache` is the config's `kv_cache_dtype`, and `ep` its `moe.ep_size`.
     """
 
     kind: str
@@ -41,6 +41,7 @@ class Task:
     quant: str | None = None
     resident: int | None = None
     kv_cache: str | None = None
+    ep: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""

@@ -40,7 +40,12 @@ def run_tasks(tasks: Sequence[Task], on_row: Callable[[Row], None]) -> list[Row]
         names = list(dict.fromkeys(task.model for task in tasks))
         sorted_tasks = sorted(
             (task for task in tasks if side_of(task.system) == side),
-            key=lambda task: (task.tp, names.index(task.model), SIDES[side].index(task.system)),
+            key=lambda task: (
+                task.tp,
+                task.ep,
+                names.index(task.model),
+                SIDES[side].index(task.system),
+            ),
         )
         for _, group in groupby(sorted_tasks, _process_key):
             waiting = deque(group)
@@ -55,7 +60,7 @@ def _process_key(task: Task) -> tuple[Any, ...]:
     """What one process can measure: several of torch's share the weights of one model on disk."""
     if task.tp == 1 or side_of(task.system) != "torch":
         return (1,)
-    return task.tp, task.model, task.dtype, task.quant, task.resident, task.kv_cache
+    return task.tp, task.ep, task.model, task.dtype, task.quant, task.resident, task.kv_cache
 
 
 def _run_process(waiting: deque[Task]) -> Iterator[Row]:

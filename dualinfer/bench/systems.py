@@ -67,14 +67,16 @@ def opened(
     quant: str | None = None,
     resident: int | None = None,
     kv_cache: str | None = None,
+    ep: int = 1,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill, forward or embed.
 
-    With `tp` above 1 on torch this is one of so many processes that do the same.
+    `ep` is the config's `moe.ep_size`. With `tp` above 1 on torch this is one of so many processes
+    that do the same.
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident, kv_cache)
+        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep)
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -97,6 +99,7 @@ class Engine:
         quant: str | None = None,
         resident: int | None = None,
         kv_cache: str | None = None,
+        ep: int = 1,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
         options |= {"quant": quant, "kv_cache_dtype": kv_cache}
@@ -104,6 +107,7 @@ class Engine:
             options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:
             options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
+            options["moe"] = {"ep_size": ep}
         device = backends.device_kind(backend)
         if kind == "forward" and device != "cpu":
             options["enable_cuda_graph"] = True

@@ -108,6 +108,7 @@ def label(row: Row) -> str:
     if row["system"] not in ("torch", "jax"):
         return row["system"]
     over = f" on {row['tp']}" if row.get("tp", 1) > 1 else ""
+    over += f", ep {row['ep']}" if row.get("ep", 1) > 1 else ""
     return f"dualinfer {row['system']}{over}" + ("" if row["kernels"] else ", no kernels")
 
 

@@ -65,7 +65,18 @@ def run(
     A task that fails gives a row with `error`. Tasks that follow one another with the same model
     and system share a loaded one.
     """
-    same = "kind", "model", "system", "dtype", "kernels", "tp", "quant", "resident", "kv_cache"
+    same = (
+        "kind",
+        "model",
+        "system",
+        "dtype",
+        "kernels",
+        "tp",
+        "quant",
+        "resident",
+        "kv_cache",
+        "ep",
+    )
     loaded = attrgetter(*same)
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
         group = list(grouped)
@@ -99,7 +110,8 @@ def _measure_group(
         counts = Counts.of(plan, dtype, task.kv_cache)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
-        how = task.kernels, task.kind, task.tp, task.quant, task.resident, task.kv_cache
+        how = task.kernels, task.kind, task.tp, task.quant, task.resident
+        how = *how, task.kv_cache, task.ep
         if task.resident is not None:
             device.host_rate()  # likewise
         with opened(task.system, model, dtype, *how) as system:

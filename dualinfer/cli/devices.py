@@ -20,7 +20,13 @@ from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held
 from ..checkpoint.sources import open_checkpoint
-from ..config import InferenceConfig, TensorParallelConfig, make_config, serving_dtype
+from ..config import (
+    InferenceConfig,
+    MoEConfig,
+    TensorParallelConfig,
+    make_config,
+    serving_dtype,
+)
 from ..errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -32,6 +38,7 @@ from ..errors import (
 from ..model.families import check_model_type, describe_model
 from ..model.load_plan import TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
+from ..parallel.experts import parts_of_experts
 from ..parallel.launching import run_processes
 from ..quantization import read_quantization
 from ..quantization.recipe import make_recipe
@@ -84,6 +91,15 @@ def plan(
             help="Widths of MLP and vocabulary shards are multiples of it, but for a rest.",
         ),
     ] = TensorParallelConfig().tp_grain_size,
+    ep: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Parts in which the devices share out a mixture's experts; it divides --tp. 1: "
+            "each device has a share of the width of every expert.",
+        ),
+    ] = MoEConfig().ep_size,
     quant: QuantOption = None,
     kv_cache_dtype: KvCacheOption = None,
     resident_layers: ResidentOption = None,
@@ -123,7 +139,7 @@ def plan(
             "--host-rate is about layers that are streamed. Pass --resident-layers or "
             "--device-memory, too."
         )
-    fields["kv_cache_dtype"] = kv_cache_dtype
+    fields |= {"kv_cache_dtype": kv_cache_dtype, "moe": {"ep_size": ep}}
     fields |= {"keep_module_on_host": streams, "resident_layers": resident_layers}
     settings = make_config(fields, {}).with_int8_as_quant()
     free = None if device_memory is None else int(device_memory * 2**30)
@@ -148,6 +164,11 @@ def plan(
             raise ConfigError(
                 "layers are streamed in fused mode alone, and the model runs in module mode. Leave "
                 f"--resident-layers and --device-memory out. {error}"
+            ) from error
+        if ep > 1:
+            raise ConfigError(
+                f"moe.ep_size={ep}: experts are shared out in fused mode alone, and the model runs "
+                f"in module mode. Leave it unset. {error}"
             ) from error
         _plan_module(folder, written, (tp, tp_grain_size, name, why), backend, error)
         return
@@ -195,7 +216,8 @@ def plan_folder(
         rows = tuple(row for row, _ in make_load_plan(table, source).rows)
     tp, on_jax = settings.tensor_parallel, settings.backend == "jax"
     how = table, tp.tp_size, dtype, tp.tp_grain_size, on_jax, rows
-    return make_plan_table(*how, settings, free), notes
+    parts = parts_of_experts(settings.moe, table.spec, tp.tp_size)
+    return make_plan_table(*how, settings, free, parts), notes
 
 
 def _needs_weights(

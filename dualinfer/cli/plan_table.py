@@ -12,6 +12,7 @@ from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Row, WeightTable
+from ..parallel.experts import describe_experts
 from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
 
 
@@ -19,7 +20,7 @@ from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, w
 class PlanRow:
     """One weight, or that of `count` equal layers, whose numbers `name` has, as `layers.0-31.`.
 
-    `shape` is the whole, `shapes` what each device holds, padding included, and `split` the axis
+    `shape` is the whole, `shapes` what each device holds, padding included, and `split` the axes
     that they share; None where each has all of it. `size` are the bytes of the whole, all layers.
     """
 
@@ -78,14 +79,17 @@ def make_plan_table(
     rows: Sequence[Row] | None = None,
     settings: InferenceConfig | None = None,
     free: int | None = None,
+    expert_parts: int = 1,
 ) -> PlanTable:
-    """The table of a model over `size` devices; `grain` and `equal` as in `sharding.make_plan`.
+    """The table of a model over `size` devices.
+
+    `grain`, `equal` and `expert_parts` are as in `sharding.make_plan`.
 
     `rows` are those of the table that a checkpoint fills, unset: all. `settings` may ask for
     streaming, and `free` are the bytes of a device that has the room for nothing else.
     """
     rows = table.rows if rows is None else rows
-    spec, plan = table.spec, make_plan(table, size, grain, equal)
+    spec, plan = table.spec, make_plan(table, size, grain, equal, expert_parts)
     itemsize = numpy_dtype(dtype).itemsize
     codes = None if settings is None else settings.kv_cache_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
@@ -116,7 +120,11 @@ def make_plan_table(
         sums=0 if size == 1 else products + from_vocab,
         sum_size=spec.embed * itemsize,
         gathers=int(size > 1 and spec.head is not None),
-        notes=(*_notes(plan, rows), *_cache_notes(spec, codes, size)),
+        notes=(
+            *_notes(plan, rows),
+            *describe_experts(plan),
+            *_cache_notes(spec, codes, size),
+        ),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
         streaming=tuple(
@@ -153,13 +161,13 @@ def _active(table: WeightTable, rows: Sequence[Row], itemsize: int) -> dict[int,
 
 def _plan_row(row: Row, plan: ShardingPlan, itemsize: int) -> PlanRow:
     shape = plan.table.shape(row)
-    split = plan.shards[0].split_axis(row)
+    split = [row.axes[i] for i in plan.shards[0].split_axes(row)]
     return PlanRow(
         name=row.name,
         axes=row.axes,
         shape=shape,
         shapes=tuple(shard.shape(row) for shard in plan.shards),
-        split=None if split is None else row.axes[split],
+        split=", ".join(split) or None,
         count=1,
         size=held_bytes(whole(plan.table), row, itemsize),
     )
@@ -193,7 +201,12 @@ def _part(
         for key, count in Counter(map(id, shard.spec.layers)).items():
             one = replace(shard.spec, layers=(alike[key],))
             cache += count * token_bytes(cache_specs(one, codes), itemsize)
-    return DevicePart(weights, cache, tuple(shard.held()))
+    layers = enumerate(shard.spec.all_layers)
+    mixture = next((i for i, layer in layers if layer.experts), 0)
+    shares = shard.held(mixture)
+    if not any(own.name == "experts" for own in shares):
+        shares = shard.held()
+    return DevicePart(weights, cache, tuple(shares))
 
 
 def _cache_notes(spec: ModelSpec, codes: str | None, size: int) -> Iterator[str]:

@@ -88,7 +88,8 @@ def tiny_config(config: Any) -> Any:
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
-        values["rope_parameters"] = _tiny_rope(values["rope_parameters"])
+        turning = values.get("qk_rope_head_dim") or _HEAD_DIM
+        values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
     for name in ("decoder_layers", "num_decoder_layers"):
         if values.get(name) is not None:
@@ -98,14 +99,14 @@ def tiny_config(config: Any) -> Any:
     return type(config)(**values)
 
 
-def _tiny_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _tiny_rope(parameters: Mapping[str, Any], dim: int) -> dict[str, Any]:
     """Rope's parameters, or those of each type of layer, for short heads and few positions."""
     if all(isinstance(own, Mapping) for own in parameters.values()) and parameters:
-        return {kind: _tiny_rope(own) for kind, own in parameters.items()}
+        return {kind: _tiny_rope(own, dim) for kind, own in parameters.items()}
     tiny = dict(parameters)
     if tiny.get("original_max_position_embeddings") is not None:
         tiny["original_max_position_embeddings"] = _ORIGINAL
-    pairs = int(_HEAD_DIM * (tiny.get("partial_rotary_factor") or 1)) // 2
+    pairs = int(dim * (tiny.get("partial_rotary_factor") or 1)) // 2
     for name in ("short_factor", "long_factor"):
         if tiny.get(name):
             tiny[name] = (list(tiny[name]) * pairs)[:pairs]

@@ -16,6 +16,7 @@ _NAMES = {
     "replace_with_kernel_inject": "kernels",
     "stop_strings": "stop",
     "tp_size": "tp",
+    "ep_size": "ep",
     "quant.scheme": "quant",
 }
 _VALUE = r"(['\"]?)(-?\w(?:[\w.+-]*\w)?)\1"

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..errors import ConfigError
 from .dtypes import INT8, asked_dtype, cache_codes
 from .installed import default_backend
 from .model import KeyPath
@@ -109,7 +110,7 @@ class InferenceConfig(StaleFields):
     """
 
     moe: MoEConfig = MoEConfig()
-    """Mixtures of experts; a bool is `enabled`. No experts in this version."""
+    """How devices share a mixture's experts; a bool is `enabled`. See docs/mixtures.md."""
 
     keep_module_on_host: bool = False
     """True: weights stay in the host's memory. In fused mode layers are streamed to the device,
@@ -220,6 +221,33 @@ class InferenceConfig(StaleFields):
         if self.dtype != INT8:
             return self
         return self.model_copy(update={"dtype": None, "quant": _INT8})
+
+    def with_experts_shared(self) -> "InferenceConfig":
+        """The config with `moe.ep_size` and, where it names no devices, `tensor_parallel.tp_size`.
+
+        Raises ConfigError where `moe.ep_group` says another size than `moe.ep_size`.
+        """
+        moe, tp = self.moe, self.tensor_parallel
+        if not moe.enabled:
+            return self
+        size = getattr(moe.ep_group, "size", None)
+        if moe.ep_group is not None and self.backend == "torch":
+            if not callable(size):
+                raise ConfigError(
+                    f"moe.ep_group is a {type(moe.ep_group).__name__}, which has no size(). Pass "
+                    "a process group of torch.distributed that this process belongs to."
+                )
+            members = cast(int, size())
+            if moe.ep_size not in (1, members):
+                raise ConfigError(
+                    f"moe.ep_size={moe.ep_size}, and moe.ep_group has {members} processes. Leave "
+                    "one of them out."
+                )
+            moe = moe.model_copy(update={"ep_size": members})
+        named = tp.tp_size > 1 or any(g is not None for g in (tp.mpu, tp.tp_group, tp.mesh))
+        if moe.ep_size > 1 and tp.enabled and not named:
+            tp = tp.model_copy(update={"tp_size": moe.ep_size})
+        return self.model_copy(update={"moe": moe, "tensor_parallel": tp})
 
     @property
     def streams(self) -> bool:

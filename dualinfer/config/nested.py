@@ -66,23 +66,39 @@ class MoEConfig(Model):
     """False: the other fields ask for nothing. DeepSpeed never reads it."""
 
     ep_size: Count = 1
-    """Number of devices that share the experts, 1 or more. Above 1 is refused in this version."""
+    """In how many parts the experts are shared out, 1 or more; it divides the number of devices
+    that share the model. 1: each of these has a share of the width of every expert. As many as
+    devices: each has whole experts. Between them `tp_size / ep_size` devices share the width of
+    each part's. With `tp_size` unset `ep_size` devices share the model, attention too. Fused mode,
+    and DeepSpeed's layers in module mode.
+
+    In DeepSpeed, too, processes in a row share out all experts; its attention is then whole in
+    each of them."""
 
     moe_experts: Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         default=[1], validation_alias="num_experts"
     )
-    """Number of experts of each MoE layer, 1 or more; an int is a list of one. Other than [1] is
-    refused in this version. DeepSpeed never reads it, and refuses the int that its tutorial
-    shows."""
+    """Number of experts of a MoE layer, or of each one, 1 or more; an int is a list of one. Other
+    than [1] it is compared with the model's own. DeepSpeed never reads it, and refuses the int that
+    its tutorial shows."""
 
     type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
-    """`standard`, or `residual`: a dense MLP beside the experts, refused in this version."""
+    """`standard`, or `residual`: a dense MLP beside the experts, as DeepSpeed's layers may have one.
+    Where it is given it is compared with the module's own layers; in fused mode `residual` is
+    refused."""
+
+    drop_tokens: bool = False
+    """True: an expert of a DeepSpeed layer takes as many tokens as the layer's own
+    `eval_capacity_factor` and `min_capacity` allow, and drops others. False: no token is dropped.
+    Module mode on torch only. In DeepSpeed it is an argument of the layer, True by default."""
 
     ep_mp_group: Any = None
-    """A process group for tensor parallelism inside experts; refused in this version."""
+    """A process group of torch.distributed: those that have the same experts, and share their
+    width. Unset: processes that are `ep_size` apart."""
 
     ep_group: Any = Field(default=None, validation_alias="expert_group")
-    """A process group to share the experts over; refused in this version."""
+    """A process group of torch.distributed: those that together have all experts, each a part.
+    Its size is `ep_size`, which may then be left unset. Unset: `ep_size` processes in a row."""
 
     @classmethod
     def unfold(cls, value: Any) -> Mapping[Any, Any] | None:

@@ -53,16 +53,10 @@ def _check_parallelism(config: InferenceConfig) -> None:
         if tp.axis != type(tp).model_fields["axis"].default:
             _refuse("tensor_parallel.axis", tp.axis, reason)
     if moe.enabled:
-        whole = "experts are not spread over devices in this version."
-        if moe.ep_size != 1:
-            _refuse("moe.ep_size", moe.ep_size, f"{whole} Use 1.")
-        if moe.moe_experts != [1] or moe.type != "standard":
-            value = moe.moe_experts if moe.moe_experts != [1] else moe.type
-            name = "moe.moe_experts" if moe.moe_experts != [1] else "moe.type"
-            _refuse(name, value, "mixtures of experts are not in this version's fused families.")
         for name in ("ep_group", "ep_mp_group"):
-            if getattr(moe, name) is not None:
-                _refuse(f"moe.{name}", getattr(moe, name), f"{whole} Leave it unset.")
+            if getattr(moe, name) is not None and config.backend == "jax":
+                reason = "processes in groups are torch's. On JAX set moe.ep_size."
+                _refuse(f"moe.{name}", getattr(moe, name), reason)
 
 
 def _check_later(config: InferenceConfig) -> None:
@@ -101,6 +95,16 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
 
 
 def _check_module_mode(config: InferenceConfig) -> None:
+    moe = config.moe
+    if moe.enabled and config.backend == "jax":
+        reason = (
+            "in module mode dualinfer knows the MoE layers of torch modules alone, DeepSpeed's. "
+            "Leave it unset, or pass a HF model that fused mode serves."
+        )
+        asked = {"ep_size": 1, "moe_experts": [1], "type": "standard", "drop_tokens": False}
+        for name, nothing in asked.items():
+            if getattr(moe, name) != nothing:
+                _refuse(f"moe.{name}", getattr(moe, name), reason)
     if config.backend == "jax" and config.quant is not None and config.quant.enabled:
         reason = (
             "a Flax module multiplies by arrays of its own, in code that takes no codes and scales "
@@ -145,6 +149,14 @@ def _check_module_mode(config: InferenceConfig) -> None:
 
 
 def _check_fused_mode(config: InferenceConfig, device: str) -> None:
+    moe = config.moe
+    if moe.enabled and (moe.type != "standard" or moe.drop_tokens):
+        name, value = ("type", moe.type) if moe.type != "standard" else ("drop_tokens", True)
+        reason = (
+            "fused mode's families have no such MoE layers. DeepSpeed's run in module mode: pass "
+            "the live module with backend='torch', and leave replace_with_kernel_inject unset."
+        )
+        _refuse(f"moe.{name}", value, reason)
     if config.injection_policy:
         way = "Leave it unset, or pass the live module with backend='torch'."
         if config.replace_with_kernel_inject and config.backend == "torch":

@@ -81,13 +81,19 @@ class EmbeddingCalls(InferenceEngine):
         the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
         at most `batch_size` texts each, by default as many as fill the device. Vectors do not
         depend on what they are packed with. Raises ArgumentError and LengthError before anything
-        runs, and CheckpointNotFoundError where the files that say how the model embeds are not to
-        be had and no `pooling` was passed.
+        runs, UnsupportedError for a model of an encoder and a decoder, and CheckpointNotFoundError
+        where the files that say how the model embeds are not to be had and no `pooling` was passed.
         """
         if unsupported:
             raise ArgumentError(
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
                 "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
+            )
+        if self._spec.encoder is not None:
+            raise UnsupportedError(
+                f"embed: {self._spec.architecture} has an encoder and a decoder, and embed reads "
+                "models of one stack. Take encoder_last_hidden_state of engine.forward() and pool "
+                "it."
             )
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
@@ -223,7 +229,7 @@ class EmbeddingCalls(InferenceEngine):
         tokens = _TOKENS_ON_HOST if kind == "cpu" else _TOKENS
         lengths, spec = [len(row) for row in ids], self._spec
         waiting: deque[tuple[Pass, Any]] = deque()
-        for one in make_passes(lengths, tokens, batch_size, spec.can_pack, spec.original):
+        for one in make_passes(lengths, tokens, batch_size, spec.can_pack):
             inputs = make_inputs(spec, ids, weights, one, largest)
             result = self._profiler.run(self.runner.forward, inputs)["embeddings"]
             waiting.append((one, result))

@@ -360,7 +360,7 @@ def pooling_weights(
 ) -> np.ndarray | None:
     """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
     pooling = spec.head.pooling if spec.head else spec.pooled and spec.pooled.pooling
-    if pooling is None:
+    if pooling is None or pooling == "eos":  # by what the encoder reads
         return None
     real = np.ones(shape, bool) if visible is None else visible
     if pooling == "mean":

@@ -24,20 +24,18 @@ class Pass(NamedTuple):
 
 
 def make_passes(
-    lengths: Sequence[int], tokens: int, most: int | None, packs: bool, beyond: int | None = None
+    lengths: Sequence[int], tokens: int, most: int | None, packs: bool
 ) -> Iterator[Pass]:
     """Passes of about `tokens` tokens, and of `most` texts, over texts of these lengths.
 
     Long texts come first. A row's width is a power of two, so that there are few shapes, and at
     least 512 where there is enough to fill it. Unless the model `packs`, a text has a row of its
-    own, and those longer than `beyond` others' passes.
+    own.
     """
-    groups: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for i, length in enumerate(lengths):
-        is_long = beyond is not None and length > beyond
-        width = bucket(length, _ROW if packs else SMALLEST_ROW)
-        groups[is_long, width].append(i)
-    for (_, width), members in sorted(groups.items(), reverse=True):
+        groups[bucket(length, _ROW if packs else SMALLEST_ROW)].append(i)
+    for width, members in sorted(groups.items(), reverse=True):
         total = sum(lengths[i] for i in members)
         width = min(width, bucket(total, SMALLEST_ROW)) if packs else width
         rows = _fill(lengths, members, width) if packs else [[i] for i in members]

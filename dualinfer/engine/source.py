@@ -41,7 +41,8 @@ def make_pair_inputs(
 ) -> ForwardInputs:
     """One forward pass of an encoder-decoder, of HF's arguments by name.
 
-    Without `decoder_input_ids` they are the labels, shifted as in HF, `pad` in the place of -100.
+    Without `decoder_input_ids` they are the labels, if these are ids, or what the encoder reads
+    where the model `repeats` it, shifted as in HF, `pad` in the place of -100.
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
     """
@@ -65,12 +66,15 @@ def make_pair_inputs(
         )
     ids, labels = given["decoder_input_ids"], given["labels"]
     if ids is None:
-        if labels is None:
+        shown_to = labels if spec.has_logits and labels is not None else None
+        if shown_to is None and spec.repeats:
+            shown_to = source.ids
+        if shown_to is None:
             raise ArgumentError(
                 "decoder_input_ids is missing: pass the ids that the decoder reads, or labels, of "
                 "which they are made."
             )
-        ids = shifted(spec, labels, pad)
+        ids = shifted(spec, shown_to, pad)
     mask = given["decoder_attention_mask"]
     how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
     name = "decoder_input_ids"
@@ -80,7 +84,34 @@ def make_pair_inputs(
             f"decoder_input_ids has {inputs.shape[0]} rows and input_ids {source.shape[0]}; they "
             "are pairs."
         )
+    if spec.head is not None and spec.head.pooling == "eos":
+        inputs = replace(inputs, weights=_at_last_eos(spec, source, inputs.shape[1]))
     return replace(inputs, source=source)
+
+
+def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndarray:
+    """float32 [B, tokens]: 1 where the encoder reads its last id of an end."""
+    assert spec.head is not None
+    if source.ids is None:
+        raise ArgumentError(
+            f"{spec.architecture} scores where input_ids end with id {spec.head.eos}, which "
+            "inputs_embeds do not tell. Pass input_ids."
+        )
+    ends = source.ids == spec.head.eos
+    counts = ends.sum(1)
+    if not counts[0] or (counts != counts[0]).any():
+        raise ArgumentError(
+            f"{spec.architecture} scores the place of the last id {spec.head.eos} (eos_token_id), "
+            f"of which the rows of input_ids have {shown(counts.tolist())}. As in HF, expected as "
+            "many in each row, and at least one."
+        )
+    at = (ends * np.arange(1, ends.shape[1] + 1)).argmax(1)
+    if (at >= tokens).any():
+        raise ArgumentError(
+            f"decoder_input_ids has {tokens} tokens, but input_ids end at token {int(at.max())}, "
+            f"where {spec.architecture} reads its score. Leave decoder_input_ids out."
+        )
+    return (np.arange(tokens) == at[:, None]).astype(np.float32)
 
 
 def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:

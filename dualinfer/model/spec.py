@@ -35,7 +35,10 @@ class Rope:
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
     `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
-    is not 0, turns by the frequencies `long`, all of its positions (longrope).
+    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
+    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
+    prompt turns by its length, and each later token by the length then; what is cached stays as it
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
     """
 
     kind: str
@@ -44,11 +47,13 @@ class Rope:
     interleaved: bool = False
     long: tuple[float, ...] = ()
     original: int = 0
+    stretch: float = 0.0
+    rereads: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
         """`inv_freq`, and `long` behind it where there are two."""
-        return (self.inv_freq, self.long) if self.original else self.inv_freq
+        return (self.inv_freq, self.long) if self.long else self.inv_freq
 
 
 @dataclass(frozen=True)
@@ -311,6 +316,11 @@ class Layer:
     cross: Attention | None = None
     bare: bool = False
 
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0 of one without a mixture."""
+        return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
 
 @dataclass(frozen=True)
 class Head:
@@ -323,7 +333,8 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`.
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`; of
+    an encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -332,8 +343,9 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean"] | None = None
+    pooling: Literal["first", "real", "last", "mean", "eos"] | None = None
     late: bool = False
+    eos: int | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -355,11 +367,11 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection with its bias comes
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one. With `patches` it reads images in the place
-    of ids, and has no vocabulary. HF's hidden states of a model with `raw_states` end before the
-    final norm. `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel
-    spectrograms of so many bins in the place of ids, two frames for each position, by two
-    convolutions.
+    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
+    shifted, where it is given none. With `patches` it reads images in the place of ids, and has no
+    vocabulary. HF's hidden states of a model with `raw_states` end before the final norm.
+    `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel spectrograms
+    of so many bins in the place of ids, two frames for each position, by two convolutions.
     """
 
     family: str
@@ -385,6 +397,7 @@ class ModelSpec:
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
+    repeats: bool = False
     mel: int = 0
     projected: int = 0
     patches: Patches | None = None
@@ -455,7 +468,8 @@ class ModelSpec:
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
-            inner["experts"] = mlp.count
+            # What a router tells apart, which every device knows of, and what devices share out.
+            inner |= dict.fromkeys(("choices", "experts"), mlp.count)
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 
@@ -476,10 +490,15 @@ class ModelSpec:
 
     @property
     def original(self) -> int | None:
-        """Tokens beyond which a sequence turns by other angles, from its start; None for never."""
+        """Tokens beyond which a sequence is read again, by other angles; None for never."""
         ropes = [layer.attention.rope for layer in self.layers]
-        lengths = [rope.original for rope in ropes if rope and rope.original]
+        lengths = [rope.original for rope in ropes if rope and rope.rereads]
         return min(lengths) if lengths else None
+
+    @property
+    def turns_by_length(self) -> bool:
+        """True if a rotary embedding asks for the length of the sequence that it turns."""
+        return any(layer.attention.rope and layer.attention.rope.original for layer in self.layers)
 
     @property
     def can_generate(self) -> bool:
@@ -500,7 +519,7 @@ class ModelSpec:
     def can_pack(self) -> bool:
         """True if several sequences in one row give what each gives by itself."""
         rounded = any(layer.attention.alibi_rounded for layer in self.layers)
-        return self.original is None and not rounded
+        return not self.turns_by_length and not rounded
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

@@ -3,9 +3,12 @@
 Column-parallel products give a share of heads, of the MLP's width or of the vocabulary; the
 row-parallel ones behind them take that share, and their results are summed over devices: twice a
 layer. Axes are those of the weight table, so that one plan serves every family and both backends.
+
+Of a mixture's experts devices have a share of the width, or whole ones: `expert_parts` parts of
+the experts, each of which as many devices as are left share by its width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd
@@ -85,17 +88,25 @@ class Shard:
         return (*shape[:-1], len(row.picks)) if axes is None and row.picks else shape
 
     def split_axis(self, row: Row, part: str = "data") -> int | None:
-        """Index of the axis of a part of the row's weight that this device holds a share of.
+        """Index of the axis along which the devices' parts of the row's weight follow one another.
 
-        None where it holds all of it.
+        The first of those that they share; None where each holds all of it.
         """
-        for i, axis in enumerate(row.parts[part]):
-            if any(self._split(_divided(part)[0], row.layer) for part in _parts(axis)):
-                return i
-        return None
+        return next(iter(self.split_axes(row, part)), None)
+
+    def split_axes(self, row: Row, part: str = "data") -> list[int]:
+        """Indices of the axes of a part of the row's weight that this device holds a share of."""
+        return [
+            i
+            for i, axis in enumerate(row.parts[part])
+            if any(self._split(_divided(name)[0], row.layer) for name in _parts(axis))
+        ]
 
     def held(self, layer: int = 0) -> list["Held"]:
-        """What this device holds of the axes that people know; nothing where it holds all."""
+        """What this device holds of the axes that people know; nothing where it holds all.
+
+        Of experts where they are shared out.
+        """
         if self.size == 1:
             return []
         is_latent = self.spec.all_layers[layer].attention.latent is not None
@@ -103,6 +114,7 @@ class Shard:
             "query heads": "heads",
             **({"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}),
             "MLP width": "ffn",
+            **({"experts": "experts"} if self._split("experts", layer) else {}),
             "vocabulary": "vocab",
         }
         return [
@@ -398,6 +410,7 @@ class ShardingPlan:
 
     table: WeightTable
     shards: tuple[Shard, ...]
+    expert_parts: int = 1
 
     @property
     def size(self) -> int:
@@ -412,9 +425,40 @@ class ShardingPlan:
         held = [shard.share("k", layer) for shard in self.shards]
         return [1 / held.count(own) if own.real else 0.0 for own in held]
 
+    def own_experts(self, count: int) -> list[Share] | None:
+        """Of each device the share of a layer's `count` experts; None where each has all of them.
+
+        Layers of as many experts are shared out alike.
+        """
+        if self.expert_parts == 1:
+            return None
+        layers = enumerate(self.table.spec.all_layers)
+        layer = next(i for i, own in layers if own.experts == count)
+        return [shard.share("experts", layer) for shard in self.shards]
+
+
+class Place(NamedTuple):
+    """Which part of the experts a device has, and which part of their width, by number."""
+
+    part: int
+    width: int
+
+
+def make_places(size: int, parts: int) -> list[Place]:
+    """The places of `size` devices that share experts out in `parts`: ranks in a row have each one.
+
+    So `parts` ranks in a row hold all experts, as DeepSpeed's groups do.
+    """
+    return [Place(rank % parts, rank // parts) for rank in range(size)]
+
 
 def make_plan(
-    table: WeightTable, size: int = 1, grain: int = 64, equal: bool = False
+    table: WeightTable,
+    size: int = 1,
+    grain: int = 64,
+    equal: bool = False,
+    expert_parts: int = 1,
+    places: Sequence[Place] | None = None,
 ) -> ShardingPlan:
     """The plan of a model over `size` devices.
 
@@ -422,21 +466,34 @@ def make_plan(
     the same one and share its query heads. Widths of MLPs and of the vocabulary are multiples of
     `grain` but for a rest at the end, as long as every device has one. With `equal` all shards have
     the same extents (JAX), else they are as even as that allows (torch). Devices beyond the heads
-    hold one of zeros. Layers may differ: each is split for itself.
+    hold one of zeros. Layers may differ: each is split for itself. Experts are shared out in
+    `expert_parts`, which divides `size`: `places` says which device has what, unset `make_places`.
     """
     if size == 1:
         return ShardingPlan(table, (whole(table),))
-    spec = table.spec
+    spec, devices = table.spec, size // expert_parts
     split = _equal if equal else split_evenly
+    places = make_places(size, expert_parts) if places is None else places
 
-    def width(name: str, extent: int) -> list[Share]:
-        shares = split(extent, size, grain)
+    def width(name: str, extent: int, parts: int = size) -> list[Share]:
+        shares = split(extent, parts, grain)
         if not all(share.extent for share in shares):
             raise ConfigError(
                 f"tensor_parallel.tp_size={size}: {spec.architecture} has {name} of {extent}, "
                 "which is less than one for each device. Use a smaller one."
             )
         return shares
+
+    def of_experts(mlp: Experts) -> Iterator[tuple[Share, Share]]:
+        """Each device's share of experts, and of their width."""
+        own = [Share(0, mlp.ffn, mlp.ffn)]
+        if devices > 1:
+            own = width("gate" if mlp.gated else "ffn", mlp.ffn, devices)
+        experts = split_evenly(mlp.count, expert_parts, 1)
+        if equal:
+            most = max(share.extent for share in experts)
+            experts = [replace(share, extent=most) for share in experts]
+        yield from ((experts[place.part], own[place.width]) for place in places)
 
     none = Share(0, 0, 0)  # of a model that reads no ids
     vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
@@ -446,12 +503,16 @@ def make_plan(
         a = layer.attention
         mlp = layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
-        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts
         if kind not in by_kind:
             heads = split_heads(a.heads, a.kv_heads, size, equal)
-            ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, strict=True)]
+            experts: Sequence[Share | None] = [None] * size
+            if isinstance(mlp, Experts) and expert_parts > 1:
+                experts, ffn = zip(*of_experts(mlp), strict=True)
+            else:
+                ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
+            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, experts, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
@@ -460,27 +521,32 @@ def make_plan(
         own = spec.with_layers([local[id(layer)] for layer in spec.all_layers])
         by_layer = tuple(shares[id(layer)] for layer in spec.all_layers)
         shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
-    return ShardingPlan(table, tuple(shards))
+    return ShardingPlan(table, tuple(shards), expert_parts)
 
 
 class _Cut(NamedTuple):
     """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
 
     The latter are those of the MLP or of every expert, and of an expert that all tokens share.
+    `experts` are those that it has, None for all.
     """
 
     query: Share
     key: Share
     ffn: Share
     shared: Share
+    experts: Share | None
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
         q, k, v = layer.attention.head_widths
+        experts = {} if self.experts is None else {"experts": self.experts}
+        is_whole = self.experts and self.ffn == Share(0, layer.mlp.ffn, layer.mlp.ffn)
         return {
+            **experts,
             **{"heads": self.query, "kv_heads": self.key},
             **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
-            **dict.fromkeys(("ffn", "gate", "up"), self.ffn),
+            **({} if is_whole else dict.fromkeys(("ffn", "gate", "up"), self.ffn)),
             **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
 

@@ -224,6 +224,18 @@ def test_long_sequences_turn_by_the_second_table(dtype):
         assert_close(found[own], expected[own], dtype, length=40)
 
 
+def test_long_sequences_turn_by_stretched_frequencies(dtype):
+    """As much as each slot's own length asks for (dynamic NTK)."""
+    lengths, own = [0, 19, 20, 39], frequencies(32)
+    step, found = Step(dtype, 4, 2, 80, 40, lengths), None
+    found, _ = run(step, ONE, scale=0.1, inv_freq=own, original=20, stretch=3.0)
+    for i, length in enumerate(lengths):
+        base = 3.0 * max(length + 1, 20) / 20 - 2.0
+        stretched = (own * base ** -(np.arange(16) / 15)).astype(np.float32)
+        expected, _ = step.expected(0.1, inv_freq=stretched)
+        assert_close(found[i], expected[i], dtype, length=40)
+
+
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
 def test_a_full_slot_harms_no_other(config):
     """An ended slot stays in the batch; its own result means nothing, but is no NaN."""

@@ -320,6 +320,25 @@ def test_no_bit_depends_on_experts_that_are_not_chosen(count):
 
 
 @pytest.mark.parametrize("config", [FEW[0][-1], TILES], ids=["few", "many"])
+def test_devices_that_share_experts_out_add_up_to_all(config):
+    """Experts elsewhere are not read: the last device's own, beside one of all tokens, is NaN."""
+    x, w = normal(1, 4, 96, dtype=FLOAT32), make(FLOAT32, 6, 96, 40)
+    routing = make_routing(4, 5, 3)
+    wide = (normal(8, 34, 96, dtype=FLOAT32, scale=0.1), normal(9, 96, 17, dtype=FLOAT32), None)
+    shared = wide if isinstance(config, ExpertsVectorConfig) else None
+    w["up"][5] = math.nan
+
+    def part(first: int, stop: int, shared: tuple | None = None) -> np.ndarray:
+        own = {name: array[first:stop] for name, array in w.items()}
+        own["own"] = np.array([first, stop], np.int32)
+        return run(x, own, routing, shared, config=config)
+
+    found = part(0, 2, shared) + part(2, 5) + part(5, 6)
+    assert_close(found, wanted_of(x, w, routing, shared=shared), FLOAT32, length=136)
+    assert not part(5, 6).any()
+
+
+@pytest.mark.parametrize("config", [FEW[0][-1], TILES], ids=["few", "many"])
 def test_no_bit_depends_on_other_tokens(config):
     x, w = normal(1, 7, 96, dtype=FLOAT32), make(FLOAT32, 5, 96, 40)
     routing = make_routing(7, 5, 3)
@@ -368,6 +387,10 @@ def test_pairs_in_the_order_of_experts_keep_their_own():
     experts, firsts = get(order.blocks)
     assert list(zip(experts[:7], firsts[:7], strict=True)) == blocks
     assert (experts[7:] == -1).all()
+    here = make_order(put(chosen), 3, 2, counters(), put(np.array([2, 5], np.int32)))
+    np.testing.assert_array_equal(get(here.pairs)[:5], [7, 1, 3, 5, 8])
+    np.testing.assert_array_equal(get(here.ends), [1, 1, 5])
+    assert list(get(here.blocks)[0][:4]) == [0, 2, 2, -1]
 
 
 def test_what_cannot_be_run_is_refused():

@@ -126,6 +126,33 @@ def test_no_bit_depends_on_experts_that_are_not_chosen(config):
     np.testing.assert_array_equal(run(x, w, (chosen, weights), config=config), found)
 
 
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "form",
+    ["int4 zeros", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mxfp4", "fp8 blocks"))],
+)
+def test_devices_that_share_experts_out_add_up_to_all(form, config):
+    w, meant = layer(form, 100, 40, FLOAT32)
+    x, routing = 0.1 * normal(1, 2, 100, dtype=FLOAT32), make_routing(2, 4, 2)
+    expected = wanted_of(x, meant, routing)
+    for part in (w["up"].scale, w["down"].scale, w["up_bias"], w["down_bias"]):
+        if part.dtype.is_floating_point:
+            part[4] = math.nan
+
+    def part(first: int, stop: int) -> np.ndarray:
+        def cut(weight: Any) -> Any:
+            if not isinstance(weight, Packed):
+                return weight[first:stop].contiguous()
+            arrays = (None if a is None else a[first:stop].contiguous() for a in weight[:4])
+            return Packed(*arrays, *weight[4:])
+
+        own = {name: cut(weight) for name, weight in w.items()}
+        own["own"] = put(np.array([first, stop], np.int32))
+        return run(x, own, routing, config=config)
+
+    assert_close(part(0, 1) + part(1, 4) + part(4, 5), expected, FLOAT32, length=140)
+
+
 def test_what_cannot_be_read_is_refused():
     w, _ = layer("mxfp4", 96, 40, FLOAT32)
     x, routing = normal(1, 3, 96, dtype=FLOAT32), make_routing(3, 5, 2)

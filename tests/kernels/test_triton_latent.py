@@ -45,6 +45,10 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
         how["slots"] = put(np.array([2, 5]))
     given = {"heads": HEADS, "rank": RANK, "norm": put(weight), "eps": EPS}
     given |= {"inv_freq": put(inv_freq), "scaling": 1.3, "interleaved": interleaved}
+    if where == "tokens":  # a second sequence of twice the length that frequencies are of
+        given |= {"ends": put(positions[:, 0]), "original": 4, "stretch": 3.0}
+        base = 3.0 * np.array([[1.0], [2.0]]) - 2.0
+        inv_freq = (inv_freq * base ** -(np.arange(5) / 4)).astype(np.float32)[:, None]
     turn_latents(q, s, put(positions), **given, **how)
     parts = queries.reshape(2, tokens, HEADS, -1).astype(np.float32)
     turning = turned(parts[..., NOPE:], inv_freq, positions, interleaved)

@@ -151,6 +151,7 @@ def choosing_experts(
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}
     routed = routing.route(x, new(total, width), counters=counters, **router)
     biases, codes = how.pop("biases", False), how.pop("codes", None)
+    how |= {"own": new(2, dtype="int32")} if how.pop("in_parts", False) else {}
 
     def weight(rows: int, columns: int) -> Any:
         if codes is None:
@@ -204,7 +205,7 @@ def decoding(
     heads["BLOCK_D"] = next_power_of_2(dim)
     splits = {"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)}
     flags = ("INTERLEAVED", "NORM_OFFSET", "NORM_TURNED", "WINDOWED", "SOFTCAP", "TWO_TABLES")
-    flags += ("CROSS",)
+    flags += ("CROSS", "STRETCH")
     flags = dict.fromkeys(flags, False)
     names = ("q_norm_ptr", "k_norm_ptr", "slopes_ptr", "sinks_ptr", "alibi_scale", "relative_ptr")
     absent = dict.fromkeys(names)
@@ -327,6 +328,7 @@ VARIANTS: list[Variant] = [
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
     ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True}),
     ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64"}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64", "STRETCH": 3.0}),
     ("head_norm", "_head_norm_kernel", HEADS),
     ("head_norm", "_head_norm_kernel", HEADS | OWN),
     ("rotary", "_rotary_append_kernel", PREFILL | GPTJ | {"LAST": 48, "HEADS": 4}),
@@ -377,6 +379,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", NORM_TURNED=True),
     decoding(1, 8, 4, 128, TWO_TABLES=True),
+    decoding(1, 8, 4, 128, STRETCH=3.0),
     decoding(32, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8"),
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
@@ -385,7 +388,7 @@ VARIANTS: list[Variant] = [
         "latent",
         "_turn_latents_kernel",
         {"PAIRS": 32, "D": 192, "H": 16, "RANK": 512, "INTERLEAVED": True, "HEADS": 16}
-        | {"HALF": 32, "BLOCK": 512},
+        | {"HALF": 32, "BLOCK": 512, "ends_ptr": "*i64", "STRETCH": 3.0},
     ),
     latent(1, 16, "_absorb_kernel"),
     latent(32, 16, "_absorb_kernel"),
@@ -620,6 +623,9 @@ VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
     *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
+    *choosing_experts(1, 2048, 64, 8, 768, in_parts=True)[1:],
+    *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1::3],
+    *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, in_parts=True, **GPT_OSS)[1:],
 ]
 EIGHT = [
     eight_bits("fp8_e4m3", False, False),

@@ -145,8 +145,24 @@ def test_long_sequences_turn_by_the_second_table(dtype):
     expected = tuple(np.where(is_long, b, a) for a, b in zip(*parts, strict=True))
     both = put(np.stack([short.inv_freq, long.inv_freq]))
     check(short, dtype, expected, inv_freq=both, scaling=1.25, ends=put(ends), original=40)
-    with pytest.raises(ValueError, match="go with two tables"):
+    with pytest.raises(ValueError, match="go with frequencies by length"):
         check(short, dtype, expected, inv_freq=both, original=40)
+
+
+def test_long_sequences_turn_by_stretched_frequencies(dtype):
+    """As much as the position of each one's last token asks for (dynamic NTK)."""
+    prompt, ends, expected = Prompt(dtype, 6, 2, 80, 32), np.array([2, 40, 131_002]), []
+    own = prompt.inv_freq
+    for i, end in enumerate(ends):
+        base = 3.0 * max(end + 1, 40) / 40 - 2.0
+        prompt.inv_freq = (own * base ** -(np.arange(16) / 15)).astype(np.float32)
+        expected.append([part[i] for part in prompt.expected(1.25, False)])
+    prompt.inv_freq, prompt.positions = own, prompt.positions[:2]
+    parts = tuple(np.stack(part)[:2] for part in zip(*expected, strict=True))
+    prompt.qkv, prompt.batch = prompt.qkv[:2], 2
+    prompt.slots, prompt.starts = prompt.slots[:2], prompt.starts[:2]
+    how = {"inv_freq": put(own), "scaling": 1.25, "original": 40, "stretch": 3.0}
+    check(prompt, dtype, parts, ends=put(ends[:2]), **how)
 
 
 @pytest.mark.parametrize("only", ["q", "k"])

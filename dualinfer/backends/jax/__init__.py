@@ -12,6 +12,7 @@ from ...errors import ConfigError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.agreement import Peers
+from ...parallel.experts import describe_experts, parts_of_experts
 from ...parallel.sharding import ShardingPlan, fit_blocks, make_plan
 from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
@@ -81,7 +82,8 @@ def create_runner(
     if _wants_kernels(config) and runs_kernels(place.device):
         Thread(target=_prepare_kernels, args=(place.device,), name="dualinfer-triton").start()
     grain = config.tensor_parallel.tp_grain_size
-    tp_plan = make_plan(plan.table, place.size, grain, equal=True)
+    parts = parts_of_experts(config.moe, spec, place.size)
+    tp_plan = make_plan(plan.table, place.size, grain, equal=True, expert_parts=parts)
     streaming = _streaming(config, place, tp_plan, plan, dtype.itemsize, peers)
     with without_mesh():
         with keep_all():  # what joins pieces of a weight
@@ -94,7 +96,7 @@ def create_runner(
             *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming),
             config.kv_cache_dtype,
         )
-    runner.notes += notes
+    runner.notes += (*notes, *describe_experts(tp_plan))
     if streaming:
         runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:

@@ -32,6 +32,16 @@ class Split(NamedTuple):
     def _rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
 
+    def own_experts(self, count: int) -> jax.Array | None:
+        """This device's of a layer's `count` experts, from which to before which number: int32 [2].
+
+        None where every device has all.
+        """
+        shares = self.plan.own_experts(count)
+        if shares is None:
+            return None
+        return jnp.asarray(np.array([(s.start, s.stop) for s in shares], np.int32))[self._rank]
+
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of every device's `x`, on all of them."""
         with jax.named_scope("reduce"):

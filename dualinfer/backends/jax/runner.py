@@ -152,8 +152,8 @@ class JaxRunner:
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
         # What is so by default is made on the device.
         counted = np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape))
-        # Longrope asks for the largest one, which padding must not be.
-        if mask is None and counted and self.spec.original is None:
+        # The largest of a row says how long it is, which padding must not be.
+        if mask is None and counted and not self.spec.turns_by_length:
             positions = None
         if types is not None and not self.spec.token_types_from_vocab and not types.any():
             types = None

@@ -65,12 +65,11 @@ class Steps:
         texts: int = 0,
         largest: bool = False,
         layers: range | None = None,
-        last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`; `last` [B] as in
-        `contract.Ops.angles`. The `source` and what goes with it are what an encoder reads.
+        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`. The `source` and what goes with
+        it are what an encoder reads.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
@@ -89,6 +88,9 @@ class Steps:
         if embeds is not None:
             name = "embed.weight" if self.spec.patches is None else "patches.kernel"
             embeds = embeds.astype(params.outer[name].dtype)
+        last = None
+        if mask is not None and self.spec.turns_by_length:
+            last = jnp.where(mask, positions, 0).max(1)
         angles = ops.angles(self.spec, params, positions, last)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
@@ -132,13 +134,9 @@ class Steps:
         # The last is the x of a part, and this is the whole pass.
         by_row, kept = [*arrays[:7], *arrays[8:-1]], arrays[7]
 
-        ids, positions, embeds = *by_row[:2], by_row[5]
-        given = ids if embeds is None else embeds
-        last = jnp.full(rows, given.shape[1] - 1 if positions is None else positions.max())
-
         def some(part: list[Any]) -> Any:
             inputs: Any = (*part[:7], kept, *part[7:])
-            return self.forward(params, *inputs, keep=keep, last=last, **how)
+            return self.forward(params, *inputs, keep=keep, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)

@@ -9,6 +9,7 @@ from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, warn_caller
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
+from ...parallel.experts import describe_experts, parts_of_experts
 from ...parallel.sharding import make_plan
 from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
@@ -27,7 +28,7 @@ from .device import default_dtype as default_dtype
 from .ops.plain import PlainOps
 from .parallel import Ranks, Split
 from .params import load_params
-from .process_groups import degree_of, forget_graphs_at_exit
+from .process_groups import degree_of, find_places, forget_graphs_at_exit
 from .process_groups import join as join_ranks
 from .runner import TorchRunner
 
@@ -91,7 +92,9 @@ def create_runner(
     """A runner on the rank's device with its share of the plan's weights in the config's dtype."""
     device, dtype = peers.device, getattr(torch, config.dtype or default_dtype())
     grain = config.tensor_parallel.tp_grain_size
-    tp_plan = make_plan(plan.table, peers.size, grain)
+    parts = parts_of_experts(config.moe, spec, peers.size)
+    places = find_places(config.moe, parts, peers)
+    tp_plan = make_plan(plan.table, peers.size, grain, expert_parts=parts, places=places)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     streaming = None
@@ -118,6 +121,7 @@ def create_runner(
         forget_graphs_at_exit(runner)
         share = shard.describe()
         runner.notes += (f"rank {shard.rank} of {shard.size}; counts are its own: {share}",)
+        runner.notes += (*describe_experts(tp_plan),)
     return runner
 
 

@@ -16,7 +16,7 @@ from ...system.patience import told_if_slow
 
 # More than the sizes that short prompts come in (about 50), and than a server's steps: batches of 1
 # to 16, caches of 64 to 2048, greedy and sampled, are 5 * 6 * 2 = 60. They share one memory.
-_MOST_STEPS = 64
+MOST_STEPS = 64
 _WARM_UPS = 3
 _VALUES = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum),
@@ -31,7 +31,7 @@ class StepGraphs:
     when there are more than `most`.
     """
 
-    def __init__(self, most: int = _MOST_STEPS) -> None:
+    def __init__(self, most: int = MOST_STEPS) -> None:
         self._most = most
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs' memory: they run one after another, on one stream

@@ -200,6 +200,17 @@ class Split(NamedTuple):
             return None
         return *a.qkv_sizes[:2], self.plan.key_parts(layer)[self.ranks.rank]
 
+    def own_experts(self, count: int) -> tuple[int, int] | None:
+        """This rank's of a layer's `count` experts, from which to before which number.
+
+        None where it has all.
+        """
+        shares = None if self.plan is None else self.plan.own_experts(count)
+        if shares is None:
+            return None
+        own = shares[self.ranks.rank]
+        return own.start, own.stop
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
         return self.ranks.sum(x)

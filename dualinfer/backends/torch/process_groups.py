@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ...config.nested import TensorParallelConfig
+from ...config.nested import MoEConfig, TensorParallelConfig
 from ...errors import ConfigError, DistributedError
+from ...parallel.sharding import Place, make_places
 from .device import number_of
 from .parallel import Ranks, job_store, let_all_go, one
 
@@ -222,6 +223,82 @@ def _join_given(given: Any, device: torch.device, timeout: timedelta) -> Ranks:
             "sums go through NCCL. Make the group with backend='nccl' or 'cpu:gloo,cuda:nccl'."
         )
     return Ranks(members, members.index(me), given, given, device, timeout.total_seconds())
+
+
+def find_places(moe: MoEConfig, parts: int, ranks: Ranks) -> list[Place]:
+    """Which part of the experts, of `parts`, and of their width each rank has, in order.
+
+    The caller's groups say it where they are given, which all ranks must then do. Raises
+    ConfigError.
+    """
+    sizes = {"ep_group": parts, "ep_mp_group": ranks.size // parts}
+    groups = {name: getattr(moe, name) for name in sizes if moe.enabled}
+    if all(group is None for group in groups.values()):
+        return make_places(ranks.size, parts)
+    with ranks.together("Sharing out experts") as work:
+        own = {
+            name: None if group is None else _members(f"moe.{name}", group, sizes[name], ranks)
+            for name, group in groups.items()
+        }
+        said = work.meet(None, **own)
+    if ranks.size == 1:
+        return make_places(1, 1)
+    found: dict[str, list[list[int]]] = {}
+    for name, members in said.items():
+        if all(group is None for group in members):
+            continue
+        among: set[tuple[int, ...]] = {tuple(group or ()) for group in members}
+        if sorted(rank for group in among for rank in group) != sorted(ranks.members):
+            raise ConfigError(
+                f"moe.{name} is {', '.join(map(str, members))} in the {ranks.size} processes that "
+                "share the model. Pass each of them the one group that it belongs to."
+            )
+        found[name] = sorted(map(list, among))
+    places = []
+    for rank in ranks.members:
+        width = part = 0
+        if "ep_group" in found:  # which of them, and where in it
+            width, part = _place_in(found["ep_group"], rank)
+        if "ep_mp_group" in found:
+            part, within = _place_in(found["ep_mp_group"], rank)
+            width = width if "ep_group" in found else within
+        places.append(Place(part, width))
+    if len(set(places)) < len(places):
+        raise ConfigError(
+            f"moe.ep_group and moe.ep_mp_group, {found['ep_group']} and {found['ep_mp_group']}: "
+            "two processes share one of each. A group that has all experts (ep_group) has one "
+            "process of each group that has the same ones (ep_mp_group)."
+        )
+    return places
+
+
+def _place_in(groups: list[list[int]], rank: int) -> tuple[int, int]:
+    """The number of the group in which a rank is, and its place there."""
+    return next((i, group.index(rank)) for i, group in enumerate(groups) if rank in group)
+
+
+def _members(name: str, given: Any, size: int, ranks: Ranks) -> list[int]:
+    """The global ranks of a caller's group, which has `size` of those that share the model."""
+    try:
+        members = dist.get_process_group_ranks(given)
+        me = dist.get_rank() if ranks.size == 1 else ranks.members[ranks.rank]
+    except Exception as error:
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}; expected a process group of torch.distributed "
+            "that this process belongs to."
+        ) from error
+    sharing = [me] if ranks.size == 1 else list(ranks.members)
+    if me not in members or not set(members) <= set(sharing):
+        raise ConfigError(
+            f"{name} holds the ranks {members}; this is rank {me}, and {sharing} share the model. "
+            "Pass each process the group of these that it belongs to."
+        )
+    if len(members) != size:
+        raise ConfigError(
+            f"{name} holds the ranks {members}; with moe.ep_size, the number of parts, "
+            f"{size} of the {ranks.size} processes that share the model are expected."
+        )
+    return members
 
 
 def _first_line(error: BaseException) -> str:

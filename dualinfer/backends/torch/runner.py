@@ -25,7 +25,7 @@ from . import sampler
 from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
-from .graphs import CallGraphs, StepGraphs, graph_facts
+from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
@@ -105,8 +105,10 @@ class TorchRunner:
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
         self._texts = None  # of passes over a few short texts, which launches take longer than work
+        self._text_sizes: set[Hashable] = set()
         if self._calls is None and self._graphs is not None:
-            self._texts = CallGraphs(device, f"embed() of {spec.architecture}", uploads=True)
+            name = f"embed() of {spec.architecture}"
+            self._texts = CallGraphs(device, name, most=MOST_STEPS, uploads=True)
         self._compiled: Callable[..., dict[str, Any]] | None = None
 
     @property
@@ -140,7 +142,10 @@ class TorchRunner:
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
             if inputs.texts and inputs.positions.size <= MOST_REPLAYED:
-                graphs = graphs or self._texts
+                size = inputs.positions.shape, inputs.texts, inputs.largest
+                if size in self._text_sizes:  # one that comes a second time is worth a capture
+                    graphs = graphs or self._texts
+                self._text_sizes.add(size)
             if graphs is not None:
                 result = graphs.run(outputs, (*tensors, *how), {})
             else:
@@ -173,7 +178,10 @@ class TorchRunner:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         params = self._passed
         model = self.spec, params, self.ops
-        angles = self.ops.angles(self.spec, params, positions)
+        last = None
+        if mask is not None and self.spec.turns_by_length:
+            last = positions.where(mask, 0).amax(1)
+        angles = self.ops.angles(self.spec, params, positions, last)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .blocks import places, slots_and_room, table_arguments
 from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
+from .rotary import stretched
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _FEW_HEADS = 16  # queries that share a KV head, of which a program has all
@@ -88,8 +89,8 @@ def _decode_attention_kernel(
     k_scale_ptr, v_scale_ptr, original, table_stride, qkv_stride, slot_stride, head_stride,
     token_stride, capacity, scale, softcap, alibi_scale, window, eps, rotary_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TWO_TABLES: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    ROTARY: tl.constexpr, TWO_TABLES: tl.constexpr, STRETCH: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
@@ -124,7 +125,10 @@ def _decode_attention_kernel(
         partner = tl.where(turned, partner, d)
         if TWO_TABLES:  # the second is that of long sequences
             frequencies_ptr += tl.where(length >= original, ROTARY // 2, 0)
-        angle = length.to(tl.float32) * tl.load(frequencies_ptr + turn_of, mask=turned, other=0.0)
+        frequency = tl.load(frequencies_ptr + turn_of, mask=turned, other=0.0)
+        if STRETCH:
+            frequency = stretched(frequency, turn_of, length, original, STRETCH, ROTARY // 2)
+        angle = length.to(tl.float32) * frequency
         cos = tl.where(turned, tl.cos(angle) * rotary_scale, 1.0)
         sin = tl.where(turned, tl.sin(angle) * rotary_scale * sign, 0.0)
     else:
@@ -323,6 +327,7 @@ def decode_attention(
     norm_unit_offset: bool = False,
     norm_turned: bool = False,
     original: int = 0,
+    stretch: float = 0.0,
     cross: bool = False,
     config: DecodeConfig | None = None,
     sms: int = 132,
@@ -333,10 +338,11 @@ def decode_attention(
     The new token's position is lengths[n]: queries and keys are normed over D with `q_norm` and
     `k_norm` [D] if given, before or with `norm_turned` after they are rotated by that position
     times `inv_freq` float32 [R/2] (R <= D), with `original` [2, R/2], whose second row is that of
-    positions from there on, and key and value are written to the cache, a pair of
-    views [N, K, S, D] with D contiguous. A full slot overwrites its last place. With `table` int32
-    [N, blocks] the cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's
-    axes before D, of codes (codes.py).
+    positions from there on, or with `stretch` as well by frequencies [R/2] that are stretched as
+    `spec.Rope` has it, and key and value are written to the cache, a pair of views [N, K, S, D]
+    with D contiguous. A full slot overwrites its last place. With `table` int32 [N, blocks] the
+    cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's axes before D, of
+    codes (codes.py).
     `window`, `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`.
     `counters` int32, one a program (N K or MOST_PARTS suffice), are 0, and are again when the
     launch has ended. With `cross` qkv are queries alone, [N, H D], and attend to the lengths[n]
@@ -351,7 +357,8 @@ def decode_attention(
     group = heads // kv_heads
     each = _heads_each(slots * kv_heads, group, sms)
     programs = slots * kv_heads * triton.cdiv(group, each)
-    _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, original, cross)
+    two = original > 0 and not stretch
+    _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, two, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
         kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
@@ -388,7 +395,8 @@ def decode_attention(
         **{"KV_HEADS": kv_heads, "GROUP": group, "EACH": each, "DIM": dim},
         INTERLEAVED=interleaved,
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[-1],
-        TWO_TABLES=original > 0,
+        TWO_TABLES=two,
+        STRETCH=stretch,
         **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
         **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
@@ -484,7 +492,7 @@ def _check(
     counters: Any,
     programs: int,
     inv_freq: Any,
-    original: int,
+    two: bool,
     cross: bool,
 ) -> None:
     """Raise ValueError for arguments that the kernel would misread."""
@@ -509,5 +517,5 @@ def _check(
         raise ValueError(f"{counters.numel()} counters; {programs} are needed.")
     if inv_freq is not None and 2 * inv_freq.shape[-1] > dim:
         raise ValueError(f"{inv_freq.shape[-1]} frequencies turn more than {dim} elements.")
-    if inv_freq is not None and original and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):
+    if inv_freq is not None and two and (len(inv_freq.shape) != 2 or inv_freq.shape[0] != 2):
         raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")

@@ -64,7 +64,9 @@ class Mixture(NamedTuple):
 
     Both are tensors, or both are `quantized.Packed`, whose arrays have a first axis X. The hidden
     values are activation(gate) * (up + `offset`). With `limit` gates are at most that, and ups at
-    most as far from 0 (gpt-oss). Biases are [X, out] and [X, E].
+    most as far from 0 (gpt-oss). Biases are [X, out] and [X, E]. Of more experts that tokens
+    choose among, these are those from own[0] to before own[1], int32 [2] in memory of the device;
+    the others add nothing here.
     """
 
     up: Any
@@ -76,6 +78,7 @@ class Mixture(NamedTuple):
     limit: float | None = None
     offset: float = 0.0
     shared: Shared | None = None
+    own: Any = None
 
     @property
     def parts(self) -> int:
@@ -190,10 +193,12 @@ def experts(
         few = _few_codes if isinstance(mixture.up, Packed) else _few
         few(rows, mixture, routing, norm, added, y, config, pdl)
         return y
+    if product is not None and mixture.own is not None:
+        raise ValueError("A product by groups has no place for pairs of experts elsewhere.")
     if norm is not None or mixture.shared is not None:
         raise ValueError(f"{config} has no place for a norm or a shared expert.")
     total = _shape(mixture.up)[0]
-    order = make_order(routing.experts, total, config.m, counters, pdl=pdl)
+    order = make_order(routing.experts, total, config.m, counters, mixture.own, pdl=pdl)
     if product is None:
         by_values = _makes_values(mixture, count, chosen)
         h = _tiles(rows, mixture, order, config, True, by_values, pdl)
@@ -228,8 +233,8 @@ def _few(
     launch(
         up_vector_kernel,
         (blocks, count),
-        *(x, mixture.up, mixture.up_bias, routing.experts, up, gate, *norm_arrays, h, shared_h),
-        *(features, wide, x.stride(0), eps, mixture.limit),
+        *(x, mixture.up, mixture.up_bias, routing.experts, mixture.own, up, gate, *norm_arrays),
+        *(h, shared_h, features, wide, x.stride(0), eps, mixture.limit),
         **{"K": width, "CHOSEN": chosen, "ROWS": config.rows, "BLOCK_K": next_power_of_2(width)},
         **{"NORM": kind, **_ends(mixture)},
         num_warps=config.warps,
@@ -238,8 +243,8 @@ def _few(
     launch(
         down_vector_kernel,
         (triton.cdiv(width, config.down_rows), count),
-        *(h, mixture.down, mixture.down_bias, *routing, shared_h, down, *added, y, width),
-        _stride(added[1]),
+        *(h, mixture.down, mixture.down_bias, *routing, mixture.own, shared_h, down, *added, y),
+        *(width, _stride(added[1])),
         **{"K": features, "SHARED_K": wide, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen)},
         **{"ROWS": config.down_rows, "BLOCK_K": config.down_columns},
         num_warps=config.down_warps,
@@ -269,8 +274,8 @@ def _few_codes(
     launch(
         up_codes_kernel,
         (chosen * triton.cdiv(features, config.rows), count),
-        *(x, *arrays, mixture.up_bias, routing.experts, *norm_arrays, h, features, apart),
-        *(x.stride(0), eps, mixture.limit, MASK),
+        *(x, *arrays, mixture.up_bias, routing.experts, mixture.own, *norm_arrays, h, features),
+        *(apart, x.stride(0), eps, mixture.limit, MASK),
         **{**meant, "CHOSEN": chosen, "ROWS": config.rows, "NORM": kind, **_ends(mixture)},
         QUADS=next_power_of_2(triton.cdiv(width, per)),
         num_warps=config.warps,
@@ -282,7 +287,7 @@ def _few_codes(
     launch(
         down_codes_kernel,
         (triton.cdiv(width, config.down_rows), count),
-        *(h, *arrays, mixture.down_bias, *routing, *added, y, width, apart),
+        *(h, *arrays, mixture.down_bias, *routing, mixture.own, *added, y, width, apart),
         *(_stride(added[1]), MASK),
         **{**meant, "CHOSEN": chosen, "SLOTS": next_power_of_2(chosen), "QUADS": quads},
         **{"ROWS": config.down_rows, "TURNS": triton.cdiv(features, quads * per)},
@@ -301,8 +306,13 @@ def _ends(mixture: Mixture) -> dict[str, Any]:
     return {**how, "OFFSET": float(mixture.offset)}
 
 
-def make_order(experts: Any, total: int, m: int, counters: Any, *, pdl: bool = False) -> Order:
-    """Pairs in the order of `total` experts, in blocks of `m` of one expert at most."""
+def make_order(
+    experts: Any, total: int, m: int, counters: Any, own: Any = None, *, pdl: bool = False
+) -> Order:
+    """Pairs in the order of `total` experts, in blocks of `m` of one expert at most.
+
+    With `own` pairs of experts elsewhere are left out: see `Mixture`.
+    """
     pairs = experts.numel()
     most = min(pairs, (pairs + min(total, pairs) * (m - 1)) // m)
     order, places, ends, blocks = (
@@ -312,7 +322,7 @@ def make_order(experts: Any, total: int, m: int, counters: Any, *, pdl: bool = F
     launch(
         order_pairs_kernel,
         (total,),
-        *(experts, order, places, ends, blocks, counters, pairs, most),
+        *(experts, own, order, places, ends, blocks, counters, pairs, most),
         **{"X": total, "ALL": next_power_of_2(total), "BLOCK": block, "BLOCK_M": m},
         num_warps=4,
         pdl=pdl,
@@ -443,7 +453,7 @@ def _mix(
     launch(
         mix_kernel,
         (x.shape[0] // chosen, triton.cdiv(width, block)),
-        *(x, order.places, *routing, mixture.down_bias, *added, y, width),
+        *(x, order.places, *routing, mixture.own, mixture.down_bias, *added, y, width),
         _stride(added[1]),
         **{"CHOSEN": chosen, "SLOTS": slots, "BLOCK": block, "num_warps": 4, "pdl": pdl},
     )

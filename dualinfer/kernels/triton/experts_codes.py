@@ -11,7 +11,7 @@ follows the one before, and so do its scales.
 import triton
 import triton.language as tl
 
-from .experts_kernels import gated_value
+from .experts_kernels import gated_value, number_here
 from .launch import dot, let_next_start, wait_for_inputs
 from .quantized_kernels import (
     _beside,
@@ -41,14 +41,17 @@ def _held(width, bits):
 
 @triton.jit
 def up_codes_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, norm_weight_ptr,
-    norm_bias_ptr, h_ptr, features, scale_stride, x_stride, eps, limit, mask,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, own_ptr,
+    norm_weight_ptr, norm_bias_ptr, h_ptr, features, scale_stride, x_stride, eps, limit, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
     QUADS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Hidden values [T, CHOSEN, features] of x [T, K], which QUADS cover."""
+    """Hidden values [T, CHOSEN, features] of x [T, K], which QUADS cover.
+
+    Those of experts that are elsewhere are not written.
+    """
     let_next_start(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
     LATER: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], x_ptr.dtype.element_ty)
@@ -59,7 +62,10 @@ def up_codes_kernel(
     q = tl.arange(0, QUADS)
     rows, inside = _rows_of(block, features, ROWS, PARTS)
     wait_for_inputs(PDL)
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    expert = number_here(tl.load(experts_ptr + pair), own_ptr).to(tl.int64)
+    if own_ptr is not None:  # noqa: SIM102 - told before the kernel is compiled
+        if expert < 0:
+            return
     scale_ptr += expert * scale_stride
     if zero_ptr is not None:
         zero_ptr += expert * scale_stride
@@ -97,13 +103,20 @@ def up_codes_kernel(
 
 @triton.jit
 def _item(
-    weight_ptr, scale_ptr, zero_ptr, experts_ptr, item, rows, inside, features, scale_stride,
-    K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, experts_ptr, own_ptr, item, rows, inside, features,
+    scale_stride, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
     QUADS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of chosen expert number item // TURNS, and what lies beside them; none beyond."""
+    """Codes of chosen expert number item // TURNS, and what lies beside them.
+
+    None of one that is elsewhere, and none beyond.
+    """
+    expert = tl.load(experts_ptr + tl.minimum(item // TURNS, CHOSEN - 1))
+    expert = number_here(expert, own_ptr).to(tl.int64)
+    if own_ptr is not None:
+        inside = inside & (expert + rows * 0 >= 0)  # the interpreter takes no scalar masks
+        expert = tl.maximum(expert, 0)
     there = inside & (item < CHOSEN * TURNS)
-    expert = tl.load(experts_ptr + tl.minimum(item // TURNS, CHOSEN - 1)).to(tl.int64)
     q = item % TURNS * QUADS + tl.arange(0, QUADS)
     w = _quads(weight_ptr + expert * features * _held(K, BITS), rows, there, q, K, BITS)
     scale_ptr += expert * scale_stride
@@ -114,7 +127,7 @@ def _item(
 
 @triton.jit
 def down_codes_kernel(
-    h_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, mixture_ptr,
+    h_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, mixture_ptr, own_ptr,
     partial_ptr, residual_ptr, y_ptr, features, scale_stride, residual_stride, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
@@ -134,17 +147,19 @@ def down_codes_kernel(
     mixture_ptr += token * CHOSEN
     h_ptr += token * (CHOSEN * K)
     w, beside = _item(
-        *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, 0, rows, inside, features, scale_stride),
-        *(K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
+        *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, own_ptr, 0, rows, inside, features),
+        *(scale_stride, K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
     )
     acc = tl.zeros((ROWS, QUADS), tl.float32)
     for item in range(CHOSEN * TURNS):
         w_next, beside_next = _item(
-            *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, item + 1, rows, inside, features),
-            *(scale_stride, K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
+            *(weight_ptr, scale_ptr, zero_ptr, experts_ptr, own_ptr, item + 1, rows, inside),
+            *(features, scale_stride, K, BITS, BLOCK, CHOSEN, QUADS, TURNS),
         )
         slot = item // TURNS
-        expert = tl.load(experts_ptr + slot).to(tl.int64)
+        expert = number_here(tl.load(experts_ptr + slot), own_ptr).to(tl.int64)
+        is_here = expert >= 0
+        expert = tl.maximum(expert, 0)
         q = item % TURNS * QUADS + tl.arange(0, QUADS)
         x = _inputs(h_ptr + slot * K, q, (None, None, 0.0, 1.0), K, BITS, None)
         sums = _sums(x, BITS) if zero_ptr is not None else 0.0
@@ -164,14 +179,18 @@ def down_codes_kernel(
         if outer_ptr is not None:
             own = outer_ptr + expert * features
             factor *= tl.load(own + rows, mask=inside, other=0.0)
-        acc += p * factor[:, None]
+        p *= factor[:, None]
+        acc += p if own_ptr is None else tl.where(is_here, p, 0.0)
         w = w_next
         beside = beside_next
     y = tl.sum(acc, 1)
     if bias_ptr is not None:
         slots = tl.arange(0, SLOTS)
         there = slots < CHOSEN
-        expert = tl.load(experts_ptr + slots, mask=there, other=0).to(tl.int64)
+        expert = tl.load(experts_ptr + slots, mask=there, other=0)
+        expert = number_here(expert, own_ptr).to(tl.int64)
+        if own_ptr is not None:
+            there = there & (expert >= 0)
         mixture = tl.load(mixture_ptr + slots, mask=there, other=0.0)
         at = expert[None, :] * features + rows[:, None]
         b = tl.load(bias_ptr + at, mask=inside[:, None] & there[None, :], other=0.0)

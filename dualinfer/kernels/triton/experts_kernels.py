@@ -16,6 +16,18 @@ from .linear_kernels import _normed
 
 
 @triton.jit
+def number_here(expert, own_ptr):
+    """The number that an expert has here, -1 of one that is elsewhere.
+
+    Without `own_ptr` all are here, else those from own[0] to before own[1].
+    """
+    if own_ptr is not None:
+        first = tl.load(own_ptr)
+        expert = tl.where((expert >= first) & (expert < tl.load(own_ptr + 1)), expert - first, -1)
+    return expert
+
+
+@triton.jit
 def gated_value(
     y, up, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
@@ -66,13 +78,16 @@ def _up_rows(
 
 @triton.jit
 def up_vector_kernel(
-    x_ptr, weight_ptr, bias_ptr, experts_ptr, shared_ptr, shared_gate_ptr, norm_weight_ptr,
-    norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps, limit,
-    K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, experts_ptr, own_ptr, shared_ptr, shared_gate_ptr,
+    norm_weight_ptr, norm_bias_ptr, h_ptr, shared_h_ptr, features, shared_features, x_stride, eps,
+    limit, K: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Hidden values [T, CHOSEN, features] of x [T, K], and [T, shared_features] of all tokens'."""
+    """Hidden values [T, CHOSEN, features] of x [T, K], and [T, shared_features] of all tokens'.
+
+    Those of experts that are elsewhere are not written.
+    """
     let_next_start(PDL)
     block = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -91,16 +106,17 @@ def up_vector_kernel(
         blocks = tl.cdiv(features, ROWS)
         pair = token * CHOSEN + (block - first) // blocks
         wait_for_inputs(PDL)
-        expert = tl.load(experts_ptr + pair).to(tl.int64)
-        PARTS: tl.constexpr = 2 if GATED else 1
-        weight_ptr += expert * features * (K * PARTS)
-        if bias_ptr is not None:
-            bias_ptr += expert * features * PARTS
-        _up_rows(
-            *(x_ptr, weight_ptr, bias_ptr, None, norm),
-            *(h_ptr + pair * features, (block - first) % blocks, features, limit),
-            *(K, ROWS, BLOCK_K, NORM, ACTIVATION, GATED, OFFSET, PDL),
-        )
+        expert = number_here(tl.load(experts_ptr + pair), own_ptr).to(tl.int64)
+        if own_ptr is None or expert >= 0:
+            PARTS: tl.constexpr = 2 if GATED else 1
+            weight_ptr += expert * features * (K * PARTS)
+            if bias_ptr is not None:
+                bias_ptr += expert * features * PARTS
+            _up_rows(
+                *(x_ptr, weight_ptr, bias_ptr, None, norm),
+                *(h_ptr + pair * features, (block - first) % blocks, features, limit),
+                *(K, ROWS, BLOCK_K, NORM, ACTIVATION, GATED, OFFSET, PDL),
+            )
 
 
 @triton.jit
@@ -110,12 +126,12 @@ def _chunk(weight_ptr, at, mask):
 
 @triton.jit
 def down_vector_kernel(
-    h_ptr, weight_ptr, bias_ptr, experts_ptr, mixture_ptr, shared_h_ptr, shared_ptr, partial_ptr,
-    residual_ptr, y_ptr, features, residual_stride,
+    h_ptr, weight_ptr, bias_ptr, experts_ptr, mixture_ptr, own_ptr, shared_h_ptr, shared_ptr,
+    partial_ptr, residual_ptr, y_ptr, features, residual_stride,
     K: tl.constexpr, SHARED_K: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, features] of hidden values [T, CHOSEN, K]; a program adds up all experts of a token.
+    """y [T, features] of hidden values [T, CHOSEN, K]; a program adds up a token's experts here.
 
     SLOTS cover CHOSEN. The chunks of the next columns are on their way while a program sums.
     """
@@ -134,7 +150,10 @@ def down_vector_kernel(
     slot = tl.arange(0, SLOTS)
     there = slot < CHOSEN
     pair = token * CHOSEN + slot
-    expert = tl.load(experts_ptr + pair, mask=there, other=0).to(tl.int64)
+    expert = tl.load(experts_ptr + pair, mask=there, other=0)
+    expert = number_here(expert, own_ptr).to(tl.int64)
+    if own_ptr is not None:
+        there = there & (expert >= 0)
     mixture = tl.load(mixture_ptr + pair, mask=there, other=0.0)
     row = expert[None, :] * features + rows[:, None]
     known = within[:, None] & there[None, :]

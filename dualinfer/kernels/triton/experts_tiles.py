@@ -11,21 +11,32 @@ float is added by atomics, so that the same call gives the same bits.
 import triton
 import triton.language as tl
 
-from .experts_kernels import gated_value
+from .experts_kernels import gated_value, number_here
 from .launch import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
+def _expert_of(experts_ptr, own_ptr, pair, pairs, X: tl.constexpr):
+    """The experts of pairs by their number here; X of those elsewhere and of what is no pair."""
+    there = pair < pairs
+    expert = tl.load(experts_ptr + pair, mask=there, other=X)
+    if own_ptr is not None:
+        expert = number_here(expert, own_ptr)
+        expert = tl.where(there & (expert >= 0), expert, X)
+    return expert
+
+
+@triton.jit
 def order_pairs_kernel(
-    experts_ptr, order_ptr, places_ptr, ends_ptr, blocks_ptr, counter_ptr, pairs, most,
+    experts_ptr, own_ptr, order_ptr, places_ptr, ends_ptr, blocks_ptr, counter_ptr, pairs, most,
     X: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each expert, which a program has: ALL, a power of two, covers X.
+    """The pairs of each expert here, which a program has: ALL, a power of two, covers X.
 
     `order` has the pair of each place, `places` the place of each pair, `ends` [X] the place behind
     an expert's last pair. The last program cuts blocks: their experts, -1 beyond the last one, in
-    `blocks` [2, most], then their first places.
+    `blocks` [2, most], then their first places. Pairs of experts elsewhere have no place.
     """
     let_next_start(PDL)
     expert = tl.program_id(0)
@@ -33,11 +44,11 @@ def order_pairs_kernel(
     wait_for_inputs(PDL)
     smaller = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
-        own = tl.load(experts_ptr + start + i, mask=i < pairs - start, other=X)
+        own = _expert_of(experts_ptr, own_ptr, start + i, pairs, X)
         smaller += (own < expert).to(tl.int32)
     end = tl.sum(smaller, 0)
     for start in range(0, pairs, BLOCK):
-        own = tl.load(experts_ptr + start + i, mask=i < pairs - start, other=X)
+        own = _expert_of(experts_ptr, own_ptr, start + i, pairs, X)
         hit = (own == expert).to(tl.int32)
         place = end + tl.cumsum(hit, 0) - 1
         tl.store(order_ptr + place, start + i, mask=hit > 0)
@@ -176,8 +187,8 @@ def between_kernel(
 
 @triton.jit
 def mix_kernel(
-    x_ptr, places_ptr, experts_ptr, mixture_ptr, bias_ptr, partial_ptr, residual_ptr, y_ptr,
-    features, residual_stride,
+    x_ptr, places_ptr, experts_ptr, mixture_ptr, own_ptr, bias_ptr, partial_ptr, residual_ptr,
+    y_ptr, features, residual_stride,
     CHOSEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, features]: products [pairs, features] in the order of experts, summed by token.
@@ -191,14 +202,18 @@ def mix_kernel(
     there = slot < CHOSEN
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < features
-    mask = there[:, None] & inside[None, :]
     pair = token * CHOSEN + slot
+    if own_ptr is not None:
+        expert = tl.load(experts_ptr + pair, mask=there, other=0)
+        there = there & (number_here(expert, own_ptr) >= 0)
+    mask = there[:, None] & inside[None, :]
     place = tl.load(places_ptr + pair, mask=there, other=0).to(tl.int64)
     mixture = tl.load(mixture_ptr + pair, mask=there, other=0.0)
     x_at = x_ptr + place[:, None] * features + at[None, :]
     x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        expert = tl.load(experts_ptr + pair, mask=there, other=0).to(tl.int64)
+        expert = number_here(tl.load(experts_ptr + pair, mask=there, other=0), own_ptr)
+        expert = expert.to(tl.int64)
         bias_at = bias_ptr + expert[:, None] * features + at[None, :]
         x += tl.load(bias_at, mask=mask, other=0.0).to(tl.float32)
     y = tl.sum(x * mixture[:, None], 0)

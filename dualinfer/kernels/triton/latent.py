@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
-from .rotary import _load_pairs, _store_pairs
+from .rotary import _load_pairs, _store_pairs, stretched
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 LARGEST_RANK = 512  # elements of a latent vector that a program holds for a block of heads
@@ -34,10 +34,11 @@ class LatentConfig(NamedTuple):
 @triton.jit
 def _turn_latents_kernel(
     queries_ptr, shared_ptr, positions_ptr, frequencies_ptr, norm_ptr, cache_ptr, slots_ptr,
-    scaling, eps, tokens, room, slots, positions_stride0, positions_stride1, slot_stride,
-    token_stride, PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr,
+    ends_ptr, original, scaling, eps, tokens, room, slots, positions_stride0, positions_stride1,
+    slot_stride, token_stride,
+    PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    STRETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: what heads share of one token, or the queries of HEADS heads."""
     let_next_start(PDL)
@@ -48,6 +49,9 @@ def _turn_latents_kernel(
     frequency = tl.load(frequencies_ptr + i, mask=i < PAIRS, other=0.0)
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
+    if STRETCH:
+        end = tl.load(ends_ptr + b)
+        frequency = stretched(frequency, i, end, original, STRETCH, PAIRS)
     angle = position.to(tl.float32) * frequency
     # Gathered, lest each thread computes the angles of all its columns of the tile.
     cos = tl.gather(tl.cos(angle) * scaling, i, 0)[None, :]
@@ -220,6 +224,9 @@ def turn_latents(
     interleaved: bool = False,
     cache: Any = None,
     slots: Any = None,
+    ends: Any = None,
+    original: int = 0,
+    stretch: float = 0.0,
     pdl: bool = False,
 ) -> None:
     """Norm and turn in place queries [B, T, H D] and what heads share [B, T, rank + R]; cache it.
@@ -228,7 +235,7 @@ def turn_latents(
     those of each head's query turn by int positions [B, T] times `inv_freq` float32 [R/2]. With a
     cache [N, S, rank + R], contiguous in its last axis, row b goes to slot `slots[b]`, each token
     to the place that its position says; without `slots` to slot b, of which a full one overwrites
-    its last place.
+    its last place. `ends`, `original` and `stretch` as in `rotary_append`.
     """
     batch, tokens, _ = shared.shape
     turning = 2 * inv_freq.shape[-1]
@@ -242,12 +249,14 @@ def turn_latents(
     launch(
         _turn_latents_kernel,
         (batch * tokens * parts,),
-        *(queries, shared, positions, inv_freq, norm, cache, slots, scaling, eps, tokens),
+        *(queries, shared, positions, inv_freq, norm, cache, slots, ends, original),
+        *(scaling, eps, tokens),
         *((0, 0) if cache is None else (cache.shape[1], cache.shape[0])),
         *positions.stride()[:2],
         *((0, 0) if cache is None else cache.stride()[:2]),
         **{"PAIRS": turning // 2, "D": dim, "H": heads, "RANK": rank, "HEADS": at_once},
         **{"HALF": half, "INTERLEAVED": interleaved, "BLOCK": next_power_of_2(rank)},
+        STRETCH=stretch,
         num_warps=4,
         pdl=pdl,
     )

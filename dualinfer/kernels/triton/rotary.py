@@ -81,6 +81,14 @@ def _gain(weight_ptr, at, inside, UNIT_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def stretched(frequency, i, end, original, STRETCH: tl.constexpr, PAIRS: tl.constexpr):
+    """The frequency of pair i in a sequence whose last token's position is `end` (dynamic NTK)."""
+    length = tl.maximum(end + 1, original).to(tl.float32)
+    base = STRETCH * length / original - (STRETCH - 1.0)
+    return frequency * tl.exp2(tl.log2(base) * i.to(tl.float32) * (-1.0 / (PAIRS - 1)))
+
+
+@triton.jit
 def _rotary_append_kernel(
     qkv_ptr, positions_ptr, frequencies_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
     slots_ptr, starts_ptr, q_out_ptr, k_out_ptr, v_out_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
@@ -91,7 +99,7 @@ def _rotary_append_kernel(
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    SIZE: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, CODES: tl.constexpr, STRETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
 
@@ -134,7 +142,10 @@ def _rotary_append_kernel(
             y *= factor * _of_head(is_q, is_v, q2, k2)
             z *= factor * _of_head(is_q, is_v, q3, k3)
     if frequencies_ptr is not None:
-        if ends_ptr is not None:  # the second row of frequencies is that of long sequences
+        if STRETCH:
+            end = tl.load(ends_ptr + b)
+            frequency = stretched(frequency, i, end, original, STRETCH, PAIRS)
+        elif ends_ptr is not None:  # the second row of frequencies is that of long sequences
             at_f = frequencies_ptr + tl.where(tl.load(ends_ptr + b) >= original, PAIRS, 0) + i
             frequency = tl.load(at_f, mask=i < PAIRS, other=0.0)
         position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
@@ -259,6 +270,7 @@ def rotary_append(
     table: Any = None,
     ends: Any = None,
     original: int = 0,
+    stretch: float = 0.0,
     apart: bool = False,
     pdl: bool = False,
 ) -> tuple[Any, Any, Any] | None:
@@ -274,7 +286,8 @@ def rotary_append(
     blocks] the cache is of blocks (blocks.py). With `scales`, a pair float32 of the cache's axes
     before D, the cache is of codes (codes.py), and k and v become what these mean. Positions, slots
     [B] and starts [B] are int32 or int64. With `original` frequencies are [2, R/2], and sequences
-    whose last token's position, int `ends` [B], is that or more turn by the second row. What is
+    whose last token's position, int `ends` [B], is that or more turn by the second row; with
+    `stretch` as well they are [R/2], and stretched as `spec.Rope` has it. What is
     None falls away. Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms
     and frequencies are read before the kernel in front has ended.
     """
@@ -286,9 +299,10 @@ def rotary_append(
     pairs = 0 if inv_freq is None else inv_freq.shape[-1]
     if inv_freq is not None:
         if (ends is None) != (not original):
-            raise ValueError("Positions of last tokens go with two tables of frequencies.")
+            raise ValueError("Positions of last tokens go with frequencies by length.")
         if original:
             _check_integers("ends", ends, (batch,))
+        if original and not stretch:
             if tuple(inv_freq.shape) != (2, pairs) or not inv_freq.is_contiguous():
                 raise ValueError(f"inv_freq is {tuple(inv_freq.shape)}; (2, R/2) is expected.")
         else:
@@ -341,7 +355,7 @@ def rotary_append(
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
         **{"UNIT_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned},
-        **{"SIZE": size, "CODES": held[2]},
+        **{"SIZE": size, "CODES": held[2], "STRETCH": stretch},
         pdl=pdl,
         **meta,
     )

@@ -14,6 +14,7 @@ from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fairseq import Sinusoids
 from .fields import ConfigFields
+from .heads import kind_of_head, pair_head
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class _Kind:
     Norms before the sub-layers have one behind the last layer as well. Tables of positions are
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
     `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts`
-    tells whether the id of a start comes first, or their own last one.
+    tells whether the id of a start comes first, or their own last one. A decoder that `repeats`
+    reads the encoder's ids where it is given none.
     """
 
     placement: Literal["pre", "post"]
@@ -31,21 +33,30 @@ class _Kind:
     positions: Literal["learned", "fairseq", "marian"]
     offset: int = 0
     starts: bool = True
+    repeats: bool = False
 
 
 _KINDS = {
-    "bart": _Kind("post", True, "learned", 2),
-    "mbart": _Kind("pre", True, "learned", 2, starts=False),
-    "plbart": _Kind("post", True, "learned", 2, starts=False),
+    "bart": _Kind("post", True, "learned", 2, repeats=True),
+    "mbart": _Kind("pre", True, "learned", 2, starts=False, repeats=True),
+    "plbart": _Kind("post", True, "learned", 2, starts=False, repeats=True),
     "blenderbot": _Kind("pre", False, "learned"),
     "marian": _Kind("post", False, "marian"),
     "pegasus": _Kind("pre", False, "marian"),
     "m2m_100": _Kind("pre", False, "fairseq"),
 }
 CLASSES = {
-    "bart": ("BartForConditionalGeneration", "BartModel"),
-    "mbart": ("MBartForConditionalGeneration", "MBartModel"),
-    "plbart": ("PLBartForConditionalGeneration", "PLBartModel"),
+    "bart": (
+        *("BartForConditionalGeneration", "BartModel"),
+        *("BartForSequenceClassification", "BartForQuestionAnswering"),
+    ),
+    "mbart": (
+        *("MBartForConditionalGeneration", "MBartModel"),
+        *("MBartForSequenceClassification", "MBartForQuestionAnswering"),
+    ),
+    "plbart": (
+        *("PLBartForConditionalGeneration", "PLBartModel", "PLBartForSequenceClassification"),
+    ),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotModel"),
     "marian": ("MarianMTModel", "MarianModel"),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
@@ -109,9 +120,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
 
     encoder, decoder = stack("encoder"), stack("decoder")
-    head = Head("causal") if has_head else None
+    head, head_rows = (Head("causal") if has_head else None), []
+    if (scored := kind_of_head(architecture)) is not None:
+        head, head_rows = pair_head(fields, scored)
     start = start if kind.starts else None
-    spec = replace(decoder, head=head, encoder=encoder, start=start)
+    spec = replace(decoder, head=head, encoder=encoder, start=start, repeats=kind.repeats)
     tables: dict[str, Row] = {}
     for side, ours, axis in (
         ("encoder", "encoder.", "source_positions"),
@@ -130,6 +143,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         tables["encoder"],
         *_norms(kind, norm, "", "model.decoder."),
         *_norms(kind, norm, "encoder.", "model.encoder."),
+        *head_rows,
     ]
     tied = [
         row("encoder.embed.weight", _EMBEDDING, ("model.encoder.embed_tokens.weight", _EMBEDDING)),

@@ -62,7 +62,7 @@ def make_head(
     fields: ConfigFields,
     kind: Kind,
     own: Classifier,
-    pooling: Literal["first", "real", "last", "mean"] | None,
+    pooling: Literal["first", "real", "last", "mean", "eos"] | None,
     norm: Norm | None = None,
     late: bool = False,
     width: str = "embed",
@@ -83,6 +83,21 @@ def make_head(
         assert norm is not None
         rows += make.norm(norm, "head.norm", own.norm)
     return head, [*rows, *make.linear("head", own.out, f"labels {width}", own.bias)]
+
+
+def pair_head(fields: ConfigFields, kind: Kind) -> tuple[Head, list[Row]]:
+    """An encoder-decoder's head for labels, of its decoder's last hidden states, with its rows."""
+    if kind == "span":  # of two scores, whatever the config says of labels
+        return Head(kind, labels=2), make.linear("head", "qa_outputs", "labels embed")
+    own = Classifier("classification_head.out_proj", "classification_head.dense", "tanh")
+    head, rows = make_head(fields, kind, own, "eos")
+    eos = fields.take("eos_token_id")
+    if isinstance(eos, bool) or not isinstance(eos, int):
+        raise ModelError(
+            f"config.json has eos_token_id={shown(eos)}; expected an id, at whose last place the "
+            "decoder's hidden state is scored."
+        )
+    return replace(head, eos=eos), rows
 
 
 def base_class(served: Sequence[str]) -> str | None:
@@ -107,7 +122,7 @@ def with_head(
     assert kind is not None and spec.head is None
     if kind == "span":
         own = Classifier("qa_outputs")
-        table = _under(table, _QA_BASES.get(spec.family, table.base))
+        table = under(table, _QA_BASES.get(spec.family, table.base))
     elif kind == "token":
         own = Classifier("classifier" if spec.family in _CLASSIFIERS else "score")
     else:
@@ -119,20 +134,17 @@ def with_head(
     return spec, replace(table, spec=spec, outer=(*table.outer, *rows))
 
 
-def _under(table: WeightTable, base: str) -> WeightTable:
+def under(table: WeightTable, base: str) -> WeightTable:
     """The table with the base model's tensors under another name."""
     if base == table.base:
         return table
 
+    def new(name: str) -> str:
+        return re.sub(f"^{re.escape(table.base)}", base, name)
+
     def renamed(rows: Iterable[Row]) -> tuple[Row, ...]:
         return tuple(
-            replace(
-                own,
-                sources=tuple(
-                    replace(s, name=re.sub(f"^{re.escape(table.base)}", base, s.name))
-                    for s in own.sources
-                ),
-            )
+            replace(own, sources=tuple(replace(s, name=new(s.name)) for s in own.sources))
             for own in rows
         )
 
@@ -141,6 +153,7 @@ def _under(table: WeightTable, base: str) -> WeightTable:
         table,
         outer=renamed(table.outer),
         layers=tuple(layers[id(rows)] for rows in table.layers),
+        tied=tuple((*renamed([own]), new(name)) for own, name in table.tied),
         base=base,
     )
 

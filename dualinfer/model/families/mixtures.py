@@ -31,7 +31,7 @@ class Mixture:
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_expert"
     choice_bias: str | None = None
-    choice_axes: str = "experts"
+    choice_axes: str = "choices"
     router_bias: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
@@ -62,7 +62,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "ernie4_5_moe": Mixture(
         shared="shared_experts",
         choice_bias="gate.moe_statics.e_score_correction_bias",
-        choice_axes="one experts",
+        choice_axes="one choices",
         count="moe_num_experts",
         chosen="moe_k",
         renames=((".gate.moe_statics.", ".moe_statics."),),
@@ -245,7 +245,7 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
     """The rows of a mixture in a layer by HF's name, which ends in a dot."""
     hf = f"{layer}{names.block}"
     bias = names.router_bias
-    rows = make.linear("router", f"{hf}.{names.router}", "experts embed", bias)
+    rows = make.linear("router", f"{hf}.{names.router}", "choices embed", bias)
     if bias:
         return rows + _gpt_oss_rows(f"{hf}.experts")
     if names.choice_bias:
@@ -282,7 +282,7 @@ def _gpt_oss_rows(experts: str) -> list[Row]:
     return [
         *rows,
         row("experts.up.bias", "experts gate+up", biases[0]),
-        row("experts.down.bias", "experts embed", (*biases[1], "experts embed")),
+        row("experts.down.bias", "choices embed", (*biases[1], "choices embed")),
     ]
 
 

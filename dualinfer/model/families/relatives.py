@@ -28,7 +28,9 @@ class _Kind:
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
     name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
     MLP is not gated or gate and up are one. `qk_names` are those of the norms of queries and keys,
-    `{x}` a head's number. `ignored` fields change nothing at inference.
+    `{x}` a head's number. Of `partial` families HF reads partial_rotary_factor. `always` are fields
+    of the makers' own code with what HF takes for granted; `ignored` ones change nothing at
+    inference.
     """
 
     name: str
@@ -56,7 +58,9 @@ class _Kind:
     parallel: _Bias = False
     interleaved: bool = False
     backwards: bool = False
+    partial: bool = False
     tied: bool = False
+    always: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     @property
@@ -66,7 +70,7 @@ class _Kind:
 
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
-_GLM: dict[str, Any] = {"out_bias": False, "mlp": ("gate_up_proj", "down_proj")}
+_GLM: dict[str, Any] = {"out_bias": False, "partial": True, "mlp": ("gate_up_proj", "down_proj")}
 _COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
 _PER_HEAD: dict[str, Any] = {
     "qk_norm": "qk_layernorm",
@@ -89,7 +93,26 @@ _HUNYUAN: dict[str, Any] = {
     "qk_norm": True,
     "qk_names": ("query_layernorm", "key_layernorm"),
     "norm_turned": True,
-    "ignored": ("eod_token_id",),
+    # HF reads none of what follows, which is of the makers' own code and of models that see images.
+    "always": {
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+        "use_cla": False,
+        "norm_type": "rms",
+    },
+    "ignored": (
+        *(
+            "cla_share_factor",
+            "class_num",
+            "dense_list",
+            "eod_token_id",
+            "im_end_id",
+            "im_start_id",
+        ),
+        *("im_newline_id", "image_token_id", "mask_init_id", "org_vocab_size", "pad_id"),
+        *("pool_type", "text_end_id", "text_start_id", "video_end_id", "video_start_id"),
+        *("anyres_pooling_size", "anyres_vit_max_image_size"),
+    ),
 }
 _KINDS = {
     "apertus": _Kind(
@@ -98,6 +121,8 @@ _KINDS = {
         qk_norm=True,
         mlp=("up_proj", "down_proj"),
         gated=False,
+        always={"qk_norm": True, "post_norm": False, "mlp_bias": False},
+        ignored=("hidden_dropout",),
     ),
     "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
     "cohere": _Kind(
@@ -117,6 +142,7 @@ _KINDS = {
             *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
             *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
             *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+            "use_parallel_embedding",
         ),
     ),
     "cwm": _Kind("Cwm", qkv_bias=False, out_bias=False),
@@ -143,6 +169,7 @@ _KINDS = {
     "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
     "glm4_moe": _Kind(
         *("Glm4Moe",),
+        partial=True,
         out_bias=False,
         qk_norm="use_qk_norm",
         ignored=("num_nextn_predict_layers", "num_mtp_layers"),  # layers behind those that answer
@@ -169,7 +196,11 @@ _KINDS = {
     "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
     "ministral3": _Kind("Ministral3", qkv_bias=False, out_bias=False),
     "minimax_m2": _Kind(
-        *("MiniMaxM2",), qkv_bias=False, out_bias=False, qk_norm=True, qk_norm_over="all"
+        *("MiniMaxM2",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        partial=True,
+        qk_norm=True,
+        qk_norm_over="all",
     ),
     "mixtral": _Kind("Mixtral", qkv_bias=False, out_bias=False),
     "nanochat": _Kind(
@@ -183,6 +214,7 @@ _KINDS = {
     ),
     "nemotron": _Kind(
         *("Nemotron",),
+        partial=True,
         norm="layer",
         eps="norm_eps",
         unit_offset=True,
@@ -196,6 +228,7 @@ _KINDS = {
     "olmoe": _Kind("Olmoe", qk_norm=True, qk_norm_over="all"),
     "phi": _Kind(
         *("Phi",),
+        partial=True,
         **_LAYER_NORM,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias", "parallel"), True),
         **_PER_HEAD,
@@ -208,6 +241,7 @@ _KINDS = {
     ),
     "phi3": _Kind(
         *("Phi3",),
+        partial=True,
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
         qkv="qkv_proj",
         mlp=("gate_up_proj", "down_proj"),
@@ -230,6 +264,7 @@ _KINDS = {
     ),
     "stablelm": _Kind(
         *("StableLm",),
+        partial=True,
         **_LAYER_NORM,
         qkv_bias="use_qkv_bias",
         out_bias=False,
@@ -277,10 +312,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     parameters = _rope_parameters(fields, [turns for _, turns in attentions])
     ropes: dict[str | None, Rope | None] = {None: None}
     for turns, own in parameters.items():
-        size = rotary_size(own, head_dim)
-        turning = {**own, "partial_rotary_factor": None}
+        size, turning = head_dim, own
+        if kind.partial:
+            size, turning = rotary_size(own, head_dim), {**own, "partial_rotary_factor": None}
         rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
-        if rope.original:  # HF's generate begins anew by one field, its model by the other
+        if rope.rereads:  # HF's generate begins anew by one field, its model by the other
             fields.require(_ORIGINAL, rope.original)
         if kind.backwards:
             rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
@@ -328,6 +364,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
     fields.require("use_bidirectional_attention", False)
+    if fields.family.startswith("hunyuan_v1"):
+        fields.require("attention_head_dim", head_dim)
+    for name, value in kind.always.items():
+        fields.require(name, value)
     if fields.family == "olmoe":
         fields.require("clip_qkv")  # after the norms of queries and keys, not in front
     elif fields.family == "ernie4_5_moe":

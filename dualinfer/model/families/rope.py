@@ -1,4 +1,4 @@
-"""Rotary frequencies from HF's rope_parameters: default, linear, llama3, yarn, longrope.
+"""Rotary frequencies from HF's rope_parameters: default, linear, dynamic, llama3, yarn, longrope.
 
 Formulas: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code; yarn
 from arXiv:2309.00071. Computed in float32, in HF's order of operations.
@@ -18,6 +18,7 @@ from .fields import is_positive
 _KEYS = {
     "default": set(),
     "linear": {"factor"},
+    "dynamic": {"factor"},
     "llama3": {
         "factor",
         "low_freq_factor",
@@ -46,9 +47,6 @@ _ORIGINAL = "original_max_position_embeddings"
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # HF takes 0 for not given
 _MOST = 2**31 - 1  # positions are 32-bit numbers
 _SHOWN, _LONGEST = 8, 80  # names in a message, and letters of each
-_REASONS = {
-    "dynamic": "its frequencies change with the longest sequence, so cached keys would go stale",
-}
 
 
 def make_rope(
@@ -56,11 +54,11 @@ def make_rope(
     head_dim: int,
     max_positions: int,
     interleaved: bool = False,
-    switches: bool = False,
+    rereads: bool = False,
 ) -> Rope:
     """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
-    `switches`: HF's text begins anew with the long factors of longrope once it is so long.
+    `rereads`: HF's text begins anew with the long factors of longrope once it is so long.
     Raises UnservedError that names a rope_type or a parameter that is not honoured, and ModelError
     for a bad value.
     """
@@ -71,15 +69,14 @@ def make_rope(
     named = (parameters.get(name) for name in ("rope_type", "type"))
     kind = next((name for name in named if name is not None), "default")
     if not isinstance(kind, str) or kind not in _KEYS:
-        reason = f" ({_REASONS[kind]})" if isinstance(kind, str) and kind in _REASONS else ""
         raise (UnservedError if isinstance(kind, str) else ModelError)(
-            f"config.json has rope_type={shown(kind)}, which dualinfer does not honour{reason}; "
+            f"config.json has rope_type={shown(kind)}, which dualinfer does not honour; "
             f"ignoring it would give wrong text. Honoured: {', '.join(_KEYS)}."
         )
     keys = {k for k, v in parameters.items() if v is not None}
     unknown = keys - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    # HF writes a length here for every scaled kind, and the default kind ignores leftovers of it.
-    unknown -= {"original_max_position_embeddings", "factor"} if kind == "default" else set()
+    # HF writes a length here for every scaled kind, and these kinds ignore it.
+    unknown -= {"default": {_ORIGINAL, "factor"}, "dynamic": {_ORIGINAL}}.get(kind, set())
     unknown.discard("finetuned")  # a remark of the first yarn checkpoints
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unknown.add("partial_rotary_factor")
@@ -93,6 +90,7 @@ def make_rope(
         raise ModelError(f"head_dim={head_dim} is odd; rotary position embedding needs pairs.")
     needed = {
         "linear": {"factor"},
+        "dynamic": {"factor"},
         "llama3": _KEYS["llama3"] - {_ORIGINAL},
         "longrope": {"short_factor", "long_factor"},
     }.get(kind, set())
@@ -100,8 +98,10 @@ def make_rope(
         raise ModelError(f"config.json has rope_parameters without {name}; {kind!r} needs it.")
     for name in sorted(keys & (_KEYS[kind] | {"rope_theta"})):
         _check(name, parameters[name])
+    if kind == "dynamic" and head_dim < 4:
+        raise ModelError(f"rope_type='dynamic' turns {head_dim} elements of a head; it needs 4.")
     if kind == "longrope":
-        _check_factors(parameters, head_dim, switches)
+        _check_factors(parameters, head_dim)
     theta = float(parameters["rope_theta"])
     inv_freq, scaling = np.empty(0), math.nan
     try:
@@ -116,14 +116,16 @@ def make_rope(
             "that are no finite numbers. Take those of the model's maker."
         )
     rope = Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+    if kind == "dynamic":
+        return replace(rope, original=max_positions, stretch=float(parameters["factor"]))
     if kind != "longrope" or list(parameters["short_factor"]) == list(parameters["long_factor"]):
         return rope
     short = {**parameters, "long_factor": parameters["short_factor"]}
     inv_freq, _ = _frequencies(kind, theta, short, head_dim, max_positions)
     original = int(parameters[_ORIGINAL])
-    return replace(
-        rope, inv_freq=tuple(map(float, inv_freq)), long=rope.inv_freq, original=original
-    )
+    short_freq = tuple(map(float, inv_freq))
+    both = {"inv_freq": short_freq, "long": rope.inv_freq}
+    return replace(rope, **both, original=original, rereads=rereads)
 
 
 def _frequencies(
@@ -172,16 +174,10 @@ def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> floa
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _check_factors(parameters: Mapping[str, Any], dim: int, switches: bool) -> None:
+def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
     """Raise unless each frequency has its factors, and what else these need is there."""
     short, long = parameters["short_factor"], parameters["long_factor"]
     differ, original = list(short) != list(long), parameters.get(_ORIGINAL)
-    if differ and not switches:
-        raise UnservedError(
-            "config.json has rope_type='longrope' with other factors for long sequences than for "
-            "short ones, which dualinfer honours for phi3 alone: HF keeps what other families have "
-            "cached with the short ones, so that its text is not that of its logits."
-        )
     needs = differ or parameters.get("attention_factor") is None
     if needs and (not isinstance(original, int) or isinstance(original, bool) or original < 2):
         raise ModelError(
@@ -196,14 +192,19 @@ def _check_factors(parameters: Mapping[str, Any], dim: int, switches: bool) -> N
 
 
 def ropes_by_kind(ropes: Any, kinds: Iterable[str]) -> Mapping[str, Any]:
-    """HF's rope_parameters, where each kind of layer has its own."""
+    """HF's rope_parameters, where each kind of layer has its own.
+
+    A kind's `truncate` is true whatever it says: HF looks for it beside the kinds.
+    """
     missing = set(kinds)
     if not isinstance(ropes, Mapping) or missing - ropes.keys():
         raise ModelError(
             f"config.json has rope_parameters={shown(ropes)}; expected an object with one for each "
             f"of {', '.join(sorted(missing))}."
         )
-    return ropes
+    truncated = {k: own for k, own in ropes.items() if isinstance(own, Mapping)}
+    truncated = {k: {**own, "truncate": True} for k, own in truncated.items() if "truncate" in own}
+    return {**ropes, **truncated}
 
 
 def rotary_size(parameters: Any, head_dim: int) -> int:
@@ -230,10 +231,11 @@ def rotary_size(parameters: Any, head_dim: int) -> int:
 def reach(parameters: Mapping[str, Any], max_positions: int) -> int:
     """Positions that a model's rotary embedding is made for.
 
-    HF's max_position_embeddings is the length before scaling for linear, and may be for yarn.
+    HF's max_position_embeddings is the length before scaling for linear and dynamic, and may be
+    for yarn.
     """
     kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return max(1, round(min(max_positions * factor, _MOST)))
     if kind == "yarn":
         original = parameters.get("original_max_position_embeddings") or max_positions

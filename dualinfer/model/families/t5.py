@@ -6,11 +6,15 @@ from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
+from .heads import Classifier, kind_of_head, make_head, pair_head, under
 
+_SUFFIXES = (
+    *("ForConditionalGeneration", "Model", "EncoderModel", "ForSequenceClassification"),
+    *("ForTokenClassification", "ForQuestionAnswering"),
+)
 CLASSES = {
-    "t5": ("T5ForConditionalGeneration", "T5Model", "T5EncoderModel"),
-    "mt5": ("MT5ForConditionalGeneration", "MT5Model", "MT5EncoderModel"),
-    "umt5": ("UMT5ForConditionalGeneration", "UMT5Model", "UMT5EncoderModel"),
+    family: tuple(family.upper() + suffix for suffix in _SUFFIXES)
+    for family in ("t5", "mt5", "umt5")
 }
 _MOST = 1 << 20  # tokens: its positions have no end
 _QKV = {"q": "q", "k": "k", "v": "v"}
@@ -18,7 +22,22 @@ _EMBEDDING = "vocab embed"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a T5 model, or of its encoder alone."""
+    """Spec and weight table of a T5 model, or of its encoder alone, with a head for labels."""
+    kind = kind_of_head(architecture)
+    spec, table = _describe(fields, architecture)
+    if kind is None:
+        return spec, table
+    if kind == "token":
+        head, rows = make_head(fields, kind, Classifier("classifier"), None)
+    else:
+        head, rows = pair_head(fields, kind)
+    spec = replace(spec, head=head, repeats=spec.encoder is not None)
+    table = table if kind == "span" else under(table, "transformer.")
+    return spec, replace(table, spec=spec, outer=(*table.outer, *rows))
+
+
+def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Of the model without a head for labels."""
     embed, heads = fields.size("d_model"), fields.heads("num_heads")
     head_dim, ffn = fields.size("d_kv"), fields.size("d_ff")
     norm = Norm("rms", fields.number("layer_norm_epsilon"))
@@ -55,7 +74,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     encoder_rows = _layer(encoder.layers[0], norm, "encoder", **how)
     embedding = row("embed.weight", _EMBEDDING, ("shared.weight", _EMBEDDING))
     twin = "encoder.embed_tokens.weight"
-    if architecture.endswith("EncoderModel"):
+    if architecture.endswith(("EncoderModel", "ForTokenClassification")):
         return encoder, WeightTable(
             encoder,
             (embedding, *make.norm(norm, "final_norm", "encoder.final_layer_norm")),

@@ -334,7 +334,8 @@ class KernelOps(PlainOps):
         partial: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         return self._mixed(x, held, routing, by, partial)
@@ -474,11 +475,13 @@ class KernelOps(PlainOps):
         a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
         assert a.latent is not None and norm is not None and rope is not None
         held = [] if cache is None else [cast(LatentCache, cache).shared]
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        ends = last if lengths is None else lengths
         with jax.named_scope("rotary"):
             _, (queries, shared, *filled) = call(
                 latent.turn_latents,
                 *qkv,
-                angles if lengths is None else lengths[:, None],
+                positions if lengths is None else lengths[:, None],
                 heads=a.heads,
                 rank=a.latent.rank,
                 norm=norm.weight,
@@ -488,6 +491,9 @@ class KernelOps(PlainOps):
                 interleaved=rope.interleaved,
                 cache=held[0] if held else None,
                 slots=slots,
+                ends=ends if rope.stretch else None,
+                original=rope.original,
+                stretch=rope.stretch,
                 pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
                 capability=self.capability,
                 written=(*qkv, *held),
@@ -811,4 +817,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
         "norm_turned": layer.spec.norm_turned,
         "original": rope.original if rope else 0,
+        "stretch": rope.stretch if rope else 0.0,
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ from jax import lax
 
 from ....model.spec import Experts, Router
 from ....model.weights import Weight
+from ....quantization import BlockScheme
 from ...contract import Routing, Weights
+from ...schemes import rounds_input
 from . import primitives
 
-# What is multiplied with an expert's down matrix, and that matrix, as several devices take them.
+# What is multiplied with the experts' down matrices, and these, as several devices take them.
 ShareInput: TypeAlias = Callable[[jax.Array, Weight], tuple[jax.Array, Weight]]
 _MOST = 256  # pairs of one expert in one product
 
@@ -58,34 +60,59 @@ def experts(
     w: Weights,
     routing: Routing,
     share_input: ShareInput = lambda h, weight: (h, weight),
+    own: jax.Array | None = None,
 ) -> jax.Array:
     """The sum of what the chosen experts make of x [..., E], without down's bias: float32.
 
     Pairs of a row and an expert are sorted by expert, and multiplied in blocks of one expert's, one
     block after another, so that one expert's matrices are taken at a time, and those alone that a
-    row chose. XLA's `ragged_dot` would multiply the others by zero.
+    row chose. XLA's `ragged_dot` would multiply the others by zero. With int32 `own` [2] the
+    weights are those of experts `own[0]` to `own[1]`, zeros behind, and others give nothing.
     """
     rows, chosen = x.reshape(-1, x.shape[-1]), routing.experts.reshape(-1)
     count, pairs = routing.experts.shape[-1], routing.experts.size
+    total, features, _ = w["experts.down.weight"].shape
+    if own is not None:
+        chosen = jnp.where((chosen >= own[0]) & (chosen < own[1]), chosen - own[0], total)
     width = _block(pairs, mixture.count)
     order = jnp.argsort(chosen, stable=True)
-    ends = jnp.cumsum(jnp.bincount(chosen, length=mixture.count))
+    ends = jnp.cumsum(jnp.bincount(chosen, length=total))
     starts = jnp.concatenate((jnp.zeros_like(ends[:1]), ends[:-1]))
     last = jnp.cumsum(-(-(ends - starts) // width))  # block of each expert, and one more
 
-    def block(i: jax.Array, parts: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
-        before = jnp.where(expert > 0, last[expert - 1], 0)
-        at = starts[expert] + (i - before) * width + jnp.arange(width)
-        own = order[jnp.minimum(at, pairs - 1)]
+    def of_pairs(some: jax.Array, expert: jax.Array) -> jax.Array:
         up = one_expert(w["experts.up.weight"], expert)
-        h = primitives.matmul(rows[own // count], up, _row(w.get("experts.up.bias"), expert))
-        h, down = share_input(hidden(h, mixture), one_expert(w["experts.down.weight"], expert))
-        y = primitives.SCHEMES.product(h, down, jnp.float32)
-        return parts.at[jnp.where(at < ends[expert], own, pairs)].set(y, mode="drop")
+        h = primitives.matmul(rows[some // count], up, _row(w.get("experts.up.bias"), expert))
+        return hidden(h, mixture)
 
-    parts = jnp.zeros((pairs, w["experts.down.weight"].shape[1]), jnp.float32)
-    parts = lax.fori_loop(0, last[-1], block, parts)
+    def in_blocks(product: Callable[[jax.Array, jax.Array], jax.Array], like: jax.Array) -> Any:
+        """What `product` makes of pairs of one expert, for all pairs; zeros of those of others."""
+
+        def block(i: jax.Array, found: jax.Array) -> jax.Array:
+            expert = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
+            before = jnp.where(expert > 0, last[expert - 1], 0)
+            at = starts[expert] + (i - before) * width + jnp.arange(width)
+            some = order[jnp.minimum(at, pairs - 1)]
+            y = product(some, expert)
+            return found.at[jnp.where(at < ends[expert], some, pairs)].set(y, mode="drop")
+
+        return lax.fori_loop(0, last[-1], block, like)
+
+    parts, down = jnp.zeros((pairs, features), jnp.float32), w["experts.down.weight"]
+    make = of_pairs
+    if rounds_input(down):  # by scales that devices may make together, of all pairs at once
+        h = in_blocks(of_pairs, jnp.zeros((pairs, down.shape[2]), x.dtype))
+        h, shared = share_input(h, of_each(down, jnp.minimum(chosen, total - 1)))
+        down = replace(down, scheme=shared.scheme)
+
+        def make(some: jax.Array, expert: jax.Array) -> jax.Array:
+            return h[some]
+
+    def product(some: jax.Array, expert: jax.Array) -> jax.Array:
+        own_down = one_expert(down, expert)
+        return primitives.SCHEMES.product(make(some, expert), own_down, jnp.float32)
+
+    parts = in_blocks(product, parts)
     return _weighted(parts.reshape(*routing.experts.shape, -1), routing.weights)
 
 
@@ -98,6 +125,17 @@ def one_expert(weight: Weight, expert: jax.Array) -> Weight:
     """The matrix of one of the experts [X, out, in], by its number."""
     beside = {part: _row(array, expert) for part, array in weight.beside.items()}
     return replace(weight, data=_row(weight.data, expert), axes=weight.axes[1:], beside=beside)
+
+
+def of_each(weight: Weight, chosen: jax.Array) -> Weight:
+    """A weight of experts with what is known of its input as each of `chosen` [pairs] has it."""
+    given = weight.beside.get("input")
+    if given is None:
+        return weight
+    assert isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
+    how = weight.scheme.activation
+    ones = (1, 1) if how.dynamic and how.block else (1,)
+    return replace(weight, beside={**weight.beside, "input": given[chosen].reshape(-1, *ones)})
 
 
 def _row(array: jax.Array | None, expert: jax.Array) -> jax.Array | None:

@@ -37,8 +37,7 @@ def turns(
     frequencies = jnp.array(rope.inv_freq, jnp.float32)
     if rope.original:
         assert last is not None
-        long = jnp.array(rope.long, jnp.float32)
-        frequencies = jnp.where((last >= rope.original)[:, None, None], long, frequencies)
+        frequencies = primitives.frequencies(rope, last)[:, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * rope.scaling, jnp.sin(angles) * rope.scaling
 
@@ -233,7 +232,8 @@ class PlainOps:
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
-        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial.astype(jnp.float32)
         if self.split is not None:
@@ -581,9 +581,9 @@ def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:
 
 def last_of(spec: ModelSpec, positions: jax.Array, last: jax.Array | None) -> jax.Array | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return jnp.broadcast_to(positions.max(), len(positions)) if last is None else last
+    return positions.max(1) if last is None else last
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:

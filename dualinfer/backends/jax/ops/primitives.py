@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....model.spec import Activation
+from ....model.spec import Activation, Rope
 from ....model.weights import Weight
 from ...cache_codes import CacheCodes
 from ...caches import CacheView
@@ -214,6 +214,20 @@ def layer_norm(
     factor = weight.astype(jnp.float32)
     y = y * (1 + factor if unit_offset else factor)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def frequencies(rope: Rope, last: jax.Array) -> jax.Array:
+    """float32 [B, R/2] by which sequences turn whose last token's positions are int `last` [B].
+
+    Of a `rope` that asks for their length.
+    """
+    own = jnp.array(rope.inv_freq, jnp.float32)
+    if rope.long:
+        return jnp.where((last >= rope.original)[:, None], jnp.array(rope.long, jnp.float32), own)
+    length = jnp.maximum(last + 1, rope.original).astype(jnp.float32)
+    base = rope.stretch * length / rope.original - (rope.stretch - 1)
+    share = jnp.arange(len(own), dtype=jnp.float32) / (len(own) - 1)
+    return own * base[:, None] ** -share
 
 
 def growth(positions: jax.Array, beta: float, period: float) -> jax.Array:

@@ -14,6 +14,7 @@ from ....arrays import from_numpy, same_tensor, to_numpy
 from ....checkpoint.reader import is_finite, odd_notes
 from ....errors import CheckpointError, DualinferError, counted
 from ....model.load_plan import TensorSource, prefix_hint
+from .mixtures import mixture_layers
 
 _QUANTIZED = ("int8", "uint8", "int32")  # what quantizers pack weights into
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -96,7 +97,8 @@ def fill(module: torch.nn.Module, source: TensorSource, dtype: torch.dtype) -> l
     """
     _check_dtypes(source, is_hf(module))
     odd: list[str] = []
-    way = _fill_hf if is_hf(module) else _fill_by_name
+    by_config = is_hf(module) and not mixture_layers(module)  # which no config tells of
+    way = _fill_hf if by_config else _fill_by_name
     notes = way(module, source, dtype, odd)
     return [*notes, *odd_notes(source, odd)]
 

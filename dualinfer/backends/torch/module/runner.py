@@ -1,7 +1,7 @@
 """Module mode on torch: the user's own nn.Module, cast and moved in place, and run as it is."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .autotp.plan import check_whole, kept_sizes, make_plan
 from .autotp.policy import check_policy
 from .autotp.surgery import split_module
 from .fill import check_values, fill, slots
+from .mixtures import Mixtures
 from .placing import check_room, convert_module, dtypes_of
 from .quantized import (
     choose_layers,
@@ -64,11 +65,17 @@ def create_module_runner(
     policy, grain = config.injection_policy or {}, config.tensor_parallel.tp_grain_size
     recipe, targets, weights = make_recipe(config.quant), {}, {}
     seam = plan = None
-    with nullcontext() if source is None else restored(module):
+    with ExitStack() as undo, nullcontext() if source is None else restored(module):
         with peers.together("The modules") as work:
             _check_module(module)
             check_whole(module)
             inner = module._orig_mod if is_optimized(module) else module
+            mixtures = Mixtures(inner, config.moe)
+            undo.callback(mixtures.undo)
+            mixtures.check(config.moe, peers.size, source is not None, recipe is not None)
+            if source is not None:
+                mixtures.complete()
+            mixtures.put()
             notes = check_policy(module, policy, peers.size)
             own = next((s.tensor.device for s in slots(module) if not s.tensor.is_meta), None)
             device = peers.device
@@ -86,14 +93,22 @@ def create_module_runner(
             if source is not None:
                 notes += fill(module, source, torch.float32 if targets else dtype)
                 check_values(module)
-            work.meet(lambda: _marks(module))
+            notes += mixtures.notes()
+            own_parts = mixtures.own_parts
+            work.meet(lambda: _marks(module, own_parts))
         if peers.size > 1:
             with peers.together("The plan of the split") as work:  # rank 0 alone tries one out
                 result = make_plan(inner, peers.size, grain, policy) if peers.rank == 0 else None
                 text = None if result is None else _SHARED_PLAN.dump_json(result).decode()
                 plan, plan_notes = _SHARED_PLAN.validate_json(work.meet(plan=text)["plan"][0])
             notes += plan_notes
-            sizes = held_sizes(inner, targets, dtype, kept_sizes(inner, plan, peers.rank))
+            kept = kept_sizes(inner, plan, peers.rank)
+            targets = {
+                path: target
+                for path, target in targets.items()
+                if kept.get(id(inner.get_submodule(path).weight)) != 0
+            }
+            sizes = held_sizes(inner, targets, dtype, kept)
             with peers.together("Room for the parts"):
                 check_room(module, device, dtype, sizes)
             seam = RanksSeam(peers)
@@ -101,6 +116,7 @@ def create_module_runner(
             if targets:
                 casts = dtypes_of(module, dtype)
                 weights = quantize_layers(inner, targets, plan, peers.rank, source, casts)
+        undo.pop_all()
     with peers.together("Splitting the module"):
         if seam is not None and plan is not None:
             split_module(inner, plan.changes, peers.rank, seam)
@@ -108,18 +124,22 @@ def create_module_runner(
         convert_module(module, device, dtype)
     _share_random_state(peers, device)
     graphs = config.enable_cuda_graph is True
-    runner = TorchModuleRunner(module.eval(), peers, device, dtype, graphs, notes, seam)
+    runner = TorchModuleRunner(module.eval(), peers, device, dtype, graphs, notes, seam, mixtures)
     if peers.size > 1:
         forget_graphs_at_exit(runner)
     return runner
 
 
-def _marks(module: torch.nn.Module) -> list[Any]:
-    """What tells modules apart: parts, tensors and a few of their values. All ranks have one."""
+def _marks(module: torch.nn.Module, own_parts: tuple[str, ...] = ()) -> list[Any]:
+    """What tells modules apart: parts, tensors and a few of their values. All ranks have one.
+
+    Values are left out in `own_parts`, by the start of their names, which are each rank's own.
+    """
     tensors = [(slot.name, slot.tensor.detach()) for slot in slots(module)]
     values = [
         t[(end,) * (t.ndim - 1)][: _MARKED if end == 0 else None][-_MARKED:]
-        for _, t in tensors
+        for name, t in tensors
+        if not name.startswith(own_parts or ("\n",))
         for end in (0, -1)
         if t.ndim and t.numel() and not t.is_complex()
     ]
@@ -160,10 +180,12 @@ class TorchModuleRunner:
         forward_graphs: bool = False,
         notes: Sequence[str] = (),
         seam: RanksSeam | None = None,
+        mixtures: Mixtures | None = None,
     ) -> None:
         self.module: Any = module
         self._peers = peers
         self._seam = seam
+        self._mixtures = mixtures
         self.dtype = dtype
         self.notes = tuple(notes)
         self._device = device
@@ -213,6 +235,8 @@ class TorchModuleRunner:
 
     def _look(self) -> None:
         """Take note of what others did to the module, or refuse it."""
+        if self._mixtures:
+            self._mixtures.put()
         changed = self._read_layout()
         if any(part.training for part in self._parts):
             self.module.eval()
@@ -371,6 +395,9 @@ class TorchModuleRunner:
         if self._seam is not None:
             self._seam.close()
         device = self.device
+        if self._mixtures:
+            self._mixtures.put_back()
+        self._mixtures = None
         self.module = None
         self._parts, self._children, self._tensors = [], [], []
         if device.type == "cuda":

@@ -303,10 +303,15 @@ class KernelOps(PlainOps):
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w))
+        own = self._own_experts(mixture.count)
+        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         return self._mixed(x, held, routing, by, partial)
+
+    def _own_experts(self, count: int) -> torch.Tensor | None:
+        """From which to before which of `count` experts are here, int32 [2]; None for all."""
+        return None
 
     def _mixed(
         self,
@@ -450,9 +455,10 @@ class KernelOps(PlainOps):
         """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
         a, rope = layer.spec, layer.spec.rope
         assert a.latent is not None and layer.latent_norm is not None and rope is not None
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
         latent.turn_latents(
             *qkv,
-            angles if lengths is None else lengths[:, None],
+            positions if lengths is None else lengths[:, None],
             heads=a.heads,
             rank=a.latent.rank,
             norm=layer.latent_norm.weight,
@@ -462,6 +468,9 @@ class KernelOps(PlainOps):
             interleaved=rope.interleaved,
             cache=None if cache is None else cast(LatentCache, cache).shared,
             slots=slots,
+            ends=last if lengths is None else lengths,
+            original=rope.original,
+            stretch=rope.stretch,
             pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
         )
         return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
@@ -721,7 +730,7 @@ class KernelOps(PlainOps):
 def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
     """Whether torch's products of groups are faster than our tiles for so many pairs."""
     known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
-    if not known or isinstance(mixture.up, quantized.Packed):
+    if not known or isinstance(mixture.up, quantized.Packed) or mixture.own is not None:
         return False
     (total, _, width), features = mixture.up.shape, mixture.features
     large = pairs >= _GROUPED_PAIRS * total and features >= _GROUPED_FFN
@@ -776,4 +785,5 @@ def _norms_of(layer: LayerAttention) -> dict[str, Any]:
         "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
         "norm_turned": layer.spec.norm_turned,
         "original": rope.original if rope else 0,
+        "stretch": rope.stretch if rope else 0.0,
     }

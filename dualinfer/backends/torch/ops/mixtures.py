@@ -9,11 +9,13 @@ from torch.nn import functional as F
 
 from ....model.spec import Experts, Router
 from ....model.weights import Weight
+from ....quantization import BlockScheme
 from ...contract import Routing, Weights
+from ...schemes import rounds_input
 from ..profiling import named
 from . import primitives
 
-# What is multiplied with an expert's down matrix, and that matrix, as several ranks take them.
+# What is multiplied with the experts' down matrices, and these, as several ranks take them.
 ShareInput: TypeAlias = Callable[[torch.Tensor, Weight], tuple[torch.Tensor, Weight]]
 
 
@@ -60,32 +62,63 @@ def experts(
     w: Weights,
     routing: Routing,
     share_input: ShareInput = lambda h, weight: (h, weight),
+    own: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The sum of what the chosen experts make of x [..., E], without down's bias: float32.
 
     A matrix is read only for the rows that chose its expert. Rows go by expert, which the host asks
     for; while a CUDA graph is captured it may not ask, and each pair takes a copy of its expert.
+    With `own` the weights are those of experts `own[0]` to `own[1]`, and others give nothing.
     """
     rows, chosen = x.flatten(0, -2), routing.experts.flatten()
     count = routing.experts.shape[-1]
-    parts = x.new_empty((len(chosen), w["experts.down.weight"].shape[1]))
-    for expert, pairs in _by_expert(chosen):
-        up = one_expert(w["experts.up.weight"], expert)
-        h = primitives.matmul(rows[pairs // count], up, _row(w.get("experts.up.bias"), expert))
-        h, down = share_input(hidden(h, mixture), one_expert(w["experts.down.weight"], expert))
-        parts[pairs] = primitives.matmul(h, down)
+    here = None
+    if own is not None:
+        first, stop = own
+        here = (chosen >= first) & (chosen < stop)
+        chosen = torch.where(here, chosen - first, stop - first)
+    weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
+    total, width = weights[1].shape[:2]
+    by_expert, bias = _by_expert(chosen, total), w.get("experts.up.bias")
+
+    def of_pairs(pairs: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        up = one_expert(weights[0], expert)
+        return hidden(primitives.matmul(rows[pairs // count], up, _row(bias, expert)), mixture)
+
+    parts = x.new_empty((len(chosen), width))
+    if rounds_input(weights[1]):  # by scales that devices may make together, of all pairs at once
+        by_expert = list(by_expert)
+        h = x.new_zeros((len(chosen), weights[1].shape[2]))
+        for expert, pairs in by_expert:
+            h[pairs] = of_pairs(pairs, expert)
+        h, down = share_input(h, of_each(weights[1], chosen.clamp(max=total - 1)))
+        down = replace(weights[1], scheme=down.scheme)
+        for expert, pairs in by_expert:
+            parts[pairs] = primitives.matmul(h[pairs], one_expert(down, expert))
+    else:
+        for expert, pairs in by_expert:
+            parts[pairs] = primitives.matmul(
+                of_pairs(pairs, expert), one_expert(weights[1], expert)
+            )
+    if here is not None:
+        parts = torch.where(here[:, None], parts, 0)
     return _weighted(parts.view(*routing.experts.shape, -1), routing.weights)
 
 
-def _by_expert(chosen: torch.Tensor) -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
-    """Experts with the pairs of a row and an expert that are theirs."""
+def _by_expert(
+    chosen: torch.Tensor, total: int
+) -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
+    """Experts, `total` of them, with the pairs of a row and an expert that are theirs.
+
+    Higher numbers have no expert here. While a graph is captured their pairs go with the last one.
+    """
     pairs = torch.arange(len(chosen), device=chosen.device)
     if chosen.is_cuda and torch.cuda.is_current_stream_capturing():
-        yield from zip(chosen.split(1), pairs.split(1), strict=True)
+        yield from zip(chosen.clamp(max=total - 1).split(1), pairs.split(1), strict=True)
         return
     in_order = chosen.argsort(stable=True)
-    counts = chosen.bincount().tolist()
-    for expert, own in enumerate(in_order.split(counts)):
+    counts = chosen.bincount(minlength=total + 1).tolist()
+    for expert, own in enumerate(in_order.split(counts)[:total]):
         if len(own):
             yield expert, own
 
@@ -94,6 +127,17 @@ def one_expert(weight: Weight, expert: int | torch.Tensor) -> Weight:
     """The matrix of one of the experts [X, out, in], by its number or an int tensor [1] with it."""
     beside = {part: _row(array, expert) for part, array in weight.beside.items()}
     return replace(weight, data=_row(weight.data, expert), axes=weight.axes[1:], beside=beside)
+
+
+def of_each(weight: Weight, chosen: torch.Tensor) -> Weight:
+    """A weight of experts with what is known of its input as each of `chosen` [pairs] has it."""
+    given = weight.beside.get("input")
+    if given is None:
+        return weight
+    assert isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
+    how = weight.scheme.activation
+    ones = (1, 1) if how.dynamic and how.block else (1,)
+    return replace(weight, beside={**weight.beside, "input": given[chosen].reshape(-1, *ones)})
 
 
 def _row(array: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor | None:

@@ -209,7 +209,8 @@ class PlainOps:
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
-        y = mixtures.experts(rows, mixture, w, routing, self._share_input)
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial
         if self.split is not None:
@@ -284,9 +285,7 @@ class PlainOps:
         last = last_of(spec, positions, last)
         for rope, frequencies in params.frequencies.items():
             if last is not None and rope.original:
-                short, long = frequencies
-                is_long = (last >= rope.original)[:, None, None]
-                frequencies = torch.where(is_long, long, short)
+                frequencies = primitives.frequencies(rope, frequencies, last)[:, None]
             radians = positions[..., None].float() * frequencies
             angles[rope] = radians.cos() * rope.scaling, radians.sin() * rope.scaling
         for growth in {layer.attention.growth for layer in spec.layers}:
@@ -578,6 +577,6 @@ def last_of(
     spec: ModelSpec, positions: torch.Tensor, last: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`last` of `angles` for each row; None where no rotary embedding asks for it."""
-    if spec.original is None:
+    if not spec.turns_by_length:
         return None
-    return positions.max().expand(len(positions)) if last is None else last
+    return positions.amax(1) if last is None else last

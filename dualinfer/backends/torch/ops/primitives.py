@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation
+from ....model.spec import Activation, Rope
 from ....model.weights import Weight
 from ...cache_codes import CacheCodes
 from ...caches import CacheView
@@ -189,6 +189,20 @@ def layer_norm(
     y = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
     y = y * (1 + weight.float() if unit_offset else weight.float())
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def frequencies(rope: Rope, tables: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """float32 [B, R/2] by which sequences turn whose last token's positions are int `last` [B].
+
+    Of a `rope` that asks for their length; `tables` are its own, on the device.
+    """
+    if rope.long:
+        short, long = tables
+        return torch.where((last >= rope.original)[:, None], long, short)
+    length = (last + 1).clamp(min=rope.original).float()
+    base = rope.stretch * length / rope.original - (rope.stretch - 1)
+    share = torch.arange(len(tables), device=tables.device) / (len(tables) - 1)
+    return tables * base[:, None] ** -share
 
 
 def growth(positions: torch.Tensor, beta: float, period: float) -> torch.Tensor:

@@ -34,6 +34,11 @@ class SplitKernelOps(KernelOps):
     ):
         super().__init__(device, configurations, split)
         self.exchange = exchange
+        self._own: dict[int, torch.Tensor] = {}  # made now: a graph's capture allows no copy
+        layers = () if split.plan is None else split.plan.table.spec.all_layers
+        for count in {layer.experts for layer in layers} - {0}:
+            if (own := split.own_experts(count)) is not None:
+                self._own[count] = torch.tensor(own, dtype=torch.int32, device=device)
 
     def clear(self) -> None:
         """See `PlainOps.clear`; later sums would be NCCL's."""
@@ -88,6 +93,10 @@ class SplitKernelOps(KernelOps):
         wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))
         return self._sum(partial, by.bias, by.residual, x.dtype)
+
+    def _own_experts(self, count: int) -> torch.Tensor | None:
+        """See `KernelOps._own_experts`."""
+        return self._own.get(count)
 
     def _mixed(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..mixtures import mixture_layers
 from .layers import is_conv1d
 from .layouts import Heads, Runs
 
@@ -19,7 +20,8 @@ class Change:
     """What one module or parameter becomes.
 
     `becomes` is column, row, gathered (linear layers), vocab (an embedding), table (an embedding
-    with a column a head), by head (a parameter), heads (norms, one a head), experts, or numbers:
+    with a column a head), by head (a parameter), heads (norms, one a head), experts, mixture (of
+    modules, some of which a rank has), partial (a row whose sum the mixture makes), or numbers:
     `numbers` by rank that the module's forward reads. `by_rank` are the parts of the axis that is
     split, `heads` each rank's own: of an output projection, and of a module that takes biases.
     """
@@ -105,12 +107,15 @@ _OPAQUE = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.Multihead
 
 
 def opaque_parts(module: nn.Module) -> dict[str, str]:
-    """Prefixes of paths in layers of torch's own that read their parts' weights, and why."""
-    return {
+    """Prefixes of paths in layers that read their parts' weights, torch's and routers, and why."""
+    found = {
         f"{path}." if path else "": f"{type(part).__name__} reads its weight in fused operations"
         for path, part in module.named_modules()
         if isinstance(part, _OPAQUE)
     }
+    for path, _ in mixture_layers(module):
+        found[join_path(path, "gate.")] = "a router, which all ranks have"
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -121,6 +121,10 @@ class RowLinear(ColumnLinear):
         return output if self.bias is None else output + self.bias
 
 
+class PartialLinear(ColumnLinear):
+    """This rank's inputs [..., local in] to its part of a sum [..., out] that is made later."""
+
+
 class VocabEmbedding(nn.Embedding, Part):
     """Ids [...] to rows [..., E], of which each rank has a part, from `first` on.
 
@@ -151,6 +155,14 @@ class VocabEmbedding(nn.Embedding, Part):
         return f"{super().extra_repr()}, rows={self.weight.shape[0]}"
 
 
+_LAYERS = {
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "gathered": GatheredLinear,
+    "partial": PartialLinear,
+}
+
+
 class Shards:
     """Makes one rank's parts of a module's tensors; those that are tied stay tied."""
 
@@ -175,21 +187,26 @@ class Shards:
         return new
 
     def linear(self, old: Any, kind: str, by_rank: tuple[Runs, ...]) -> nn.Linear:
-        """The part of a Linear or a Conv1D that `kind` asks for: column, gathered or row."""
+        """The part of a Linear or a Conv1D that `kind` asks for: column, gathered, row or partial.
+
+        A partial one has the bias where its inputs are the first ones.
+        """
         runs, conv = by_rank[self.rank], is_conv1d(old)
-        axis = 1 if kind == "row" else 0
+        axis = 1 if kind in ("row", "partial") else 0
         weight = self.take(old.weight, runs, 1 - axis if conv else axis)
         if conv:
             weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
-        layer = {"column": ColumnLinear, "row": RowLinear, "gathered": GatheredLinear}[kind]
+        layer = _LAYERS[kind]
         new = _bare(layer, old, whole=tuple(old.weight.shape))
         new.out_features, new.in_features = weight.shape
         bias = old.bias
         if bias is not None and kind == "column":
             bias = self.take(bias, runs, 0)
+        elif kind == "partial" and runs[0].start:
+            bias = None
         new.register_parameter("weight", weight)
         new.register_parameter("bias", bias)
-        if kind != "column":
+        if kind in ("gathered", "row"):
             new.seam = self.seam
         if kind == "gathered":
             new.widths = tuple(extent(own) for own in by_rank)

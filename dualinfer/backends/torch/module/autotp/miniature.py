@@ -11,6 +11,8 @@ from torch import nn
 
 from .....system.memory import host_free_bytes
 from ..fill import is_hf, slots
+from ..mixtures import mixture_layers
+from .changes import join_path
 from .likeness import Likeness
 
 _TOKENS = 7
@@ -40,7 +42,7 @@ def pattern(path: str) -> str:
 
 def stacks(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The stacks of layers, with their paths: lists of modules with parts, in no other list."""
-    outer: list[str] = []
+    outer = [join_path(path, "experts") for path, _ in mixture_layers(module)]
     for path, part in module.named_modules():
         if any(path.startswith(f"{o}.") for o in outer):
             continue

@@ -17,6 +17,7 @@ from torch import nn
 from .....errors import ConfigError, ModelError
 from .....parallel.sharding import split_evenly
 from ..fill import is_hf, on_meta
+from ..mixtures import MixtureLayer
 from .changes import Change, SurgeryPlan, Unit, is_altered, is_linear, opaque_parts, sizes
 from .layers import Part, Seam
 from .layouts import Run, Runs, extent
@@ -24,7 +25,7 @@ from .miniature import pattern, stacks
 from .policy import check_policy, policy_units
 from .reading import Readings
 from .rehearsal import Rehearsal
-from .surgery import split_axis, split_module
+from .surgery import experts_of, split_axis, split_module
 from .table import Described, notes_on, table, weight_of
 from .units import find_units
 
@@ -114,7 +115,9 @@ def make_plan(
             "are split are found before it, in the order in which its block registers them."
         )
     layers = [path for path, part in module.named_modules() if is_linear(part)]
-    plan = SurgeryPlan(size, (), dict.fromkeys(layers, "split, the module gave other values"))
+    kept = dict.fromkeys(layers, "split, the module gave other values")
+    shared = [c for unit in units if unit.kind == "mixture" for c in unit.others or unit.changes]
+    plan = SurgeryPlan(size, tuple(shared), kept)
     return plan, [*notes, *failures.values(), *notes_on(module, plan)]
 
 
@@ -126,8 +129,9 @@ def _attempts(units: Sequence[Unit]) -> Iterator[tuple[Sequence[str], list[Unit]
     others = [replace(u, changes=u.others) if u.others else u for u in units]
     has_others = any(unit.others for unit in units)
     for kinds in _ATTEMPTS:
-        for some in (units, others) if has_others and "attention" in kinds else (units,):
-            yield kinds, [unit for unit in some if unit.kind in kinds]
+        ways = (units, others) if has_others and "attention" in kinds else (units,)
+        for some in ways if "experts" in kinds else (others,):
+            yield kinds, [unit for unit in some if unit.kind in (*kinds, "mixture")]
 
 
 def _split_copy(plan: SurgeryPlan, copy: nn.Module, rank: int, seam: Seam) -> None:
@@ -144,7 +148,11 @@ def _split_copy(plan: SurgeryPlan, copy: nn.Module, rank: int, seam: Seam) -> No
 
 def check_whole(module: nn.Module) -> None:
     """Raise ModelError for a module that is split already."""
-    parts = [path for path, part in module.named_modules() if isinstance(part, Part)]
+    parts = [
+        path
+        for path, part in module.named_modules()
+        if isinstance(part, Part) or (isinstance(part, MixtureLayer) and part.seam is not None)
+    ]
     if parts:
         raise ModelError(
             f"This {type(module).__name__} is split over ranks already, by another engine "
@@ -160,6 +168,12 @@ def kept_sizes(module: nn.Module, plan: SurgeryPlan, rank: int) -> dict[int, int
         if not change.by_rank:
             continue
         runs = change.by_rank[rank]
+        if change.becomes == "mixture":
+            layer: Any = module.get_submodule(change.owner)
+            held = experts_of(runs)
+            absent = [i for i in range(layer.period) if not layer.is_partial and i not in held]
+            counts |= {id(p): 0 for i in absent for p in layer.expert(i).parameters()}
+            continue
         if change.becomes == "heads":
             heads: Any = module.get_submodule(change.owner)
             kept = {(start or 0) + i for start, width in runs for i in range(width)}
@@ -198,6 +212,10 @@ def _choose(
             continue
         problem = unit.problem
         has_run = {pattern(path) for path in layers} <= ran
+        if unit.kind == "mixture":  # what is whole is right without a trial
+            changes += unit.changes if has_run or not unit.others else unit.others
+            taken.update(layers)
+            continue
         if unit.guess and not has_run:
             problem = problem or unit.guess
         if not any(unit is own for own in vouched) and not has_run:
@@ -243,6 +261,8 @@ def _alone(
             else:
                 runs = _even(part.num_embeddings, size, grain)
                 yield Change(path, "vocab", runs, path, f"vocabulary of {part.num_embeddings}")
+        elif path in taken:
+            continue
         elif whole := next((opaque[start] for start in opaque if path.startswith(start)), ""):
             why[path] = whole
         elif is_linear(part) and path not in taken:

@@ -12,7 +12,7 @@ from .guards import guard
 from .layers import LocalHeads, Seam, Shards, SumOutput, expert_axes, is_conv1d
 from .layouts import Run, Runs, extent
 
-_LINEAR = ("column", "row", "gathered")
+_LINEAR = ("column", "row", "gathered", "partial")
 
 
 def split_module(module: nn.Module, changes: Sequence[Change], rank: int, seam: Seam) -> None:
@@ -29,6 +29,8 @@ def split_module(module: nn.Module, changes: Sequence[Change], rank: int, seam: 
     for change in changes:
         old: Any = module.get_submodule(change.owner)
         runs = change.by_rank[rank] if change.by_rank else ()
+        if change.by_rank and not runs:  # of an expert that other ranks have
+            continue
         if change.becomes in _LINEAR:
             new: nn.Module = shards.linear(old, change.becomes, change.by_rank)
         elif change.becomes == "vocab":
@@ -48,7 +50,13 @@ def split_axis(change: Change, owner: Any) -> int:
         return (expert_axes(owner) or (1, 2))[1]
     if change.becomes in ("table", "by head", "vocab"):
         return int(change.becomes == "table")
-    return int((change.becomes == "row") != is_conv1d(owner))
+    return int((change.becomes in ("row", "partial")) != is_conv1d(owner))
+
+
+def experts_of(runs: Runs) -> range:
+    """The experts of a mixture that a rank has."""
+    first, count = runs[0]
+    return range(first or 0, (first or 0) + count)
 
 
 def _change_inside(part: Any, change: Change, runs: Runs, rank: int, shards: Shards) -> None:
@@ -64,6 +72,9 @@ def _change_inside(part: Any, change: Change, runs: Runs, rank: int, shards: Sha
         part._modules.clear()
         for start, width in runs:
             part.extend(heads[start or 0 : (start or 0) + width])
+    elif change.becomes == "mixture":
+        part.keep(experts_of(runs))
+        part.seam = shards.seam
     elif change.becomes == "experts":
         _split_experts(part, runs, rank, shards)
     if change.numbers:

@@ -55,6 +55,9 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
     for change in plan.changes:
         if change.becomes in ("numbers", "heads"):
             continue
+        if change.becomes == "mixture":
+            _add_mixture(module, plan, change, lines)
+            continue
         owner, weight = weight_of(module, change)
         axis = split_axis(change, owner)
         shapes = tuple(
@@ -66,6 +69,7 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
         key = (pattern(change.path), kind, change.becomes, tuple(weight.shape), shapes, elements)
         lines.setdefault((*key, change.reason), []).append(change.path)
     changed = {change.path for change in plan.changes if change.becomes != "numbers"}
+    changed |= {path for change in plan.changes for path in _experts_inside(module, change)}
     owners = {change.owner for change in plan.changes if change.becomes == "by head"}
     for path, part in module.named_modules():
         weights = (p for p in part._parameters.values() if p is not None and p.ndim > 1)
@@ -87,6 +91,30 @@ def table(module: nn.Module, plan: SurgeryPlan) -> list[Line]:
     rows = [Line(path, len(paths), *facts) for (path, *facts), paths in lines.items()]
     order = {pattern(path): i for i, (path, _) in enumerate(module.named_modules())}
     return sorted(rows, key=lambda line: order.get(line.path, len(order)))
+
+
+def _experts_inside(module: nn.Module, change: Change) -> list[str]:
+    """Paths of the parts of a mixture's experts."""
+    if change.becomes != "mixture":
+        return []
+    stack = f"{change.path}.experts"
+    return [f"{stack}.{name}" for name, _ in module.get_submodule(stack).named_modules() if name]
+
+
+def _add_mixture(
+    module: nn.Module, plan: SurgeryPlan, change: Change, lines: dict[tuple[Any, ...], list[str]]
+) -> None:
+    """A line for the experts of a mixture that ranks have whole; those that are cut have theirs."""
+    inside = {*_experts_inside(module, change)}
+    if any(own.path in inside for own in plan.changes):
+        return
+    layer: Any = module.get_submodule(change.path)
+    path = f"{change.path}.experts.deepspeed_experts"
+    kind = type(layer.expert(0)).__name__
+    shapes = tuple((extent(runs),) for runs in change.by_rank)
+    elements = sum(p.numel() for p in module.get_submodule(path).parameters())
+    key = (pattern(path), kind, "mixture", (layer.count,), shapes, elements)
+    lines.setdefault((*key, change.reason), []).append(path)
 
 
 def _elements(part: nn.Module) -> int:

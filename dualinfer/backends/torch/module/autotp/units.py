@@ -6,12 +6,15 @@ its only collective. What is not understood in full is no unit, and says why.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .....parallel.sharding import split_evenly
+from .....errors import ConfigError
+from .....parallel.sharding import Place, make_places, split_evenly
+from ..mixtures import MixtureLayer, mixture_layers
 from .attention import attention_changes, find_attention, head_count
 from .changes import (
     Change,
@@ -51,10 +54,16 @@ def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
     """The attention blocks, MLPs and experts of a module, split over `size` ranks."""
     units: list[Unit] = []
     taken: set[str] = set()
+    inside = [f"{path}." if path else "" for path, _ in mixture_layers(module)]
     owners = Counter(id(child) for part in module.modules() for child in part._modules.values())
     opaque = opaque_parts(module)
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or f"{path}.".startswith(tuple(opaque)):
+            continue
+        if isinstance(part, MixtureLayer):
+            units.append(_mixture(path, part, size, grain))
+            taken.update(units[-1].layers)
+        if f"{path}.".startswith(tuple(inside)):
             continue
         for find in (find_attention, _experts, _mlps):
             for unit in find(module, path, part, size, grain):
@@ -143,6 +152,86 @@ def _experts(root: nn.Module, path: str, part: nn.Module, size: int, grain: int)
     except NotUnderstoodError as problem:
         unit.problem = str(problem)
     yield unit
+
+
+def _mixture(path: str, part: MixtureLayer, size: int, grain: int) -> Unit:
+    """DeepSpeed's experts: cut within where they are plain MLPs, or else shared out whole.
+
+    What they give is summed once, so that an expert's second layer makes no sum of its own.
+    """
+    unit = Unit(path, "mixture")
+    stack = join_path(path, "experts.deepspeed_experts")
+    own: Any = part.experts.deepspeed_experts
+    unit.layers = [
+        join_path(stack, name) for name, layer in own.named_modules() if is_linear(layer)
+    ]
+    width = size // part.parts
+    whole = _shared_out(unit, part, size, make_places(size, size))
+    if part.parts == size or (part.parts == 1 and not part.may_cut) or part.is_partial:
+        unit.changes = whole
+        return unit
+    places = make_places(size, part.parts)
+    try:
+        cut = [c for i in range(part.count) for c in _cut(unit, stack, part, i, places, grain)]
+    except NotUnderstoodError as problem:
+        if part.parts > 1:
+            raise ConfigError(
+                f"moe.ep_size={part.parts} over {size} processes: {width} would share the width of "
+                f"each expert of {path}, and how is not known ({problem}). Use {size}, or 1."
+            ) from problem
+        unit.changes = whole
+        return unit
+    unit.changes = [*cut, *_shared_out(unit, part, size, places)]
+    unit.others = whole if part.parts == 1 else []
+    return unit
+
+
+def _shared_out(unit: Unit, part: MixtureLayer, size: int, places: list[Place]) -> list[Change]:
+    """Which experts each rank has."""
+    parts = max(place.part for place in places) + 1
+    shares = split_evenly(part.count, parts, 1)
+    own = [shares[place.part] for place in places]
+    runs = tuple((Run(share.start, share.real),) for share in own)
+    how = f"{part.count} experts" + (f" in {parts} parts" if parts > 1 else "")
+    return [Change(unit.path, "mixture", runs, unit.path, how)]
+
+
+def _cut(
+    unit: Unit, stack: str, part: MixtureLayer, i: int, places: list[Place], grain: int
+) -> Iterator[Change]:
+    """Changes within one expert, for the ranks that have it; () for others."""
+    width, parts = max(p.width for p in places) + 1, max(p.part for p in places) + 1
+    expert = part.expert(i)
+    found = [
+        mlp
+        for name, inner in expert.named_modules()
+        for mlp in _mlps(expert, name, inner, width, grain)
+    ]
+    linears = {name for name, layer in expert.named_modules() if is_linear(layer)}
+    if len(found) != 1 or set(found[0].layers) != linears:
+        raise NotUnderstoodError(f"a {type(expert).__name__} is no MLP of known names")
+    problem = found[0].problem or altered_inside(expert, found[0])
+    if problem:
+        raise NotUnderstoodError(problem)
+    share = next(
+        n for n, own in enumerate(split_evenly(part.count, parts, 1)) if own.start <= i < own.stop
+    )
+    for change in found[0].changes:
+        by_rank = tuple(
+            change.by_rank[p.width] if p.part == share else () for p in places if change.by_rank
+        )
+        numbers: Any = tuple(
+            change.numbers[p.width] if p.part == share else {} for p in places if change.numbers
+        )
+        yield replace(
+            change,
+            path=join_path(f"{stack}.{i}", change.path),
+            becomes="partial" if change.becomes == "row" else change.becomes,
+            by_rank=by_rank,
+            numbers=numbers,
+            unit=unit.path,
+            reason=f"expert, {change.reason}",
+        )
 
 
 def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, grain: int) -> Unit:
