@@ -216,7 +216,7 @@ def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder,
     assert engine.embed(texts[0]).shape == (20,)
     last = engine.embed(texts[1:2], pooling="lasttoken", normalize=False)
     assert relative_rms(last[0] / np.linalg.norm(last), expected("", -1)[1]) < LIMIT
-    with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'plain'"):
+    with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'document', 'plain'"):
         engine.embed(texts, prompt_name="ask")
     with pytest.raises(LengthError, match=r"max_length=900.*67 positions"):
         engine.embed(texts, max_length=900)
