@@ -274,6 +274,36 @@ def save_training(folder, states, tag="global_step7", **more):
     return folder
 
 
+def save_moe_training(folder, model, tag="global_step7", old=False, size=1):
+    """A folder of a training with DeepSpeed's MoE layers: a file for each expert of each.
+
+    `old`: one for each expert of all layers, as versions before 0.5 have it. `size` ranks have a
+    part of each linear layer of a block and of its experts.
+    """
+    states = [split_state(model, rank, size) for rank in range(size)]
+    files = [moe_files(state, old) for state in states]
+    count = len(files[0][1])
+    save_training(folder, [rest for rest, _ in files], tag, num_experts=[count])
+    for rank, (_, experts) in enumerate(files):
+        for key, state in experts.items():
+            torch.save(state, Path(folder) / tag / f"{key}_mp_rank_{rank:02d}_model_states.pt")
+    return Path(folder)
+
+
+def moe_files(state, old):
+    """A state dict without experts, and those of each file by the start of its name."""
+    rest, experts, layers = {}, {}, {}
+    for name, tensor in state.items():
+        head, found, tail = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
+        if not found:
+            rest[name] = tensor.clone()
+            continue
+        layer = layers.setdefault(head, len(layers))
+        key = ("" if old else f"layer_{layer}_") + f"expert_{tail.partition('.')[0]}"
+        experts.setdefault(key, {})[name] = tensor.clone()
+    return rest, experts
+
+
 def save_meta(model, folder, size, version=2):
     """A Llama as Meta releases it: pairs that rotate side by side, a file for each rank."""
     folder = Path(folder)

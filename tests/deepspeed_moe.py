@@ -1,4 +1,4 @@
-"""MoE layers with the classes, parts and tensors that DeepSpeed's have, by the rules in plain words.
+"""MoE layers with the classes, parts and tensors of DeepSpeed's, by the rules in plain words.
 
 `tests/real_deepspeed_moe.py` compares them with DeepSpeed's own.
 """

@@ -32,6 +32,11 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 TURNS = ["sliding_attention", "full_attention"]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA4 = {"head_dim": 14, "intermediate_size": 19, "intermediate_size_mlp": 31}
+LLAMA4 |= {"attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4}
+LLAMA4 |= {"no_rope_layer_interval": 2, "rope_parameters": LLAMA3}
 # HF's class, and what makes it odd.
 CASES = {
     "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
@@ -48,7 +53,13 @@ CASES = {
         {**FIVE, **OF_LAYER, "head_dim": 14, "mlp_only_layers": [0]},
     ),
     "olmoe": ("Olmoe", {**FIVE, "num_key_value_heads": 6}),
+    "olmoe, clipped": ("Olmoe", {**FIVE, "clip_qkv": 0.7, "norm_topk_prob": True}),
     "granitemoe": ("GraniteMoe", {**LOCAL, **MULTIPLIED}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**LOCAL, **MULTIPLIED, "shared_intermediate_size": 27},
+    ),
+    "granitemoeshared without a shared expert": ("GraniteMoeShared", LOCAL),
     "gpt_oss": (
         "GptOss",
         {**LOCAL, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
@@ -77,15 +88,25 @@ CASES = {
         {**GROUPED, **OF_LAYER, "head_dim": 16, "norm_topk_prob": True, "use_qk_norm": True}
         | {"attention_bias": True, "rope_parameters": PARTIAL},
     ),
+    "llama4": ("Llama4", {**LOCAL, **LLAMA4, "num_hidden_layers": 3, "moe_layers": [0, 1]}),
+    "llama4, one expert": (
+        "Llama4",
+        {**LOCAL, **LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": False},
+    ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
 }
+
+
+def config_of(name, fields):
+    """A config of HF's class for text."""
+    return getattr(hf, f"{name}{'Text' * (name == 'Llama4')}Config")(**{**SIZES, **fields})
 
 
 def make(case, **changes):
     """A model in which every expert, and every bias of a router, shows."""
     name, fields = CASES[case]
     torch.manual_seed(0)
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **fields, **changes})
+    config = config_of(name, {**fields, **changes})
     model = getattr(hf, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
     randomize(model)
     with torch.no_grad():
@@ -102,10 +123,18 @@ def chosen_by(model, ids):
     found = []
 
     def remember(module, args):
-        found.append(np.sort(args[1].numpy(), -1))
+        if len(args) > 1:
+            found.append(np.sort(args[1].numpy(), -1))
+
+    def remember_scores(module, args, outputs):
+        """Llama 4's experts run for all tokens, most of them for 0 times its states."""
+        scores = outputs[0].numpy()
+        found.append(np.nonzero(scores)[1].reshape(len(scores), -1))
 
     parts = [m for n, m in model.named_modules() if n.endswith(".experts")]
     hooks = [part.register_forward_pre_hook(remember) for part in parts]
+    routers = [m for m in model.modules() if type(m).__name__ == "Llama4Router"]
+    hooks += [part.register_forward_hook(remember_scores) for part in routers]
     with torch.no_grad():
         logits = model(torch.tensor(ids)).logits.numpy()
     for hook in hooks:

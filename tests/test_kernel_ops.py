@@ -14,7 +14,7 @@ from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.kernels.triton import linear  # noqa: E402
 
 from .mixtures import make as make_mixture  # noqa: E402
-from .models import make_model, relative_rms  # noqa: E402
+from .models import make_model, relative_rms, slow_but  # noqa: E402
 
 VOCAB = 97
 # The interpreter takes milliseconds for each program: few heads, and no more layers than kinds.
@@ -36,8 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Sinks in both kernels of attention, beside windows that are shorter than the batch.
 MIXTURES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    "gpt_oss": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "llama4, one expert": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "olmoe, clipped": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"num_hidden_layers": 1, "intermediate_size": 7},
 }
+QUICK = ("gpt_oss", "llama4, one expert")
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 # The interpreter divides in NumPy, which warns of what IEEE 754 defines.
@@ -82,7 +86,7 @@ def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name
     assert relative_rms(found, wanted) < 3e-6
 
 
-@pytest.mark.parametrize("name", CASES | MIXTURES)
+@pytest.mark.parametrize("name", slow_but({*CASES, *QUICK}, CASES | MIXTURES))
 def test_kernels_give_what_plain_torch_gives(name, engines, monkeypatch):
     fast, plain = engines(name, **(CASES | MIXTURES)[name])
     call = batch()

@@ -15,7 +15,7 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from .mixtures import CASES, VOCAB, chosen_by, make
+from .mixtures import CASES, VOCAB, chosen_by, config_of, make
 from .models import on_backends, random_ids, relative_rms
 
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
@@ -64,20 +64,50 @@ def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path)
         assert relative_rms(engine(ids).logits, logits) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_experts_that_no_token_chose_change_no_bit(backend, monkeypatch):
-    model, ids = make("qwen2_moe", num_experts=24, num_experts_per_tok=1), random_ids(1, 2, vocab=9)
+@pytest.mark.parametrize(
+    ("backend", "case", "count"),
+    [
+        ("torch", "qwen2_moe", "num_experts"),
+        ("jax", "qwen2_moe", "num_experts"),
+        ("torch", "llama4", "num_local_experts"),
+        pytest.param("jax", "llama4", "num_local_experts", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_no_token_chose_change_no_bit(backend, case, count, monkeypatch):
+    model, ids = make(case, **{count: 24}, num_experts_per_tok=1), random_ids(1, 2, vocab=9)
     routes = remember_routes(backend, monkeypatch)
     with dualinfer.init_inference(model, backend=backend, **FUSED) as engine:
         expected = np.asarray(engine(ids).logits)
     with torch.no_grad():
-        for layer, own in zip(model.model.layers, routes, strict=True):
+        stacks = [m for n, m in model.named_modules() if n.endswith(".experts")]
+        for experts, own in zip(stacks, routes, strict=True):
             unread = np.setdiff1d(np.arange(24), own)  # on JAX padding chooses, too
             assert len(unread) >= 7
             for part in ("gate_up_proj", "down_proj"):
-                getattr(layer.mlp.experts, part)[unread] = torch.nan
+                getattr(experts, part)[unread] = torch.nan
     with dualinfer.init_inference(model, backend=backend, **FUSED) as engine:
         np.testing.assert_array_equal(np.asarray(engine(ids).logits), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_of_a_llama4_that_sees_images_the_text_is_served(backend, tmp_path):
+    name, fields = CASES["llama4"]
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"intermediate_size": 16, "vision_output_dim": 16, "image_size": 28, "patch_size": 14}
+    vision |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    vision |= {"pixel_shuffle_ratio": 1.0, "rope_parameters": {"rope_theta": 1e4}}
+    config = hf.Llama4Config(
+        text_config=config_of(name, fields), vision_config=vision, image_token_index=VOCAB - 1
+    )
+    model = hf.Llama4ForConditionalGeneration(config)
+    model.language_model.load_state_dict(make("llama4").state_dict())
+    model, ids = model.eval(), random_ids(2, 11, vocab=VOCAB - 1)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)).logits.numpy()
+    model.save_pretrained(tmp_path)
+    for where in (model, str(tmp_path)):
+        with dualinfer.init_inference(where, backend=backend, **FUSED) as engine:
+            assert relative_rms(engine(ids).logits, logits) < 1e-5
 
 
 def shared(case, backend, devices):
@@ -102,6 +132,8 @@ SHARED = [
         ("gpt_oss", "jax", 3, False),
         ("glm4_moe", "torch", 2, False),
         ("glm4_moe", "jax", 3, False),
+        ("llama4", "torch", 2, False),
+        ("llama4", "jax", 3, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )
@@ -174,20 +206,22 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("olmoe", {"clip_qkv": -8.0}, "clip_qkv=-8.0"),
         ("mixtral", {"num_experts_per_tok": 6}, "cannot choose more experts"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
         ("glm4_moe", {"topk_group": 4}, "groups of one size"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "expected a list of layers"),
+        ("llama4", {"moe_layers": "all"}, "expected a list of layers"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "expected a 0 or 1 for each of 3"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size=None"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("hunyuan_v1_moe", {"moe_topk": [1, 0]}, "moe_topk="),
     ],
 )
 def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):
     name, own = CASES[case]
-    from .mixtures import SIZES
-
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **own}).to_dict()
+    config = config_of(name, own).to_dict()
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**config, **fields})
 

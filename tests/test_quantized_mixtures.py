@@ -128,6 +128,31 @@ def test_experts_that_lie_turned_are_quantized_row_by_row():
         assert 1e-4 < relative_rms(found, model(torch.tensor(IDS)).logits.numpy()) < 0.1
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_gates_and_ups_that_lie_turned_are_quantized_apart(backend):
+    """Llama 4's [X, in, gate + up]."""
+    model = make("llama4", **SIZES)
+    source, _ = opened(model, "int8")
+    with torch.no_grad():
+        for i in (0, 1):
+            name, experts = f"model.layers.{i}.feed_forward", model.model.layers[i].feed_forward
+            for x in range(5):
+                parts = [f"{name}.experts.{x}.{p}_proj.weight" for p in ("gate", "up", "down")]
+                gate, up, down = (dequantize(source.matrix(part)) for part in parts)
+                experts.experts.gate_up_proj[x] = torch.from_numpy(np.concatenate((gate, up)).T)
+                experts.experts.down_proj[x] = torch.from_numpy(down.T)
+        state = model.state_dict()
+        for part in state:
+            matrix = source.matrix(part)
+            if matrix is not None:
+                state[part].copy_(torch.from_numpy(dequantize(matrix)))
+        expected = model(torch.tensor(IDS)).logits.numpy()
+    with dualinfer.init_inference(
+        make("llama4", **SIZES), backend=backend, quant="int8", **FUSED
+    ) as engine:
+        assert relative_rms(engine(IDS).logits, expected) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory):
     """A checkpoint of compressed-tensors, int8 by rows, and the HF model that it means."""

@@ -124,7 +124,7 @@ class Counts:
             prompt = 1
         for attention, cache in zip(self.attention, self.caches, strict=True):
             wide = token_bytes([cache], itemsize)
-            most = prompt + steps if attention.window is None else attention.window - 1
+            most = prompt + steps if attention.reach is None else attention.reach - 1
             total += wide * sum(min(prompt + k, most) for k in range(steps))
         return batch * total / steps
 
@@ -146,8 +146,11 @@ class Counts:
         for attention in self.attention:
             visible = tokens * tokens
             if attention.causal:
-                most = tokens if attention.window is None else min(attention.window, tokens)
+                most = tokens if attention.reach is None else min(attention.reach, tokens)
                 visible = most * (most + 1) // 2 + (tokens - most) * most
+                if attention.chunk is not None:
+                    whole, rest = divmod(tokens, most)
+                    visible = (whole * most * (most + 1) + rest * (rest + 1)) // 2
             elif attention.window is not None:
                 most = min(attention.window, tokens)
                 visible = most * (most + 1) + 2 * (tokens - most) * most - tokens

@@ -6,7 +6,7 @@ Only files inside the folder that the JSON speaks of are opened.
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _TYPES = ("bloom", "ds_model")
 _KEYS = ("type", "checkpoints", "version", "parallelization", "tp_size", "mp_size", "base_dir")
 _HARMLESS = ("dtype",)  # which the files say as well
 _RANK = re.compile(r"^mp_rank_(\d{1,6})_model_states\.pt$")
+_EXPERT = re.compile(r"^(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt$")
+_OF_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.")
 _MOST_FILES = 1 << 16
 
 
@@ -297,19 +299,95 @@ def _open_ranks(folder: Path, names: Sequence[str]) -> Shards:
         )
     label = str(folder)
     files = [open_torch_file(_inside(folder, name, label)) for _, name in order]
-    check_no_pairs(files, label)
     _check_world([files], label)
-    return RankFiles([files], label)
+    experts = [
+        [open_torch_file(_inside(folder, name, label)) for name in own]
+        for own in _expert_files(folder, len(files))
+    ]
+    check_no_pairs([file for own in (files, *experts) for file in own], label)
+    return RankFiles([files, *experts], label)
+
+
+def _expert_files(folder: Path, ranks: int) -> list[list[str]]:
+    """The files of each expert of each MoE layer, one for each rank in order.
+
+    Older ones hold an expert of all layers. Raises CheckpointError where some are missing or there
+    twice.
+    """
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    twice = []
+    for name in sorted(os.listdir(folder)):
+        match = _EXPERT.match(name)
+        if match:
+            layer, expert, rank = (int(part) if part else 0 for part in match.groups())
+            own = found.setdefault((layer, expert), {})
+            twice += [f"{own[rank]} and {name}"] if rank in own else []
+            own[rank] = name
+    if twice:
+        raise CheckpointError(
+            f"{folder} holds experts twice, {listing(twice)}. Keep one file for each expert."
+        )
+    layers: dict[int, set[int]] = {}
+    for layer, expert in found:
+        layers.setdefault(layer, set()).add(expert)
+    lacking = [f"layer {n}" for n in range(max(layers, default=0)) if n not in layers]
+    for layer, experts in sorted(layers.items()):
+        absent = [e for e in range(max(experts)) if e not in experts]
+        lacking += [f"expert {e} of layer {layer}" for e in absent]
+    for (layer, expert), own in sorted(found.items()):
+        where = f"expert {expert} of layer {layer}"
+        lacking += [f"rank {rank} of {where}" for rank in range(ranks) if rank not in own]
+        lacking += [f"mp_rank_{rank:02d} of the rest" for rank in sorted(own) if rank >= ranks]
+    if lacking:
+        raise CheckpointError(
+            f"{folder} lacks files of experts, {listing(lacking)}: there are experts or ranks of "
+            "higher numbers. Fetch all of them."
+        )
+    return [[own[rank] for rank in range(ranks)] for _, own in sorted(found.items())]
 
 
 class RankFiles(Shards):
     """Files of ranks of a training: of HF's names, or of Megatron's."""
 
     def fit(self, wanted: Wanted) -> Any:
-        """As of Shards, or of Megatron's where the names are its."""
+        """As of Shards, or of Megatron's where the names are its.
+
+        CheckpointError where experts that the model has are in no file, or the other way round.
+        """
         if is_megatron(self.shards, wanted):
             return MegatronShards([self.files], self.description, self.notes, None).fit(wanted)
-        return super().fit(wanted)
+        fitted = super().fit(wanted)
+        self._check_experts([*fitted.names()], wanted)
+        return fitted
+
+    def _check_experts(self, names: Sequence[str], wanted: Wanted) -> None:
+        stored, asked = (_experts_of(own) for own in (names, wanted.shapes))
+        problems = []
+        for layer, experts in sorted(asked.items()):
+            # A HF model's prefix may lack on either side.
+            alike = (n for n in stored if n == layer or n.endswith(f".{layer}"))
+            own = next((stored[n] for n in alike), set[int]())
+            longer = any(other.endswith(f".{layer}") for other in asked)
+            if not experts <= own and not (longer and not own):
+                problems.append(
+                    f"{layer} has {len(experts)} experts in the model and {len(own)} in the files"
+                )
+        if problems:
+            raise CheckpointError(
+                f"{self.description} does not hold all experts: {listing(problems)}. DeepSpeed "
+                "writes each to layer_L_expert_E_mp_rank_00_model_states.pt; fetch all of them, or "
+                "make the model with as many experts."
+            )
+
+
+def _experts_of(names: Iterable[str]) -> dict[str, set[int]]:
+    """The numbers of the experts that tensors belong to, by what holds them."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        match = _OF_EXPERT.match(name)
+        if match:
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return found
 
 
 def _refuse_parts(folder: Path, tagged: Path) -> None:

@@ -15,6 +15,7 @@ from .merged import RenamedSource
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "_forward_module.", "_fsdp_wrapped_module.")
 _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _INSIDE = re.compile(rf"(?<=\.)(?:{'|'.join(map(re.escape, _INNER))})+")
+_FIRST_EXPERT = re.compile(r"(.*)\.experts\.deepspeed_experts\.0\.(.*)")
 _MOST_WRAPPERS = 3
 
 
@@ -79,12 +80,22 @@ def wanted_by_module(module: Any) -> Wanted:
             start = f"{prefix}."
             other = name[len(start) :] if name.startswith(start) else start + name
             shapes.setdefault(other, tuple(tensor.shape))
+    _add_experts(shapes)
     try:
         _, table = describe_model(fields, [c.__name__ for c in type(module).__mro__])
     except DualinferError:
         return Wanted(shapes, {}, fields, is_known=False)
     by_table = wanted_by_table(table, fields)
     return Wanted({**by_table.shapes, **shapes}, by_table.blocks, fields)
+
+
+def _add_experts(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Add the experts that a MoE layer of DeepSpeed's has a router for and other ranks hold."""
+    for name, shape in list(shapes.items()):
+        match = _FIRST_EXPERT.match(name)
+        if match:
+            for i in range(shapes.get(f"{match[1]}.gate.wg.weight", (0,))[0]):
+                shapes.setdefault(f"{match[1]}.experts.deepspeed_experts.{i}.{match[2]}", shape)
 
 
 def fit(source: TensorSource | Unfitted, wanted: Wanted) -> TensorSource:

@@ -39,14 +39,14 @@ class StackedSource:
         name = next((n for n in table.candidates(whole.name) if n in self._stored), None)
         if name is None:
             return
-        names = whole.axes[1].split("+")
-        sizes = [table.spec.extent(axis, row.layer) for axis in names]
-        starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
         for source in row.sources:
             shape = table.shape(row, source.axes)
             assert source.index is not None and len(shape) == 2
-            turned = source.axes == whole.axes[:0:-1]  # GPT-OSS's, which has columns before rows
-            start = 0 if turned else starts.get(source.axes[0], 0)
+            turned = whole.axes[1] == source.axes[1]  # columns before rows, as GPT-OSS's
+            names = whole.axes[2 if turned else 1].split("+")
+            sizes = [table.spec.extent(axis, row.layer) for axis in names]
+            starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
+            start = starts.get(source.axes[0], 0)
             own = name, source.index, start, (shape[0], shape[1]), turned
             self.matrices[source.name] = _Part(*own)
 
@@ -74,10 +74,10 @@ class StackedSource:
             return self._source.read(name, index)
         rows, columns = index or (slice(None), slice(None))
         expert = slice(part.expert, part.expert + 1)
-        if part.turned:
-            return self._source.read(part.name, (expert, columns, rows))[0].T
         start, stop, _ = rows.indices(part.shape[0])
         own = slice(part.start + start, part.start + max(start, stop))
+        if part.turned:
+            return self._source.read(part.name, (expert, columns, own))[0].T
         return self._source.read(part.name, (expert, own, columns))[0]
 
 

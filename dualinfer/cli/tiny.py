@@ -10,11 +10,12 @@ _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
 _WINDOW, _ORIGINAL, _PATCH = 5, 64, 6
 _FFN = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+    "intermediate_size_mlp",
     *("encoder_ffn_dim", "decoder_ffn_dim"),
 )
 _OTHERS = {
     **dict.fromkeys(_FFN, 200),
-    **dict.fromkeys(("sliding_window", "window_size"), _WINDOW),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), _WINDOW),
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
@@ -125,10 +126,15 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values.pop("attention_layers", None)
         values[name] = len(kinds)
         return
+    mixed = values.pop("moe_layers", None)  # numbers of layers
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count > 0}
+    if isinstance(mixed, list):
+        lists["moe_layers"] = [i in mixed for i in range(count)]
     kinds = [tuple(repr(own[i]) for own in lists.values()) for i in range(count)]
     chosen = sorted(kinds.index(kind) for kind in set(kinds)) if lists else []
     chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
     for key, own in lists.items():
         values[key] = [own[i] for i in sorted(chosen)]
+    if isinstance(mixed, list):
+        values["moe_layers"] = [i for i, is_mixed in enumerate(values["moe_layers"]) if is_mixed]
     values[name] = len(chosen)

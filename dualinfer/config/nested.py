@@ -83,8 +83,8 @@ class MoEConfig(Model):
     its tutorial shows."""
 
     type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
-    """`standard`, or `residual`: a dense MLP beside the experts, as DeepSpeed's layers may have one.
-    Where it is given it is compared with the module's own layers; in fused mode `residual` is
+    """`standard`, or `residual`: a dense MLP beside the experts, as in DeepSpeed's layers. Where
+    it is given it is compared with the module's own layers; in fused mode `residual` is
     refused."""
 
     drop_tokens: bool = False

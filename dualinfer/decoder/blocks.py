@@ -34,7 +34,7 @@ def block(
             qkv = latent(x, norm)
         else:
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
-        if layer.attention.clip is not None:
+        if layer.attention.clip is not None and not layer.attention.clip_normed:
             qkv = ops.clip(qkv, layer.attention.clip)
         y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)

@@ -251,7 +251,7 @@ def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarra
     return vectors
 
 
-def _flat_rows(given: Sequence[Any], vocab: int) -> list[np.ndarray] | None:
+def _flat_rows(given: Any, vocab: int) -> list[np.ndarray] | None:
     """int32 ids of lists of ints, read at once as that is quicker; None if they are not that."""
     if not all(type(row) is list and row for row in given):
         return None

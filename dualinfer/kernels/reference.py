@@ -175,6 +175,8 @@ def route(
     if score == "chosen":
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
+    elif score == "gates":
+        weights = np.vectorize(_sigmoid, otypes=[np.float64])(weights)
     if renormalized:
         weights /= weights.sum(-1, keepdims=True) + eps
     return experts.astype(np.int32), (weights * scale).astype(np.float32)
@@ -402,6 +404,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     alibi: Array | None = None,
     alibi_scale: float | None = None,
     softcap: float | None = None,
@@ -411,9 +414,9 @@ def decode_attention(
     """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
 
     Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
-    sees that many of the last ones. The rest of the cache, a pair [N, K, S, D], is never read.
-    `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`; a token's position
-    is its place in the cache.
+    sees that many of the last ones, with `chunk` those of its own so many tokens. The rest of the
+    cache, a pair [N, K, S, D], is never read. `alibi`, `alibi_scale`, `softcap`, `sinks` and
+    `relative` as in `attention`; a token's position is its place in the cache.
     """
     slots, heads, _ = q.shape
     group = heads // cache[0].shape[1]
@@ -421,6 +424,7 @@ def decode_attention(
     for n in range(slots):
         end = int(lengths[n])
         start = 0 if window is None else max(0, end - window)
+        start = start if chunk is None else (end - 1) // chunk * chunk
         for h in range(heads):
             keys = _wide(cache[0][n, h // group, start:end])
             values = _wide(cache[1][n, h // group, start:end])

@@ -189,6 +189,11 @@ def check_parts(module: Any, other_way: str) -> None:
         what = f"{name} of this" if name else "This"
         if "forward" in vars(part) and not _is_own_method(part, vars(part)["forward"]):
             _check_forward(part, f"{what} {kind}", other_way)
+        if type(part).__name__ == "MOELayer" and hasattr(part, "experts"):
+            raise ModelError(
+                f"{name} of this {kind} is DeepSpeed's MoE layer, which fused mode does not run; "
+                f"module mode does, on torch. {other_way}"
+            )
     _check_attention(module, other_way)
     expected = _made_by_config(module)
     for name, part in parts:

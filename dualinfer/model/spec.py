@@ -157,17 +157,19 @@ class Places:
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
-    `window` counts the visible tokens, the query's own included.
+    `window` counts the visible tokens, the query's own included. With `chunk` n a token sees those
+    before it that are of the same n tokens, counted from the first one that is no padding.
     Without `causal` it counts as many on either side, the query's own in both (ModernBERT).
     `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
     the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
     each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
-    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`.
+    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`
+    before the norm of queries and keys or, with `clip_normed`, behind it.
     `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
-    `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n)
-    the query at position p is times 1 + b ln(1 + floor(p / n)). `bias` is added to scaled scores.
-    `places` are vectors of distances that add to scores. With `latent` each head has a key and a
-    value of its own, made of latent vectors; `head_dim` is that of queries and keys.
+    `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n, a)
+    the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
+    scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
+    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys.
     """
 
     heads: int
@@ -181,13 +183,20 @@ class Attention:
     qk_norm_over: Literal["head", "own", "all"] = "head"
     norm_turned: bool = False
     clip: float | None = None
-    growth: tuple[float, float] | None = None
+    clip_normed: bool = False
+    growth: tuple[float, float, int] | None = None
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
     softcap: float | None = None
     bias: RelativeBias | None = None
     places: Places | None = None
     latent: Latent | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a causal query sees; None for all of the past."""
+        return self.chunk if self.window is None else self.window
 
     @property
     def head_widths(self) -> tuple[int, int, int]:
@@ -216,15 +225,16 @@ class Mlp:
 class Router:
     """How a token chooses its experts and weighs them, by a product with the router's weights.
 
-    Scores of the logits are their `softmax`, their `sigmoid`, or the softmax over the `chosen` ones
-    alone, all in float32. A bias for the choice, if there is one among the weights, is added for
-    the choice alone. Of equal `groups` of experts those `groups_chosen` are open whose best score
-    (`max`), or sum of their `two` best, is the largest. `renormalized` weights are over their sum
-    plus `eps`; then they are times `scale`. Of equal scores that of the lower number goes first.
+    Scores of the logits are their `softmax` or their `sigmoid`; or the choice is among logits, and
+    of the chosen ones alone it is the softmax (`chosen`) or the sigmoid (`gates`), all in float32.
+    A bias for the choice, if there is one among the weights, is added for the choice alone. Of
+    equal `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of
+    their `two` best, is the largest. `renormalized` weights are over their sum plus `eps`; then
+    they are times `scale`. Of equal scores that of the lower number goes first.
     """
 
     chosen: int
-    score: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    score: Literal["softmax", "sigmoid", "chosen", "gates"] = "softmax"
     groups: int = 1
     groups_chosen: int = 1
     group_score: Literal["max", "two"] = "max"
@@ -240,7 +250,9 @@ class Experts:
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
     activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
-    result is times the logistic function of a product of its own (Qwen2-MoE).
+    result is times the logistic function of a product of its own (Qwen2-MoE). Where a mixture
+    `weighs_input`, an expert reads its input times its weight, and results are summed as they are
+    (Llama 4).
     """
 
     count: int
@@ -252,6 +264,7 @@ class Experts:
     shared_gated: bool = False
     limit: float | None = None
     offset: float = 0.0
+    weighs_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -518,8 +531,8 @@ class ModelSpec:
     @property
     def can_pack(self) -> bool:
         """True if several sequences in one row give what each gives by itself."""
-        rounded = any(layer.attention.alibi_rounded for layer in self.layers)
-        return not self.turns_by_length and not rounded
+        own = [layer.attention for layer in self.layers]
+        return not self.turns_by_length and not any(a.alibi_rounded or a.chunk for a in own)
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

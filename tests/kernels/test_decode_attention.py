@@ -48,6 +48,20 @@ def test_decode_attention_sees_its_window_only(backend, dtype, window):
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 2000])
+def test_decode_attention_sees_its_chunk_only(backend, chunk):
+    dtype, lengths = np.dtype(np.float32), np.array([1, 7, 8, 63], np.int32)
+    cache = cache_of(dtype, lengths, 3, 63)
+    for n, length in enumerate(lengths):
+        for part in cache:
+            part[n, :, : (length - 1) // chunk * chunk] = GARBAGE
+    q, how = normal(4, len(lengths), 6, 80, dtype=dtype), {"scale": 80**-0.5, "chunk": chunk}
+    expected = reference.decode_attention(q, cache, lengths, **how)
+    actual = backend.decode_attention(q, cache, lengths, **how)
+    for n in range(len(lengths)):
+        assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
+
+
 SLOPES = np.array([2.0**-n for n in (1, 2, 4, 6, 0, 8)], np.float32)
 ROUNDED = np.array([0.31, 0.273, 0.131, 0.523, 0.17, 0.08], ml_dtypes.bfloat16).astype(np.float32)
 SINKS = np.array([0.0, 3.0, -3.0, 20.0, 0.5, -40.0], np.float32)

@@ -124,7 +124,14 @@ def test_attention_does_what_the_options_say(dtype, options):
     assert_close(actual, expected, dtype, length=200, roundings=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 20}, {"alibi": SLOPES}], ids=str)
+IN_PARTS = {"segments": np.repeat(np.arange(13, dtype=np.int32), 5)[None, :63].repeat(2, 0)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 20}, {"alibi": SLOPES}, IN_PARTS],
+    ids=["", "window", "alibi", "parts"],
+)
 def test_chunks_give_what_the_whole_prompt_gives(options):
     """A chunk reads the cache, [B, K, S, D] and longer than what has been written."""
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)

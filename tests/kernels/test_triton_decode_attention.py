@@ -72,7 +72,7 @@ class Step:
         q, k, v = self.new_heads(**how)
         old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
         cache = reference.append(old, k, v, self.lengths)
-        names = "window", "alibi", "alibi_scale", "softcap", "sinks", "relative"
+        names = "window", "chunk", "alibi", "alibi_scale", "softcap", "sinks", "relative"
         scoring = {n: how[n] for n in names if n in how}
         seen = np.minimum(self.lengths + 1, cache[0].shape[2])
         y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
@@ -156,6 +156,16 @@ def test_it_sees_its_window_only(dtype, window, config):
     step = Step(dtype, 4, 2, 16, 63, [0, 6, 7, 62])
     step.forget(window)
     check(step, config, window=window)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 2000])
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one program", "splits"])
+def test_it_sees_its_chunk_only(config, chunk):
+    step = Step(np.dtype(np.float32), 4, 2, 16, 63, [0, 6, 7, 62])
+    for n, length in enumerate(step.lengths):
+        for part in step.cache:
+            part[n, :, : length // chunk * chunk] = GARBAGE
+    check(step, config, chunk=chunk)
 
 
 def numbers(seed: int, count: int, low: float, high: float) -> np.ndarray:

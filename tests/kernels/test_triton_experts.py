@@ -40,6 +40,7 @@ ROUTERS = {
     "mixtral": {"score": "softmax", "renormalized": True},
     "olmoe": PLAIN,
     "gpt-oss": {"score": "chosen"},
+    "llama4": {"score": "gates"},
     "deepseek-v2": {"score": "softmax", "groups": 4, "groups_chosen": 2, "scale": 16.0},
     "deepseek-v3": {
         **{"score": "sigmoid", "groups": 4, "groups_chosen": 2, "group_score": "two"},
@@ -75,6 +76,7 @@ def chosen_by(
         "softmax": e / e.sum(-1, keepdims=True),
         "sigmoid": 1 / (1 + np.exp(-logits)),
         "chosen": logits,
+        "gates": logits,
     }[score]
     values = scores if choice_bias is None else scores + choice_bias
     if groups > 1:
@@ -86,6 +88,8 @@ def chosen_by(
         values = np.where(there.repeat(weight.shape[0] // groups, -1), values, -np.inf)
     found = np.sort(np.argsort(-values, -1, kind="stable")[:, :k], -1)
     weights = np.take_along_axis(scores, found, -1)
+    if score == "gates":
+        weights = 1 / (1 + np.exp(-weights))
     if score == "chosen":
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)

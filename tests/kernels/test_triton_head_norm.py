@@ -59,8 +59,8 @@ def test_queries_and_keys_are_normed_in_place(dtype, heads, kv_heads, dim, over,
     assert np.isnan(outside.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_queries_alone_grow_with_their_position(dtype, normed):
+@pytest.mark.parametrize(("normed", "ahead"), [(False, 1), (True, 0)])
+def test_queries_alone_grow_with_their_position(dtype, normed, ahead):
     heads, kv_heads, dim = 6, 2, 20
     qkv = normal(1, BATCH, TOKENS, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.array([[0, 15, 16], [31, 32, 100_000]])
@@ -70,12 +70,12 @@ def test_queries_alone_grow_with_their_position(dtype, normed):
         gains = {f"{x}_weight": normal(i, dim, dtype=dtype) for i, x in enumerate("qk", 2)}
         q, k = (reference.rms_norm(x, w, EPS) for x, w in zip((q, k), gains.values(), strict=True))
         how = {name: put(gain) for name, gain in gains.items()}
-    grown = 1 + 0.3 * np.log(1 + positions // 16)
+    grown = 1 + 0.3 * np.log(1 + (positions + ahead) // 16)
     q = q.astype(np.float64) * grown[..., None, None]
     expected = np.concatenate([x.reshape(BATCH, TOKENS, -1) for x in (q, k, v)], -1)
     x = put(qkv)
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "eps": EPS}
-    norm_heads(x, positions=put(positions), growth=(0.3, 16.0), **sizes, **how)
+    norm_heads(x, positions=put(positions), growth=(0.3, 16.0, ahead), **sizes, **how)
     assert_close(get(x), expected.astype(np.float32), dtype, length=dim)
 
 
@@ -91,5 +91,5 @@ def test_what_cannot_be_run_is_refused():
     with pytest.raises(ValueError, match="k_weight is missing"):
         norm_heads(x, q_weight=two, **sizes)
     with pytest.raises(ValueError, match="Queries grow by int positions"):
-        norm_heads(x, growth=(0.1, 4.0), **sizes)
+        norm_heads(x, growth=(0.1, 4.0, 0), **sizes)
     assert (x == 1).all()

@@ -41,14 +41,14 @@ def attention(
 ) -> Any:
     """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
 
-    Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool and
-    `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are T5's,
-    and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other segments
-    are passed over. Keys and values that are hidden are read all the same and must be finite.
-    Strides are free but for the last axis. `sms` is the device's number of multiprocessors. With
-    `table` int32 [B, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks, K,
-    size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of k
-    and v before D, these are codes (codes.py).
+    Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool, `segments`
+    and `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are
+    T5's, and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other
+    segments are passed over. Keys and values that are hidden are read all the same and must be
+    finite. Strides are free but for the last axis. `sms` is the device's number of multiprocessors.
+    With `table` int32 [B, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks,
+    K, size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of
+    k and v before D, these are codes (codes.py).
     """
     batch, tokens, heads, dim = q.shape
     by_table = table_arguments(table, k)
@@ -66,8 +66,6 @@ def attention(
     most = check_relative(relative, heads)
     if relative is not None and alibi is not None:
         raise ValueError("relative and alibi were given; one of them measures distances.")
-    if segments is not None and start:
-        raise ValueError(f"segments with start={start}: packed sequences must start at 0.")
     if positions is not None and alibi is None:
         raise ValueError("positions serve alibi only; pass its slopes, or leave positions out.")
     out = q.new_empty(q.shape)

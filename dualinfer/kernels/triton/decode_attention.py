@@ -91,8 +91,8 @@ def _decode_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr,
     ROTARY: tl.constexpr, TWO_TABLES: tl.constexpr, STRETCH: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     CODES: tl.constexpr, CROSS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def _decode_attention_kernel(
         partner, cos, sin = d, d * 0.0 + 1.0, d * 0.0
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(length + 1 - window, 0)
+        begin = length // window * window if CHUNKED else tl.maximum(length + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(length - begin, BLOCK_S), SPLITS) * BLOCK_S
     first = begin + split * share
     last = tl.minimum(first + share, length)
@@ -313,6 +313,7 @@ def decode_attention(
     table: Any = None,
     scales: Any = None,
     window: int | None = None,
+    chunk: int | None = None,
     alibi: Any = None,
     alibi_scale: float | None = None,
     softcap: float | None = None,
@@ -343,7 +344,8 @@ def decode_attention(
     with D contiguous. A full slot overwrites its last place. With `table` int32 [N, blocks] the
     cache is of blocks (blocks.py), with `scales`, a pair float32 of the cache's axes before D, of
     codes (codes.py).
-    `window`, `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`.
+    `window`, `alibi`, `alibi_scale`, `softcap`, `sinks` and `relative` as in `attention`; with
+    `chunk`, in a window's place, a token sees those of its own `chunk` tokens.
     `counters` int32, one a program (N K or MOST_PARTS suffice), are 0, and are again when the
     launch has ended. With `cross` qkv are queries alone, [N, H D], and attend to the lengths[n]
     places that slot n keeps: nothing is written, and of the options none but `scale` is known.
@@ -353,6 +355,8 @@ def decode_attention(
     slots, capacity = slots_and_room(keys, table)
     table, table_stride, size = table_arguments(table, keys)
     most = check_relative(relative, heads)
+    if chunk is not None and window is not None:
+        raise ValueError(f"chunk={chunk} and window={window} were given; expected one of them.")
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
     each = _heads_each(slots * kv_heads, group, sms)
@@ -391,13 +395,14 @@ def decode_attention(
             softcap or 0.0,
             alibi_scale,
         ),
-        *(window or 0, norm_eps, scaling),
+        *(window or chunk or 0, norm_eps, scaling),
         **{"KV_HEADS": kv_heads, "GROUP": group, "EACH": each, "DIM": dim},
         INTERLEAVED=interleaved,
         ROTARY=0 if inv_freq is None else 2 * inv_freq.shape[-1],
         TWO_TABLES=two,
         STRETCH=stretch,
-        **{"WINDOWED": window is not None, "SOFTCAP": softcap is not None},
+        **{"WINDOWED": (window or chunk) is not None, "CHUNKED": chunk is not None},
+        SOFTCAP=softcap is not None,
         **{"NORM_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned, "STAGES": config.stages},
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},

@@ -27,7 +27,7 @@ def _weights(q_ptr, k_ptr, at, is_q, inside):
 @triton.jit
 def _head_norm_kernel(
     qkv_ptr, positions_ptr, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, beta, period,
-    tokens, stride0, stride1, positions_stride0, positions_stride1,
+    ahead, tokens, stride0, stride1, positions_stride0, positions_stride1,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr,
     OWN: tl.constexpr, CENTER: tl.constexpr, UNIT_OFFSET: tl.constexpr, UNITS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -60,7 +60,7 @@ def _head_norm_kernel(
             x += _weights(q_bias_ptr, k_bias_ptr, of, is_q, inside)
     if positions_ptr is not None:
         position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
-        growth = 1.0 + beta * tl.log(1.0 + tl.floor(position.to(tl.float32) / period))
+        growth = 1.0 + beta * tl.log(1.0 + tl.floor((position + ahead).to(tl.float32) / period))
         x = tl.where(is_q, x * growth, x)
     # Where several threads hold one element, all must have read it before one writes.
     tl.debug_barrier()
@@ -104,7 +104,7 @@ def norm_heads(
     eps: float = 0.0,
     unit_offset: bool = False,
     positions: Any = None,
-    growth: tuple[float, float] | None = None,
+    growth: tuple[float, float, int] | None = None,
     pdl: bool = False,
 ) -> None:
     """Norm q and k in qkv [B, T, (H + 2K) D], in place; and let q grow with int positions [B, T].
@@ -144,13 +144,14 @@ def norm_heads(
         counts[1] = 0
     if not qkv.numel() or (q_weight is None and growth is None):
         return
-    beta, period = growth or (0.0, 1.0)
+    beta, period, ahead = growth or (0.0, 1.0, 0)
     block = next_power_of_2(max(each))
     units = min(max(1024 // block, 1), next_power_of_2(sum(counts)))
     launch(
         _head_norm_kernel,
         (qkv.shape[0] * qkv.shape[1] * triton.cdiv(sum(counts), units),),
-        *(qkv, positions, q_weight, k_weight, q_bias, k_bias, eps, beta, period, qkv.shape[1]),
+        *(qkv, positions, q_weight, k_weight, q_bias, k_bias, eps, beta, period, ahead),
+        qkv.shape[1],
         *qkv.stride()[:2],
         *((0, 0) if positions is None else positions.stride()),
         **{"QUERIES": counts[0], "KEYS": counts[1], "Q_WIDTH": each[0], "K_WIDTH": each[1]},

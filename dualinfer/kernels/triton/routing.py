@@ -17,7 +17,7 @@ from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
 MOST_VECTORS = 64  # rows of x of which each has programs of its own
-SCORES = ("softmax", "sigmoid", "chosen")
+SCORES = ("softmax", "sigmoid", "chosen", "gates")
 
 
 class RouteVectorConfig(NamedTuple):
@@ -84,11 +84,12 @@ def route(
 ) -> Routing:
     """The experts that rows of x [..., E] choose, and their weights, by `weight` [X, E].
 
-    `score` is "softmax" or "sigmoid" over all experts, or "chosen": the softmax over the logits of
-    the chosen ones. `choice_bias` [X] is added for the choice alone. Of `groups` those
-    `groups_chosen` are open that have the greatest score ("max"), or sum of two ("two"). Of equal
-    scores that of the lowest number is greater. `renormalized` weights are over their sum plus
-    `eps`; `scale` comes last. `counters` int32 are 0, and are 0 again afterwards.
+    `score` is "softmax" or "sigmoid" over all experts, or of the logits of the chosen ones alone
+    the softmax ("chosen") or the sigmoid ("gates"). `choice_bias` [X] is added for the choice
+    alone. Of `groups` those `groups_chosen` are open that have the greatest score ("max"), or sum
+    of two ("two"). Of equal scores that of the lowest number is greater. `renormalized` weights are
+    over their sum plus `eps`; `scale` comes last. `counters` int32 are 0, and are 0 again
+    afterwards.
     """
     width, total = x.shape[-1], weight.shape[0]
     count = x.numel() // width

@@ -90,6 +90,8 @@ def _choose(
         logits = tl.where(chosen > 0, logits, -float("inf"))
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores /= tl.sum(scores, 1)[:, None]
+    elif SCORE == "gates":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     weights = tl.where(chosen > 0, scores, 0.0)
     if RENORMALIZED:
         weights /= (tl.sum(weights, 1) + least)[:, None]

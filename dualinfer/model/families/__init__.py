@@ -23,6 +23,7 @@ from . import (
     gpt_neox,
     gptj,
     llama,
+    llama4,
     modernbert,
     mpt,
     opt,
@@ -38,9 +39,8 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert),
-        *(deberta, clip),
-        *(bart, t5, whisper, deepseek),
+        *(falcon, mpt, fairseq, modernbert, deberta, clip),
+        *(bart, t5, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES
 }

@@ -74,6 +74,7 @@ _ROBERTAS: dict[str, Any] = {
     "masked_activation": "gelu",
     "counts": True,
 }
+_MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
 _KINDS = {
     "bert": _Kind("Bert", "bert.", _BERT_MASKED, unread=("cls.",)),
     "roberta": _Kind("Roberta", **_ROBERTAS),
@@ -140,7 +141,7 @@ _KINDS = {
         factored="encoder.embedding_hidden_mapping_in",
     ),
     "mpnet": _Kind(
-        **dict(_ROBERTAS, name="MPNet", base="mpnet."),
+        **_MPNET,
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         out="attention.attn.o",
         norms=("attention.LayerNorm", "output.LayerNorm"),

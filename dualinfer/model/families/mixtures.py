@@ -4,7 +4,7 @@ A file has a tensor for each expert; a module of transformers 5 has one for all 
 the routers and the blocks around them in models/NAME/modeling_NAME.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ...errors import ModelError, shown
@@ -13,26 +13,28 @@ from ..weights import Row, Source, row
 from . import rows as make
 from .fields import ConfigFields
 
-_SHARED = {"shared_gate": "gate_proj", "shared_up": "up_proj"}
-
 
 @dataclass(frozen=True)
 class Mixture:
     """What HF calls the parts of a mixture, and its fields of a config.
 
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
-    experts in one tensor, as modules do. `shared` is the module of the shared expert. `choice_bias`
-    is a tensor of `choice_axes`; with `router_bias` logits have one as well. `ignored` fields
-    change nothing at inference.
+    experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, and
+    `shared_parts` are its own, two of them where gate and up are one. `choice_bias` is a tensor of
+    `choice_axes`; with `router_bias` logits have one as well. A tensor of all experts may lie
+    `turned`, columns before rows. `ignored` fields change nothing at
+    inference.
     """
 
     block: str = "mlp"
     router: str = "gate"
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_expert"
+    shared: str = "mlp.shared_expert"
+    shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     choice_bias: str | None = None
     choice_axes: str = "choices"
     router_bias: bool = False
+    turned: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
     ffn: str = "moe_intermediate_size"
@@ -49,8 +51,21 @@ _MIXTRAL = Mixture(
 )
 _DEEPSEEK = Mixture(
     count="n_routed_experts",
-    shared="shared_experts",
+    shared="mlp.shared_experts",
     choice_bias="gate.e_score_correction_bias",
+)
+_GRANITE = Mixture(
+    block="block_sparse_moe",
+    router="router",
+    shared="shared_mlp",
+    shared_parts=("input_linear", "output_linear"),
+    count="num_local_experts",
+    ffn="intermediate_size",
+    renames=(
+        (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+        (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+        (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    ),
 )
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
 _DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
@@ -60,7 +75,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
-        shared="shared_experts",
+        shared="mlp.shared_experts",
         choice_bias="gate.moe_statics.e_score_correction_bias",
         choice_axes="one choices",
         count="moe_num_experts",
@@ -76,19 +91,18 @@ MIXTURES: Mapping[str, Mixture] = {
         ffn="intermediate_size",
         router_bias=True,
     ),
-    "granitemoe": Mixture(
-        block="block_sparse_moe",
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "hunyuan_v1_moe": Mixture(
+        router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
+    ),
+    "llama4_text": Mixture(
+        block="feed_forward",
         router="router",
+        shared="feed_forward.shared_expert",
+        turned=True,
         count="num_local_experts",
         ffn="intermediate_size",
-        renames=(
-            (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
-            (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
-            (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
-        ),
-    ),
-    "hunyuan_v1_moe": Mixture(
-        router="gate.wg", shared="shared_mlp", chosen="moe_topk", ffn="intermediate_size"
     ),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mixtral": _MIXTRAL,
@@ -116,6 +130,8 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
             )
         gated = shared > 0 and fields.family == "qwen2_moe"
         mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
+        if fields.family == "llama4_text":
+            mixture = replace(mixture, weighs_input=True)
         if fields.family == "gpt_oss":
             mixture = _clamped(fields, mixture)
         by_layer.append(mixture if is_mixture else dense)
@@ -152,7 +168,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("gpt_oss", "granitemoe"):
+    if family in ("gpt_oss", "granitemoe", "granitemoeshared"):
         return Router(0, "chosen")
     if family == "deepseek_v2":
         fields.require("norm_topk_prob", False)  # HF's router does not read it
@@ -182,6 +198,8 @@ def _router(fields: ConfigFields) -> Router:
         renormalized = fields.flag("norm_topk_prob", False)
         scale = fields.number("routed_scaling_factor")
         return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "llama4_text":
+        return Router(0, "gates")
     if family == "minimax_m2":
         return Router(0, "sigmoid", renormalized=True)
     if family == "ernie4_5_moe":
@@ -197,7 +215,10 @@ def _shared(fields: ConfigFields) -> int:
     """The ffn of the shared expert; 0 without one."""
     if fields.family == "qwen2_moe":
         return fields.size("shared_expert_intermediate_size")
-    if fields.family == "hunyuan_v1_moe":
+    if fields.family == "granitemoeshared":
+        width = "shared_intermediate_size"
+        return fields.size(width) if fields.take(width, 0) else 0
+    if fields.family in ("hunyuan_v1_moe", "llama4_text"):
         return fields.size("intermediate_size")
     if fields.family in _DEEPSEEKS:
         return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
@@ -209,6 +230,14 @@ def _shared(fields: ConfigFields) -> int:
 def _which(fields: ConfigFields, layers: int) -> list[bool]:
     """Of each layer whether it has a mixture."""
     family = fields.family
+    if family == "llama4_text":
+        fields.ignore("interleave_moe_layer_step")  # HF folds it into moe_layers
+        mixed = fields.take("moe_layers")
+        if not isinstance(mixed, list | tuple) or any(type(i) is not int for i in mixed):
+            raise ModelError(
+                f"config.json has moe_layers={shown(mixed)}; expected a list of layers."
+            )
+        return [i in mixed for i in range(layers)]
     if family == "glm4_moe_lite":
         kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
         return [kind == "sparse" for kind in kinds]
@@ -253,12 +282,16 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
         rows.append(replace(row("router.choice_bias", names.choice_axes, source), wide=True))
     experts = f"{hf}.experts"
     rows += [
-        _stacked("up", "gate+up embed", f"{experts}.gate_up_proj", _each(names, experts, "up")),
-        _stacked("down", "embed up", f"{experts}.down_proj", _each(names, experts, "down")),
+        _stacked(names, "up", "gate+up embed", f"{experts}.gate_up_proj", experts),
+        _stacked(names, "down", "embed up", f"{experts}.down_proj", experts),
     ]
     if mixture.shared:
-        rows += make.joined("shared.up", f"{hf}.{names.shared}.{{p}}", _SHARED, bias=False)
-        down = f"{hf}.{names.shared}.down_proj"
+        *first, down = (f"{layer}{names.shared}.{part}" for part in names.shared_parts)
+        if len(first) == 2:
+            parts = {"shared_gate": first[0], "shared_up": first[1]}
+            rows += make.joined("shared.up", "{p}", parts, bias=False)
+        else:
+            rows += make.linear("shared.up", first[0], "shared_gate+shared_up embed", bias=False)
         rows += make.linear("shared.down", down, "embed shared_up", bias=False)
     if mixture.shared_gated:
         rows += make.linear("shared.gate", f"{hf}.shared_expert_gate", "one embed", bias=False)
@@ -292,8 +325,9 @@ def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
     return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
 
 
-def _stacked(ours: str, axes: str, whole: str, each: Sequence[tuple[str, str]]) -> Row:
-    """The weight of all experts, which is one tensor `whole`, or several of `each` of them."""
-    axes = f"experts {axes}"
-    own = row(f"experts.{ours}.weight", axes, *each)
-    return replace(own, others=(Source(whole, tuple(axes.split())),))
+def _stacked(names: Mixture, ours: str, axes: str, whole: str, experts: str) -> Row:
+    """The weight of all experts, which is one tensor `whole`, or some of each of them."""
+    own = row(f"experts.{ours}.weight", f"experts {axes}", *_each(names, experts, ours))
+    out, inner = axes.split()
+    stored = ("experts", inner, out) if names.turned else ("experts", out, inner)
+    return replace(own, others=(Source(whole, stored),))

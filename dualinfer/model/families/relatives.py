@@ -180,6 +180,7 @@ _KINDS = {
     ),
     "granite": _Kind("Granite", mlp_bias="mlp_bias"),
     "granitemoe": _Kind("GraniteMoe"),
+    "granitemoeshared": _Kind("GraniteMoeShared"),
     "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
     "hunyuan_v1_dense": _Kind("HunYuanDenseV1", **_HUNYUAN),
     "hunyuan_v1_moe": _Kind("HunYuanMoEV1", **_HUNYUAN),
@@ -290,7 +291,7 @@ _KINDS = {
     ),
 }
 _ROPES_BY_KIND = ("olmo3",)
-_GRANITES = ("granite", "granitemoe", "hyperclovax")
+_GRANITES = ("granite", "granitemoe", "granitemoeshared", "hyperclovax")
 CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
 
 
@@ -327,8 +328,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if shared["qk_norm"]:
         shared |= {"qk_norm_over": kind.qk_norm_over, "norm_turned": kind.norm_turned}
     shared["growth"] = growth
-    if fields.family == "olmo":
+    if fields.family in ("olmo", "olmoe"):
         shared["clip"] = fields.optional_number("clip_qkv")
+        shared["clip_normed"] = fields.family == "olmoe"
     shape = heads, kv_heads, head_dim, scale
     parallel = says(kind.parallel)
     behind = kind.placement
@@ -368,9 +370,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         fields.require("attention_head_dim", head_dim)
     for name, value in kind.always.items():
         fields.require(name, value)
-    if fields.family == "olmoe":
-        fields.require("clip_qkv")  # after the norms of queries and keys, not in front
-    elif fields.family == "ernie4_5_moe":
+    if fields.family == "ernie4_5_moe":
         fields.require("use_bias", False)
     elif fields.family == "minimax_m2":
         sizes = {rope.inv_freq for rope in ropes.values() if rope}
@@ -385,7 +385,7 @@ def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
     return fields.activation("hidden_act")
 
 
-def _growth(fields: ConfigFields) -> tuple[float, float] | None:
+def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
     """What Ministral 3 scales queries by, of the rotary embedding's parameters."""
     parameters = fields.take("rope_parameters")
     if fields.family != "ministral3" or not isinstance(parameters, Mapping):
@@ -397,7 +397,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float] | None:
             f"config.json has rope_parameters={shown(dict(parameters))}; ministral3 needs a "
             f"positive {' and '.join(names)}."
         )
-    return float(beta), float(period)
+    return float(beta), float(period), 0
 
 
 def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:
@@ -469,10 +469,10 @@ def _head(fields: ConfigFields, has_head: bool) -> Head | None:
     scale = 1.0
     if fields.family.startswith("cohere"):
         scale = fields.number("logit_scale")
-    elif fields.family in ("granite", "granitemoe"):
-        scale = 1 / fields.number("logits_scaling")
     elif fields.family == "hyperclovax":
         scale = fields.number("logits_scaling")
+    elif fields.family in _GRANITES:
+        scale = 1 / fields.number("logits_scaling")
     softcap = None
     if fields.family == "nanochat":
         softcap = fields.optional_number("final_logit_softcapping")

@@ -61,7 +61,7 @@ from ..parallel import Split
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import mixtures, primitives
 from .cudnn import cudnn_serves
-from .plain import PlainOps, last_of, scoring, turns
+from .plain import PlainOps, chunks_of, last_of, scoring, turns
 
 _HOPPER = 90
 
@@ -104,7 +104,7 @@ class KernelOps(PlainOps):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units"
+            "units; plain where several experts of a token weigh their inputs"
         ),
         "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
@@ -336,8 +336,12 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.experts`."""
         own = None if self.split is None else self.split.own_experts(mixture.count)
         held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
-        if held is None:
+        if held is None or (mixture.weighs_input and mixture.router.chosen > 1):
             return super().experts(x, mixture, w, routing, by, partial)
+        if mixture.weighs_input:
+            x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
+            x = (x * routing.weights).astype(x.dtype)
+            routing = Routing(routing.experts, jnp.ones_like(routing.weights))
         return self._mixed(x, held, routing, by, partial)
 
     def _mixed(
@@ -456,6 +460,8 @@ class KernelOps(PlainOps):
                     capability=self.capability,
                     written=(qkv,),
                 )
+        if a.clip is not None and a.clip_normed:
+            qkv = self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None), qkv
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
@@ -556,6 +562,7 @@ class KernelOps(PlainOps):
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
+        segments = chunks_of(a, batch, tokens, mask, segments)
         known = self._known(cache)
         held = _held(known)
         pools = None if known is None else known[:2]
@@ -625,7 +632,7 @@ class KernelOps(PlainOps):
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
         shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
         held = _held(known)
-        key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.window or reach), *shape)
+        key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.reach or reach), *shape)
         assert self._counters is not None
         with jax.named_scope("decode_attention"):
             y, (*filled, self._counters) = call(
@@ -642,6 +649,7 @@ class KernelOps(PlainOps):
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
                 written=(*held, self._counters),
+                chunk=a.chunk,
                 relative=layer.bias,
                 **_norms_of(layer),
                 **scoring(layer),

@@ -48,6 +48,8 @@ def route(
     weights = jnp.take_along_axis(scores, experts, -1)
     if router.score == "chosen":
         weights = jax.nn.softmax(weights, -1)
+    elif router.score == "gates":
+        weights = jax.nn.sigmoid(weights)
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
     return Routing(experts.astype(jnp.int32), weights * router.scale)
@@ -82,7 +84,10 @@ def experts(
 
     def of_pairs(some: jax.Array, expert: jax.Array) -> jax.Array:
         up = one_expert(w["experts.up.weight"], expert)
-        h = primitives.matmul(rows[some // count], up, _row(w.get("experts.up.bias"), expert))
+        read = rows[some // count]
+        if mixture.weighs_input:
+            read = (read * routing.weights.reshape(-1)[some, None]).astype(x.dtype)
+        h = primitives.matmul(read, up, _row(w.get("experts.up.bias"), expert))
         return hidden(h, mixture)
 
     def in_blocks(product: Callable[[jax.Array, jax.Array], jax.Array], like: jax.Array) -> Any:
@@ -113,7 +118,8 @@ def experts(
         return primitives.SCHEMES.product(make(some, expert), own_down, jnp.float32)
 
     parts = in_blocks(product, parts)
-    return _weighted(parts.reshape(*routing.experts.shape, -1), routing.weights)
+    weights = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.reshape(*routing.experts.shape, -1), weights)
 
 
 def _block(pairs: int, experts: int) -> int:

@@ -323,6 +323,8 @@ class PlainOps:
         q, k, v = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
+        if a.clip is not None and a.clip_normed:
+            q, k, v = (PlainOps.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
@@ -472,6 +474,7 @@ class PlainOps:
             assert slots is not None
             cache = primitives.write(cache, slots, k, v)
             k, v = cache.kept(k, v)
+        segments = chunks_of(layer.spec, q.shape[0], q.shape[1], mask, segments)
         y = primitives.attention(
             q,
             k,
@@ -505,7 +508,12 @@ class PlainOps:
         q, k, v = self._heads(layer, qkv, angles)
         cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
         y = primitives.decode_attention(
-            q[:, 0], cache, lengths + 1, relative=layer.bias, **scoring(layer)
+            q[:, 0],
+            cache,
+            lengths + 1,
+            chunk=layer.spec.chunk,
+            relative=layer.bias,
+            **scoring(layer),
         )
         return y.reshape(len(lengths), 1, -1), cache
 
@@ -572,6 +580,15 @@ def matrices_of(layer: LayerAttention) -> tuple[jax.Array, jax.Array]:
     heads = layer.spec.heads
     k, v = (x.reshape(heads, -1, x.shape[-1]) for x in (keys, values))
     return k, v
+
+
+def chunks_of(
+    a: Attention, batch: int, keys: int, mask: jax.Array | None, segments: jax.Array | None
+) -> jax.Array | None:
+    """The segments [batch, keys] that whole sequences see, where the layer sees chunks of them."""
+    if a.chunk is None or keys <= a.chunk:
+        return segments
+    return jnp.broadcast_to(primitives.chunks(a.chunk, keys, mask, segments), (batch, keys))
 
 
 def across_heads(a: Attention, kv: jax.Array) -> list[jax.Array]:

@@ -230,9 +230,9 @@ def frequencies(rope: Rope, last: jax.Array) -> jax.Array:
     return own * base[:, None] ** -share
 
 
-def growth(positions: jax.Array, beta: float, period: float) -> jax.Array:
+def growth(positions: jax.Array, beta: float, period: float, ahead: int) -> jax.Array:
     """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
-    return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / period))
+    return 1 + beta * jnp.log(1 + jnp.floor((positions + ahead).astype(jnp.float32) / period))
 
 
 @jax.named_scope("rotary")
@@ -514,6 +514,18 @@ def visible_keys(
     return visible | (blind & (at[None, :] == rows[:, None]))
 
 
+def chunks(size: int, keys: int, mask: jax.Array | None, segments: jax.Array | None) -> jax.Array:
+    """Segments int [B or 1, keys] of `size` keys each, from the first that `mask` shows.
+
+    Within given ones they lie where HF has them, by the place in the row.
+    """
+    at = jnp.arange(keys, dtype=jnp.int32)[None]
+    if mask is not None:
+        at = at - (jnp.cumsum(mask, axis=-1) == 0).sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    own = at // size
+    return own if segments is None else segments * keys + own
+
+
 @jax.named_scope("append")
 def write(cache: CacheView, slots: jax.Array, k: jax.Array, v: jax.Array) -> CacheView:
     """See `CacheView.write`."""
@@ -534,6 +546,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     alibi: jax.Array | None = None,
     alibi_scale: float | None = None,
     softcap: float | None = None,
@@ -542,8 +555,8 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
-    `alibi_bias`, `relative` as in `attention`.
+    The query is the last of them, and sees those of its own `chunk` of tokens. `alibi` and `sinks`
+    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -553,6 +566,8 @@ def decode_attention(
     visible = at < lengths[:, None]
     if window is not None:
         visible &= at >= lengths[:, None] - window
+    if chunk is not None:
+        visible &= at >= (lengths[:, None] - 1) // chunk * chunk
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, dim)
     scores = einsum("nkgd,nksd->nkgs", grouped, keys, preferred_element_type=jnp.float32)
     scores = _capped(scores * scale, softcap)

@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layers in a caller's module, run by rules of our own in the place of its dispatch.
+"""DeepSpeed's MoE layers in a caller's module, run by their rules in the place of its dispatch.
 
 They are told by the names of their classes and parts, so that DeepSpeed is not imported. The outer
 layer stays the caller's: it adds the dense MLP of a residual one, and gives what it always gives.
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ....config.nested import MoEConfig
-from ....errors import ConfigError, ModelError, UnsupportedError
+from ....errors import ConfigError, ModelError, UnsupportedError, shown
 from ....parallel.experts import parts_of
 
 
@@ -182,7 +182,7 @@ class MixtureLayer(nn.Module):
 
 
 class Mixture(NamedTuple):
-    """A MoE layer of DeepSpeed's: its path, what holds it and its dispatch, whose place is `key`."""
+    """A MoE layer of DeepSpeed's: its path, its dispatch, and what holds that at `key`."""
 
     path: str
     owner: nn.Module
@@ -239,6 +239,7 @@ class Mixtures:
                 self.found.append(Mixture(path, owner, key, original, layer))
 
     def __bool__(self) -> bool:
+        """True if there are any."""
         return bool(self.found)
 
     @property
@@ -252,6 +253,9 @@ class Mixtures:
         `filled`: a checkpoint is about to fill the module, with all experts; `quantized`: its
         linear layers become so.
         """
+        if not self.found:
+            self._check_none(moe)
+            return
         counts = [mixture.layer.count for mixture in self.found]
         parts = parts_of(moe, counts, self.kind, size)
         if moe.enabled:
@@ -263,7 +267,7 @@ class Mixtures:
                         f"moe.{name}: in module mode processes in a row share out the experts. Set "
                         "moe.ep_size, and tensor_parallel.tp_group for other processes."
                     )
-        if quantized and size > 1 and self.found and parts not in (1, size):
+        if quantized and size > 1 and parts not in (1, size):
             raise ConfigError(
                 f"moe.ep_size={parts} over {size} processes cuts within experts, and quant is "
                 f"given: quantized experts are whole. Use {size}, or leave quant unset."
@@ -282,12 +286,24 @@ class Mixtures:
                     "checkpoint= with all experts, or make the layer with ep_size=1."
                 )
 
+    def _check_none(self, moe: MoEConfig) -> None:
+        """Raise ConfigError where a module without such layers is asked for what they alone do."""
+        nothing = {"ep_size": 1, "moe_experts": [1], "type": "standard", "drop_tokens": False}
+        for name, value in {**nothing, "ep_group": None, "ep_mp_group": None}.items():
+            asked = getattr(moe, name)
+            if moe.enabled and asked != value:
+                raise ConfigError(
+                    f"moe.{name}={shown(asked)}: in module mode that is for DeepSpeed's MoE layers "
+                    f"alone, and the {self.kind} has none. Leave it unset, or set "
+                    "replace_with_kernel_inject=True if fused mode serves the model."
+                )
+
     def _check_type(self, moe: MoEConfig) -> None:
         if "type" not in moe.model_fields_set:
             return
         residual = sum(mixture.is_residual for mixture in self.found)
         expected = len(self.found) if moe.type == "residual" else 0
-        if residual != expected or not self.found:
+        if residual != expected:
             own = f"of the {len(self.found)} MoE layers of the {self.kind} {residual} are residual"
             other = "residual" if moe.type == "standard" else "standard"
             way = f"Use {other!r}" if residual in (0, len(self.found)) else "Leave it unset"
@@ -299,11 +315,6 @@ class Mixtures:
         """Raise ConfigError where DeepSpeed's own choice of what is dropped is left to chance."""
         if not moe.drop_tokens:
             return
-        if not self.found:
-            raise ConfigError(
-                f"moe.drop_tokens=True: the {self.kind} has no MoE layers of DeepSpeed's, whose "
-                "experts have a capacity. Leave it unset."
-            )
         for mixture in self.found:
             gate: Any = mixture.layer.gate
             if not mixture.layer.drops:
@@ -318,8 +329,8 @@ class Mixtures:
                 name = chance.partition("=")[0]
                 raise ConfigError(
                     f"moe.drop_tokens=True: {place} with {chance}, so that no call gives what "
-                    f"another gave. Set {name}=False on it, or leave moe.drop_tokens unset: then no "
-                    "token is dropped, and the likeliest experts are chosen."
+                    f"another gave. Set {name}=False on it, or leave moe.drop_tokens unset: then "
+                    "no token is dropped, and the likeliest experts are chosen."
                 )
 
     def put(self) -> None:

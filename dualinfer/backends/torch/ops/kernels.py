@@ -58,7 +58,7 @@ from ..params import Params
 from ..profiling import named
 from ..sampler import SlotState
 from . import primitives
-from .plain import Chunk, PlainOps, last_of
+from .plain import Chunk, PlainOps, chunks_of, last_of
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
 _GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
@@ -101,7 +101,8 @@ class KernelOps(PlainOps):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units, prompts of wide ones by torch's grouped_mm"
+            "units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
+            "token weigh their inputs"
         ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
@@ -305,8 +306,12 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.experts`."""
         own = self._own_experts(mixture.count)
         held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
-        if held is None:
+        if held is None or (mixture.weighs_input and mixture.router.chosen > 1):
             return super().experts(x, mixture, w, routing, by, partial)
+        if mixture.weighs_input:
+            x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
+            x = (x * routing.weights).to(x.dtype)
+            routing = Routing(routing.experts, torch.ones_like(routing.weights))
         return self._mixed(x, held, routing, by, partial)
 
     def _own_experts(self, count: int) -> torch.Tensor | None:
@@ -437,6 +442,8 @@ class KernelOps(PlainOps):
                 positions=positions,
                 pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
             )
+        if a.clip is not None and a.clip_normed:
+            self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None)
 
     def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
@@ -536,6 +543,8 @@ class KernelOps(PlainOps):
             primitives.write(cache, slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
         how["positions"] = positions if layer.slopes is not None else None
+        keys = start + q.shape[1]
+        how["segments"] = chunks_of(layer.spec, q.shape[0], keys, q.device, mask, segments)
         return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
 
     def _attention(
@@ -588,7 +597,7 @@ class KernelOps(PlainOps):
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
         if config is None:
-            reach = min(known.capacity, a.window or known.capacity)
+            reach = min(known.capacity, a.reach or known.capacity)
             config = self._decode_config(known.k, len(lengths), a.heads, reach)
         y = decode_attention.decode_attention(
             qkv[:, 0],
@@ -600,6 +609,7 @@ class KernelOps(PlainOps):
             scale=a.scale,
             counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
             window=a.window,
+            chunk=a.chunk,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,

@@ -45,6 +45,8 @@ def route(
     weights = scores.gather(-1, experts)
     if router.score == "chosen":
         weights = weights.softmax(-1)
+    elif router.score == "gates":
+        weights = weights.sigmoid()
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdim=True) + router.eps)
     return Routing(experts.int(), weights * router.scale)
@@ -83,7 +85,10 @@ def experts(
 
     def of_pairs(pairs: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
         up = one_expert(weights[0], expert)
-        return hidden(primitives.matmul(rows[pairs // count], up, _row(bias, expert)), mixture)
+        read = rows[pairs // count]
+        if mixture.weighs_input:
+            read = (read * routing.weights.flatten()[pairs, None]).to(x.dtype)
+        return hidden(primitives.matmul(read, up, _row(bias, expert)), mixture)
 
     parts = x.new_empty((len(chosen), width))
     if rounds_input(weights[1]):  # by scales that devices may make together, of all pairs at once
@@ -102,7 +107,8 @@ def experts(
             )
     if here is not None:
         parts = torch.where(here[:, None], parts, 0)
-    return _weighted(parts.view(*routing.experts.shape, -1), routing.weights)
+    shares = torch.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.view(*routing.experts.shape, -1), shares)
 
 
 def _by_expert(

@@ -299,6 +299,8 @@ class PlainOps:
         q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1))
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
+        if a.clip is not None and a.clip_normed:
+            q, k, v = (PlainOps.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
@@ -456,6 +458,7 @@ class PlainOps:
             assert slots is not None
             primitives.write(cache, slots, k, v)
             k, v = cache.kept(k, v)
+        segments = chunks_of(a, q.shape[0], q.shape[1], q.device, mask, segments)
         y = primitives.attention(
             q,
             k,
@@ -498,6 +501,7 @@ class PlainOps:
             lengths + 1,
             scale=a.scale,
             window=a.window,
+            chunk=a.chunk,
             alibi=layer.slopes,
             alibi_scale=layer.alibi_scale,
             softcap=a.softcap,
@@ -565,6 +569,20 @@ def matrices_of(layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
     _, keys, values = layer.spec.qkv_sizes
     k, v = layer.kv.data.split((keys, values))
     return k.unflatten(0, (layer.spec.heads, -1)), v.unflatten(0, (layer.spec.heads, -1))
+
+
+def chunks_of(
+    a: Attention,
+    batch: int,
+    keys: int,
+    device: torch.device,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The segments [batch, keys] that whole sequences see, where the layer sees chunks of them."""
+    if a.chunk is None or keys <= a.chunk:
+        return segments
+    return primitives.chunks(a.chunk, keys, device, mask, segments).expand(batch, keys)
 
 
 def across_heads(a: Attention, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

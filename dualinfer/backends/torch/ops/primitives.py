@@ -205,9 +205,9 @@ def frequencies(rope: Rope, tables: torch.Tensor, last: torch.Tensor) -> torch.T
     return tables * base[:, None] ** -share
 
 
-def growth(positions: torch.Tensor, beta: float, period: float) -> torch.Tensor:
+def growth(positions: torch.Tensor, beta: float, period: float, ahead: int) -> torch.Tensor:
     """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
-    return 1 + beta * torch.log(1 + torch.floor(positions.float() / period))
+    return 1 + beta * torch.log(1 + torch.floor((positions + ahead).float() / period))
 
 
 @named("rotary")
@@ -508,6 +508,24 @@ def visible_keys(
     return visible[:, None]
 
 
+def chunks(
+    size: int,
+    keys: int,
+    device: torch.device,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """Segments int [B or 1, keys] of `size` keys each, from the first that `mask` shows.
+
+    Within given ones they lie where HF has them, by the place in the row.
+    """
+    at = torch.arange(keys, device=device)[None]
+    if mask is not None:
+        at = at - (mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+    own = torch.div(at, size, rounding_mode="floor")
+    return own if segments is None else segments * keys + own
+
+
 @named("append")
 def write(cache: CacheView, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> CacheView:
     """See `CacheView.write`; in place."""
@@ -528,6 +546,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     alibi: torch.Tensor | None = None,
     alibi_scale: float | None = None,
     softcap: float | None = None,
@@ -536,8 +555,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them. `alibi` and `sinks` are float32 [H], `alibi_scale` as in
-    `alibi_bias`, `relative` as in `attention`.
+    The query is the last of them, and sees those of its own `chunk` of tokens. `alibi` and `sinks`
+    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`.
     """
     slots, heads, dim = q.shape
     keys, values = cache.read()
@@ -547,6 +566,9 @@ def decode_attention(
     visible = at[None] < lengths[:, None]
     if window is not None:
         visible = visible & (at[None] >= lengths[:, None] - window)
+    if chunk is not None:
+        first = torch.div(lengths - 1, chunk, rounding_mode="floor") * chunk
+        visible = visible & (at[None] >= first[:, None])
     if alibi is not None or softcap is not None or sinks is not None:
         bias, mask = None, visible[:, None, None]
         if alibi is not None:

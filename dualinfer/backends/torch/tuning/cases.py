@@ -281,7 +281,7 @@ def _decodes(
                 maker = _latent_maker(layer, ops, like, slots, reach, len(layers))
                 yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
                 continue
-            keys = min(reach, a.window or reach)
+            keys = min(reach, a.reach or reach)
             shape = a.heads // a.kv_heads, a.head_dim, itemsize
             if 2 * slots * reach * a.kv_heads * a.head_dim * itemsize > _MOST_CACHE:
                 continue
