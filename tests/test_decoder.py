@@ -81,7 +81,7 @@ class NumpyOps:
     def layer_attention(self, spec, params, index):
         a = spec.layers[index].attention
         slopes = None if a.alibi is None else np.array(a.alibi, np.float32)
-        return LayerAttention.named(a, params.layers[index], slopes=slopes)
+        return LayerAttention.named(a, params.layers[index], params.outer, slopes=slopes)
 
     def attend(self, layer, qkv, positions):
         a = layer.spec

@@ -216,7 +216,7 @@ def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder,
     assert engine.embed(texts[0]).shape == (20,)
     last = engine.embed(texts[1:2], pooling="lasttoken", normalize=False)
     assert relative_rms(last[0] / np.linalg.norm(last), expected("", -1)[1]) < LIMIT
-    with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'plain'"):
+    with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'document', 'plain'"):
         engine.embed(texts, prompt_name="ask")
     with pytest.raises(LengthError, match=r"max_length=900.*67 positions"):
         engine.embed(texts, max_length=900)
@@ -269,8 +269,29 @@ def test_losses_are_those_of_hf_and_others_are_refused():
     )
     with pytest.raises(ArgumentError, match="no loss of LlamaForQuestionAnswering"):
         engine(batch("llama-span")[0], labels=[0, 1, 0])
-    with pytest.raises(ArgumentError, match="does not support start_positions"):
+    with pytest.raises(ArgumentError, match="end_positions is missing"):
         engine(batch("llama-span")[0], start_positions=[0, 1, 0])
+    engine = dualinfer.init_inference(
+        make("bert-token"), dtype="fp32", replace_with_kernel_inject=True
+    )
+    with pytest.raises(ArgumentError, match="does not support start_positions"):
+        engine(batch("bert-token")[0], start_positions=[0, 1, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_of_answers_is_that_of_hf(backend):
+    """One start lies behind the text, where it counts for nothing."""
+    model, (ids, mask) = make("bert-span"), batch("bert-span")
+    ends = {"start_positions": [3, 40, 0], "end_positions": [4, 7, 12]}
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    found = engine(ids, attention_mask=mask, **ends)
+    expected = model(
+        torch.tensor(ids), torch.tensor(mask), **{k: torch.tensor(v) for k, v in ends.items()}
+    )
+    assert next(iter(found)) == "loss"
+    assert relative_rms(np.asarray(found.loss), expected.loss.detach()) < LIMIT
 
 
 @pytest.mark.parametrize(

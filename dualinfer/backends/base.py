@@ -24,13 +24,14 @@ class ForwardInputs:
     bool [B, T], True where a token is real, None for everywhere; `positions` and `token_types`
     int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
-    int32 [B, K] ask for the loss of these logits; `loss_count` divides its sum, in the place of
-    the number of labels. Of an encoder-decoder these are the decoder's, and `source` are the ids,
-    or embeddings, positions and mask of its encoder's sequences; spectrograms
-    float32 [B, 2 S, mel] are its embeddings. float32 `weights` [B, T] are those of the tokens that
-    a head pools. Of `choices` sequences in a row each, a head's scores are put side by side. With
-    `texts` the result is their embeddings alone: so many of each row, as `segments` number them,
-    the sum of tokens times `weights`, or the `largest` value of each element.
+    int32 [B, K] ask for the loss of these logits, and [B, 2] for that of where answers start and
+    end; `loss_count` divides its sum, in the place of the number of labels. Of an encoder-decoder
+    these are the decoder's, and `source` are the ids, or embeddings, positions and mask of its
+    encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. float32 `weights`
+    [B, T] are those of the tokens that a head pools. Of `choices` sequences in a row each, a head's
+    scores are put side by side. With `texts` the result is their embeddings alone: so many of each
+    row, as `segments` number them, the sum of tokens times `weights`, or the `largest` value of
+    each element.
     """
 
     ids: np.ndarray | None

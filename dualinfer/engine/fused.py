@@ -129,6 +129,8 @@ class FusedEngine(EmbeddingCalls):
         input_features: Any = None,
         pixel_values: Any = None,
         labels: Any = None,
+        start_positions: Any = None,
+        end_positions: Any = None,
         num_items_in_batch: Any = None,
         logits_to_keep: Any = 0,
         output_hidden_states: bool | None = None,
@@ -146,6 +148,7 @@ class FusedEngine(EmbeddingCalls):
         cache: with `use_cache=False` here or in the model's config. `inputs_embeds` [B, T, W] come
         in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
         a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
+        `start_positions` and `end_positions` [B] give that of answers.
         `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
         others are computed, and labels are theirs. Of an encoder-decoder these ids, mask and
         embeddings are the encoder's, and `decoder_input_ids` [B, T] the decoder's, without which
@@ -166,6 +169,12 @@ class FusedEngine(EmbeddingCalls):
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
         refuse_images(self._spec, pixel_values)
+        spans = {"start_positions": start_positions, "end_positions": end_positions}
+        head = self._spec.head
+        if head is not None and head.kind == "span" and not self._spec.encoder:
+            arguments |= spans
+        else:
+            unsupported |= {name: value for name, value in spans.items() if value is not None}
         if self._spec.encoder:
             arguments |= beside
         if self._spec.patches:
@@ -199,8 +208,10 @@ class FusedEngine(EmbeddingCalls):
             elif self._spec.patches:
                 inputs = make_image_inputs(self._spec, call.inputs, **how)
             else:
-                values = call.inputs.values()
-                inputs = make_forward_inputs(self._spec, *values, may_pack=not use_cache, **how)
+                values = dict(call.inputs)
+                ends = tuple(values.pop(name, None) for name in spans)
+                how |= {"may_pack": not use_cache, "ends": ends}
+                inputs = make_forward_inputs(self._spec, *values.values(), **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)

@@ -254,13 +254,15 @@ def make_forward_inputs(
     *,
     logits_to_keep: Any = 0,
     loss_count: Any = None,
+    ends: tuple[Any, Any] = (None, None),
     output_hidden_states: bool,
     may_pack: bool,
     name: str = "input_ids",
 ) -> ForwardInputs:
     """One forward pass's inputs, called `name` in errors.
 
-    `may_pack`: positions that start anew separate sequences.
+    `may_pack`: positions that start anew separate sequences. `ends` are the first and the last
+    token of each row's answer.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
@@ -321,6 +323,8 @@ def make_forward_inputs(
     if labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
+    if any(end is not None for end in ends):
+        targets = _check_ends(ends, shape)
     count = _loss_count(spec, loss_count, labels is not None)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
@@ -473,6 +477,29 @@ def check_labels(
     if kind != "causal" or spec.encoder:
         return array
     return np.pad(array[:, 1:], ((0, 0), (0, 1)), constant_values=NO_LABEL)
+
+
+def _check_ends(ends: tuple[Any, Any], shape: tuple[int, int]) -> np.ndarray:
+    """Where each row's answer starts and ends, int32 [B, 2]; NO_LABEL behind the last token.
+
+    As in HF these count nowhere, and negative ones are 0.
+    """
+    found = []
+    for name, given in zip(("start_positions", "end_positions"), ends, strict=True):
+        if given is None or kind_of(given) is None:
+            raise ArgumentError(
+                f"{name} is {'missing' if given is None else type(given).__name__}; the loss of "
+                "answers needs start_positions and end_positions, arrays [batch] both."
+            )
+        array = read_array(given, name, "it has no shape.")
+        array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+        if array.shape != shape[:1] or array.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"{name} has shape {array.shape} and dtype {array.dtype}; expected integers "
+                f"{shape[:1]}, one for each row."
+            )
+        found.append(np.where(array >= shape[1], NO_LABEL, np.maximum(array, 0)))
+    return np.stack(found, axis=1).astype(np.int32)
 
 
 def _loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:

@@ -188,7 +188,11 @@ class JaxRunner:
         result = self._place.local(cut_back)
         if inputs.choices:
             result = {**result, "logits": result["logits"].reshape(-1, inputs.choices)}
-        if inputs.labels is not None:
+        if inputs.labels is not None and "start_logits" in result:
+            ends = result["start_logits"], result["end_logits"]
+            parts = [loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
+            result["loss"] = (parts[0] + parts[1]) / 2
+        elif inputs.labels is not None:
             labels, scores = inputs.labels, result["logits"]
             if labels.ndim == 2:  # in buckets, so that few sizes are compiled
                 labels = pad(labels, NO_LABEL, places)

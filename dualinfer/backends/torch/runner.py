@@ -152,7 +152,11 @@ class TorchRunner:
                 result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
             if inputs.choices:
                 result["logits"] = result["logits"].reshape(-1, inputs.choices)
-            if inputs.labels is not None:
+            if inputs.labels is not None and "start_logits" in result:
+                ends = result["start_logits"], result["end_logits"]
+                parts = [self._loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
+                result["loss"] = (parts[0] + parts[1]) / 2
+            elif inputs.labels is not None:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
         return result
