@@ -32,6 +32,9 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 TURNS = ["sliding_attention", "full_attention"]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0], "long_factor": [3.0] * 5}
+LONGROPE |= {"short_mscale": 1.2, "long_mscale": 1.2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA4 = {"head_dim": 14, "intermediate_size": 19, "intermediate_size_mlp": 31}
@@ -92,6 +95,12 @@ CASES = {
     "llama4, one expert": (
         "Llama4",
         {**LOCAL, **LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": False},
+    ),
+    "phimoe": ("Phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.3}),
+    "phimoe, longrope": (
+        "Phimoe",
+        {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}
+        | {"rope_parameters": LONGROPE, "sliding_window": 5, "router_jitter_noise": 0.1},
     ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
 }

@@ -152,6 +152,7 @@ def route(
     renormalized: bool = False,
     eps: float = 0.0,
     scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Array, Array]:
     """The experts, int32 [..., k], that rows of x [..., E] choose by weight [X, E], and weights.
 
@@ -177,9 +178,25 @@ def route(
         weights /= weights.sum(-1, keepdims=True)
     elif score == "gates":
         weights = np.vectorize(_sigmoid, otypes=[np.float64])(weights)
+    elif score == "sparse":
+        weights = np.empty(experts.shape)
+        for at in np.ndindex(logits.shape[:-1]):
+            weights[at] = _sparse(logits[at], experts[at], jitter)
     if renormalized:
         weights /= weights.sum(-1, keepdims=True) + eps
     return experts.astype(np.int32), (weights * scale).astype(np.float32)
+
+
+def _sparse(logits: Array, experts: Array, jitter: float) -> Array:
+    """The weights of two experts of one row, by the logits of all."""
+    found, rest = {}, list(range(len(logits)))
+    for own in sorted(experts, key=lambda x: (-logits[x], x)):
+        best = logits[own]
+        far = [best - logits[x] > 2 * jitter * max(abs(logits[x]), best) for x in rest]
+        near = [x for x, is_far in zip(rest, far, strict=True) if not is_far]
+        found[own] = 1 / np.exp(logits[near] - best).sum()
+        rest.remove(own)
+    return np.array([found[x] for x in experts])
 
 
 def experts(

@@ -231,16 +231,21 @@ class Router:
     equal `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of
     their `two` best, is the largest. `renormalized` weights are over their sum plus `eps`; then
     they are times `scale`. Of equal scores that of the lower number goes first.
+
+    A `sparse` choice (Phi-3.5-MoE, arXiv:2409.12136) is of two logits. The weight of each is its
+    softmax among itself m and those below it that are near: (m - logit) / max(abs(logit), m) is at
+    most 2 * `jitter`, or is no number. Router biases, groups and renormalization are not for it.
     """
 
     chosen: int
-    score: Literal["softmax", "sigmoid", "chosen", "gates"] = "softmax"
+    score: Literal["softmax", "sigmoid", "chosen", "gates", "sparse"] = "softmax"
     groups: int = 1
     groups_chosen: int = 1
     group_score: Literal["max", "two"] = "max"
     renormalized: bool = False
     eps: float = 0.0
     scale: float = 1.0
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)

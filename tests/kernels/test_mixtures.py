@@ -20,6 +20,8 @@ ROUTERS = {
     "sigmoid, biased": Router(3, "sigmoid", renormalized=True, eps=1e-20, scale=2.5),
     "chosen": Router(4, "chosen"),
     "gates": Router(2, "gates"),
+    "sparse": Router(2, "sparse", jitter=0.2),
+    "sparse, ties alone": Router(2, "sparse"),
     "best of a group": Router(3, groups=4, groups_chosen=2),
     "two best of a group": Router(4, "sigmoid", 3, 2, "two", True, 1e-20),
 }

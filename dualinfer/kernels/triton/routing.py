@@ -48,7 +48,8 @@ class Routing(NamedTuple):
 
 def serves(router: Any, total: int) -> bool:
     """Whether the kernels know a `model.spec.Router` over so many experts."""
-    return total <= MOST_EXPERTS and router.chosen <= MOST_CHOSEN
+    fits = total <= MOST_EXPERTS and router.chosen <= MOST_CHOSEN
+    return fits and router.score in SCORES
 
 
 def arguments(router: Any) -> dict[str, Any]:

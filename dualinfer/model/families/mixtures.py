@@ -11,7 +11,7 @@ from ...errors import ModelError, shown
 from ..spec import Experts, Mlp, Router
 from ..weights import Row, Source, row
 from . import rows as make
-from .fields import ConfigFields
+from .fields import ConfigFields, is_positive
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ MIXTURES: Mapping[str, Mixture] = {
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mixtral": _MIXTRAL,
     "olmoe": Mixture(ffn="intermediate_size"),
+    "phimoe": replace(
+        _MIXTRAL,
+        router="router",
+        renames=(*_MIXTRAL.renames, (".router.weight", ".gate.weight")),
+        ignored=("router_aux_loss_coef", "input_jitter_noise", "num_experts_per_tok"),
+    ),
     "qwen2_moe": Mixture(),
     "qwen3_moe": Mixture(),
 }
@@ -125,8 +131,8 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
         router = replace(_router(fields), chosen=_chosen(fields, own.chosen, i, layers))
         if router.chosen > count:
             raise ModelError(
-                f"config.json has {own.chosen}={router.chosen} and {count} experts; a token "
-                "cannot choose more experts than there are."
+                f"config.json has {count} experts, of which a token chooses {router.chosen} "
+                f"({own.chosen}); it cannot choose more experts than there are."
             )
         gated = shared > 0 and fields.family == "qwen2_moe"
         mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
@@ -154,6 +160,8 @@ def _name_of_count(fields: ConfigFields) -> str:
 
 def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
     """How many experts a token of a layer chooses; HunYuan's may differ by layer."""
+    if fields.family == "phimoe":
+        return 2  # whatever the field says: HF's router has two picks written out
     value = fields.take(name)
     if fields.family != "hunyuan_v1_moe" or not isinstance(value, list):
         return fields.size(name)
@@ -200,6 +208,14 @@ def _router(fields: ConfigFields) -> Router:
         return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
     if family == "llama4_text":
         return Router(0, "gates")
+    if family == "phimoe":
+        jitter = fields.take("router_jitter_noise")
+        if not is_positive(jitter) and (jitter != 0 or isinstance(jitter, bool)):
+            raise ModelError(
+                f"config.json has router_jitter_noise={shown(jitter)}; expected 0 or a positive "
+                "number."
+            )
+        return Router(2, "sparse", jitter=float(jitter))
     if family == "minimax_m2":
         return Router(0, "sigmoid", renormalized=True)
     if family == "ernie4_5_moe":

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable, row
 from . import mixtures
@@ -50,7 +50,7 @@ class _Kind:
     qkv_bias: _Bias = "attention_bias"
     out_bias: _Bias = "attention_bias"
     mlp_bias: _Bias = False
-    head_bias: bool = False
+    head_bias: _Bias = False
     qkv: str | None = None
     out: str = "o_proj"
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -87,6 +87,7 @@ _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforwar
 _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
 _OLMO2 |= {"qk_norm_over": "all"}
 _ORIGINAL = "original_max_position_embeddings"
+_MSCALES = "short_mscale", "long_mscale"
 _LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
 _WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into windows of layers
 _HUNYUAN: dict[str, Any] = {
@@ -250,6 +251,12 @@ _KINDS = {
         always={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
         ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
     ),
+    "phimoe": _Kind(
+        *("Phimoe", ("PhiMoEForCausalLM",)),
+        norm="layer",
+        head_bias="lm_head_bias",
+        ignored=(_ORIGINAL,),  # HF's text begins anew beyond it, with the same numbers
+    ),
     "qwen2_moe": _Kind("Qwen2Moe", qkv_bias="qkv_bias", out_bias=False, ignored=_WINDOWED),
     "qwen3_moe": _Kind("Qwen3Moe", qk_norm=True, ignored=_WINDOWED),
     "seed_oss": _Kind(
@@ -321,6 +328,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
         if rope.rereads:  # HF's generate begins anew by one field, its model by the other
             fields.require(_ORIGINAL, rope.original)
+        if fields.family == "phimoe":
+            rope = _without_lengths(rope, fields.take("rope_parameters"))
         if kind.backwards:
             rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
         ropes[turns] = rope
@@ -402,8 +411,8 @@ def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
     return float(beta), float(period), 0
 
 
-def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias]:
-    return kind.qkv_bias, kind.out_bias, kind.mlp_bias
+def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias, _Bias]:
+    return kind.qkv_bias, kind.out_bias, kind.mlp_bias, kind.head_bias
 
 
 def _rope_parameters(
@@ -421,6 +430,8 @@ def _rope_parameters(
     for own in parameters.values():
         for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
             fields.require(name, own.get(name))
+    if fields.family == "phimoe" and given.get("rope_type") == "longrope":
+        parameters[""] = {**given, **dict.fromkeys(_MSCALES)}  # beside the angles
     if fields.family == "ministral3":  # HF reads neither for the angles
         parameters[""] = dict(given, llama_4_scaling_beta=None, max_position_embeddings=None)
     if fields.family.startswith("hunyuan_v1") and given.get("rope_type") == "dynamic":
@@ -432,13 +443,42 @@ def _rope_parameters(
     return parameters
 
 
+def _without_lengths(rope: Rope, parameters: Mapping[str, Any]) -> Rope:
+    """Phi-3.5-MoE's rotary embedding as HF has it: of longrope the short factors at any length.
+
+    In the place of longrope's own factor on cos and sin the config has two, `short_mscale` and,
+    where the longest sequence of a call is beyond the original length, `long_mscale`.
+    """
+    if rope.kind == "default":
+        return rope
+    if rope.kind != "longrope":
+        raise UnservedError(
+            f"config.json has rope_type={shown(rope.kind)}, which the phimoe family does not "
+            "honour (default and longrope only); ignoring it would give wrong text."
+        )
+    short, long = (parameters.get(name) for name in _MSCALES)
+    if not is_positive(short) or not is_positive(long):
+        raise ModelError(
+            f"config.json has rope_parameters with short_mscale={shown(short)} and long_mscale="
+            f"{shown(long)}; longrope of phimoe needs two positive numbers."
+        )
+    if short != long:
+        raise UnservedError(
+            f"config.json has rope_parameters with short_mscale={short} and long_mscale={long}; "
+            "the phimoe family honours two equal ones only. By others a sequence's scores would "
+            "depend on the lengths of those beside it. Take the short one for both if all texts "
+            f"are of at most {parameters.get(_ORIGINAL)} tokens."
+        )
+    return replace(rope, scaling=float(short), long=(), original=0)
+
+
 def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     """Of each layer its window, None where it sees all of the past, and which rotary it has.
 
     None for none, "" for the one that the model has, else HF's name of its kind of layer.
     """
     count, family = fields.layers("num_hidden_layers"), fields.family
-    if family in ("starcoder2", "phi3", "ministral3", "mixtral", "qwen3_moe"):
+    if family in ("starcoder2", "phi3", "phimoe", "ministral3", "mixtral", "qwen3_moe"):
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
     turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
@@ -489,7 +529,7 @@ def _table(
     parallel: bool,
 ) -> WeightTable:
     norm = spec.layers[0].norm
-    qkv_bias, out_bias, mlp_bias = biases
+    qkv_bias, out_bias, mlp_bias, head_bias = biases
     hf = "model.layers.{i}."
     names = {n: name for n, name in kind.norms.items() if n != "mlp_norm" or not parallel}
     if spec.layers[0].placement == "pre":
@@ -512,7 +552,7 @@ def _table(
     outer = _norm(kind, norm, "final_norm", f"model.{kind.final_norm}")
     if spec.embed_norm:
         outer += _norm(kind, norm, "embed_norm", "")
-    if kind.head_bias and spec.head:
+    if head_bias and spec.head:
         outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
     unused = [r"rotary_emb\.inv_freq$"]
     if own:

@@ -33,6 +33,8 @@ def route(
     scores = primitives.einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
+    if router.score == "sparse":
+        return _sparse(scores, router)
     if router.score == "sigmoid":
         scores = jax.nn.sigmoid(scores)
     elif router.score == "softmax":
@@ -53,6 +55,23 @@ def route(
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
     return Routing(experts.astype(jnp.int32), weights * router.scale)
+
+
+def _sparse(scores: jax.Array, router: Router) -> Routing:
+    """The two largest of scores [..., X]; each weighs as much as near ones leave it."""
+    picks = lax.top_k(scores, 2)[1]  # of equal ones the first
+    rest, weights = scores, []
+    for pick in jnp.split(picks, 2, -1):
+        best = jnp.take_along_axis(scores, pick, -1)
+        far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * router.jitter
+        near = jax.nn.softmax(jnp.where(far, -jnp.inf, rest), -1)
+        weights.append(jnp.take_along_axis(near, pick, -1))
+        rest = jnp.where(jnp.arange(scores.shape[-1]) == pick, -jnp.inf, rest)
+    order = jnp.argsort(picks, -1)
+    experts, ordered = (
+        jnp.take_along_axis(a, order, -1) for a in (picks, jnp.concatenate(weights, -1))
+    )
+    return Routing(experts.astype(jnp.int32), ordered * router.scale)
 
 
 @jax.named_scope("experts")

@@ -30,6 +30,8 @@ def route(
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
     matrix = primitives.dequantize(weight).float()
     scores = F.linear(x.float(), matrix, None if bias is None else bias.float())
+    if router.score == "sparse":
+        return _sparse(scores, router)
     if router.score == "sigmoid":
         scores = scores.sigmoid()
     elif router.score == "softmax":
@@ -50,6 +52,19 @@ def route(
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdim=True) + router.eps)
     return Routing(experts.int(), weights * router.scale)
+
+
+def _sparse(scores: torch.Tensor, router: Router) -> Routing:
+    """The two largest of scores [..., X]; each weighs as much as near ones leave it."""
+    picks = _largest(scores, 2)
+    rest, weights = scores, []
+    for pick in picks.split(1, dim=-1):
+        best = scores.gather(-1, pick)
+        far = (best - scores) / torch.maximum(scores.abs(), best) > 2 * router.jitter
+        weights.append(rest.masked_fill(far, -torch.inf).softmax(-1).gather(-1, pick))
+        rest = rest.scatter(-1, pick, -torch.inf)
+    experts, order = picks.sort(dim=-1)
+    return Routing(experts.int(), torch.cat(weights, -1).gather(-1, order) * router.scale)
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
