@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
 NO_LABEL = -100  # HF's, where no loss is asked for
+# Of a head for labels: cross-entropy, squared differences, or a yes or no for each label.
+LossKind = Literal["classes", "regression", "several"]
 MAX_STEPS = 32  # of one `decode` call
 NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
@@ -25,14 +27,14 @@ class ForwardInputs:
     int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
     int32 [B, K] ask for the loss of these logits, and [B, 2] for that of where answers start and
-    end; `loss_count` divides its sum, in the place of the number of labels. Of an encoder-decoder
-    these are the decoder's, and `source` are the ids, or embeddings, positions and mask of its
-    encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. Where the encoder
-    has run before, the source has `states` float32 [B, S, E], and it is not run. float32 `weights`
-    [B, T] are those of the tokens that a head pools. Of `choices` sequences in a row each, a head's
-    scores are put side by side. With `texts` the result is their embeddings alone: so many of each
-    row, as `segments` number them, the sum of tokens times `weights`, or the `largest` value of
-    each element.
+    end; float32 ones [B, labels] that of a `loss` of numbers; `loss_count` divides its sum, in the
+    place of the number of labels. Of an encoder-decoder these are the decoder's, and `source` are
+    the ids, or embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B,
+    2 S, mel] are its embeddings. Where the encoder has run before, the source has `states` float32
+    [B, S, E], and it is not run. float32 `weights` [B, T] are those of the tokens that a head
+    pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
+    the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
+    tokens times `weights`, or the `largest` value of each element.
     """
 
     ids: np.ndarray | None
@@ -45,6 +47,7 @@ class ForwardInputs:
     kept: np.ndarray | None = None
     labels: np.ndarray | None = None
     loss_count: float | None = None
+    loss: LossKind = "classes"
     source: "ForwardInputs | None" = None
     states: np.ndarray | None = None
     weights: np.ndarray | None = None

@@ -151,16 +151,18 @@ class FusedEngine(EmbeddingCalls):
         cache: with `use_cache=False` here or in the model's config. `inputs_embeds` [B, T, W] come
         in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
         a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
-        `start_positions` and `end_positions` [B] give that of answers. `logits_to_keep` is a number
-        of tokens at the end, or an array of places: the logits of no others are computed, and
-        labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the encoder's,
-        and `decoder_input_ids` [B, T] the decoder's, without which they are made of labels, which
-        are not shifted then. Whisper's encoder reads `input_features` [B, mel, frames], an encoder
-        of images `pixel_values` [B, C, H, W]. `encoder_outputs` are what an encoder gave before, in
-        the place of what it reads: its last hidden state [B, S, E], a tuple that begins with it,
-        HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S] then tells its padding.
-        Returns HF's ModelOutput; with `return_dict=False` a plain tuple; with `return_tuple=False`
-        the first array alone. Raises ArgumentError and LengthError before anything runs.
+        Floats [B, labels] of a head for sequences are a regression's, or a yes or no for each
+        label. `start_positions` and `end_positions` [B] give that of answers. `logits_to_keep` is a
+        number of tokens at the end, or an array of places: the logits of no others are computed,
+        and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
+        encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
+        labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
+        frames], an encoder of images `pixel_values` [B, C, H, W]. `encoder_outputs` are what an
+        encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
+        that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
+        then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
+        with `return_tuple=False` the first array alone. Raises ArgumentError and LengthError before
+        anything runs.
         """
         arguments = {
             "input_ids": input_ids,
@@ -177,7 +179,7 @@ class FusedEngine(EmbeddingCalls):
         refuse_images(self._spec, pixel_values)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
-        if head is not None and head.kind == "span" and not self._spec.encoder:
+        if head is not None and head.kind == "span":
             arguments |= spans
         else:
             unsupported |= {name: value for name, value in spans.items() if value is not None}
@@ -197,25 +199,20 @@ class FusedEngine(EmbeddingCalls):
                 use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
                 output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
-            problem = getattr(self._config, "problem_type", None)
-            if labels is not None and problem not in (None, "single_label_classification"):
-                raise ArgumentError(
-                    f"labels: the model's config has problem_type={shown(problem)}, whose loss "
-                    "fused mode does not compute. Leave labels out."
-                )
             how: dict[str, Any] = {
                 "logits_to_keep": logits_to_keep,
                 "loss_count": num_items_in_batch,
                 "output_hidden_states": output_hidden_states,
+                "problem": getattr(self._config, "problem_type", None),
             }
+            values = dict(call.inputs)
+            ends = tuple(values.pop(name, None) for name in spans)
             if self._spec.encoder:
                 pad = getattr(self._config, "pad_token_id", None)
-                inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
+                inputs = make_pair_inputs(self._spec, values, pad=pad, ends=ends, **how)
             elif self._spec.patches:
                 inputs = make_image_inputs(self._spec, call.inputs, **how)
             else:
-                values = dict(call.inputs)
-                ends = tuple(values.pop(name, None) for name in spans)
                 how |= {"may_pack": not use_cache, "ends": ends}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
             call.meet(lambda: inputs)

@@ -132,6 +132,8 @@ def make_pair_inputs(
     loss_count: Any,
     logits_to_keep: Any,
     output_hidden_states: bool,
+    ends: tuple[Any, Any] = (None, None),
+    problem: Any = None,
 ) -> ForwardInputs:
     """One forward pass of an encoder-decoder, of HF's arguments by name.
 
@@ -173,6 +175,7 @@ def make_pair_inputs(
         ids = shifted(spec, shown_to, pad)
     mask = given["decoder_attention_mask"]
     how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
+    how |= {"ends": ends, "problem": problem}
     name = "decoder_input_ids"
     inputs = make_forward_inputs(spec, ids, mask, None, None, None, labels, name=name, **how)
     if inputs.shape[0] != source.shape[0]:

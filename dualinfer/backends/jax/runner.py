@@ -46,7 +46,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Steps, cut, loss
+from .steps import Steps, cut, loss, loss_of_numbers
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -192,6 +192,9 @@ class JaxRunner:
             ends = result["start_logits"], result["end_logits"]
             parts = [loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
             result["loss"] = (parts[0] + parts[1]) / 2
+        elif inputs.labels is not None and inputs.loss != "classes":
+            several = inputs.loss == "several"
+            result["loss"] = loss_of_numbers(result["logits"], inputs.labels, several)
         elif inputs.labels is not None:
             labels, scores = inputs.labels, result["logits"]
             if labels.ndim == 2:  # in buckets, so that few sizes are compiled

@@ -445,3 +445,15 @@ def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.A
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
     return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)
+
+
+@partial(jax.jit, static_argnums=2)
+def loss_of_numbers(logits: jax.Array, wanted: jax.Array, several: bool) -> jax.Array:
+    """Mean float32 [] over logits and `wanted` [B, labels]: of squared differences, or `several`.
+
+    These are cross-entropies of a yes or no for each label.
+    """
+    x = logits.astype(jnp.float32)
+    if several:
+        return (jax.nn.softplus(x) - x * wanted).mean()
+    return jnp.square(x - wanted).mean()

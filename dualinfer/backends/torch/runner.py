@@ -156,6 +156,11 @@ class TorchRunner:
                 ends = result["start_logits"], result["end_logits"]
                 parts = [self._loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
                 result["loss"] = (parts[0] + parts[1]) / 2
+            elif inputs.labels is not None and inputs.loss != "classes":
+                wanted = torch.from_numpy(inputs.labels).to(self.device)
+                several = inputs.loss == "several"
+                difference = F.binary_cross_entropy_with_logits if several else F.mse_loss
+                result["loss"] = difference(result["logits"].float(), wanted)
             elif inputs.labels is not None:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
