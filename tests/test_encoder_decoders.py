@@ -489,8 +489,11 @@ def split_text(name: str) -> Any:
     options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
     with dualinfer.init_inference(model_of(name), backend="torch", **options) as engine:
         begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
-        logits = engine(**source_of(name), decoder_input_ids=begins).logits
+        outputs = engine(**source_of(name), decoder_input_ids=begins)
+        logits, mask = outputs.logits, source_of(name).get("attention_mask")
         text = engine.generate(**source_of(name), **GREEDY).tolist()
+        again = engine.generate(encoder_outputs=outputs, attention_mask=mask, **GREEDY)
+        assert again.tolist() == text
         held = [tuple(layer.k.shape) for layer in engine.runner._cache._layers]
         return np.asarray(logits), text, held
 
