@@ -267,7 +267,7 @@ def test_losses_are_those_of_hf_and_others_are_refused():
     engine = dualinfer.init_inference(
         make("llama-span"), dtype="fp32", replace_with_kernel_inject=True
     )
-    with pytest.raises(ArgumentError, match="no loss of LlamaForQuestionAnswering"):
+    with pytest.raises(ArgumentError, match="no loss of labels for LlamaForQuestion"):
         engine(batch("llama-span")[0], labels=[0, 1, 0])
     with pytest.raises(ArgumentError, match="end_positions is missing"):
         engine(batch("llama-span")[0], start_positions=[0, 1, 0])
@@ -276,6 +276,35 @@ def test_losses_are_those_of_hf_and_others_are_refused():
     )
     with pytest.raises(ArgumentError, match="does not support start_positions"):
         engine(batch("bert-token")[0], start_positions=[0, 1, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "problem", "labels"),
+    [
+        ("qwen3-reward", None, [0.5, -2.0, 1.5]),
+        ("bert-sequence", "regression", [[0.5, -2, 1], [3, 0, 1], [0, 0, -1]]),
+        ("bert-sequence", None, [[1, 0, 1], [0, 0, 0], [0, 1, 0.5]]),
+    ],
+)
+def test_losses_of_numbers_are_those_of_hf(case, problem, labels, backend):
+    """A regression of one label and of several, and a yes or no for each of several."""
+    model, (ids, mask) = make(case), batch(case)
+    if case == "qwen3-reward":
+        ids, mask = ids[:, :9], np.ones_like(ids[:, :9])
+    model.config.problem_type, given = problem, torch.tensor(labels, dtype=torch.float32)
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    found = engine(ids, attention_mask=mask, labels=given.numpy())
+    model.config.problem_type = problem
+    with torch.no_grad():
+        wanted = model(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=given)
+    model.config.problem_type = None  # which HF sets
+    assert relative_rms(found.loss, wanted.loss) < LIMIT
+    assert relative_rms(found.logits, wanted.logits) < LIMIT
+    with pytest.raises(ArgumentError, match="one for each score"):
+        engine(ids, attention_mask=mask, labels=given.numpy()[:2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

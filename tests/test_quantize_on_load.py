@@ -558,11 +558,11 @@ def test_a_module_that_runs_itself_holds_what_fused_mode_does(asked):
 
 def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):
     """In bfloat16, whose dtype its scales have, whatever the model computes in."""
-    from transformers import MPNetConfig, MPNetForMaskedLM
+    from transformers import ErnieConfig, ErnieForMaskedLM
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
-    config = MPNetConfig(**sizes, intermediate_size=64, max_position_embeddings=40)
-    module = MPNetForMaskedLM(config).eval().to(torch.bfloat16)
+    config = ErnieConfig(**sizes, intermediate_size=64, max_position_embeddings=40)
+    module = ErnieForMaskedLM(config).eval().to(torch.bfloat16)
     module.save_pretrained(tmp_path)
     with runs_itself(module, quant="int4", dtype="fp32") as live:
         expected = arrays_of(live.module)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1
 NO_LABEL = -100  # HF's, where no loss is asked for
+# Of a head for labels: cross-entropy, squared differences, or a yes or no for each label.
+LossKind = Literal["classes", "regression", "several"]
 MAX_STEPS = 32  # of one `decode` call
 NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
@@ -25,13 +27,14 @@ class ForwardInputs:
     int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
     each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
     int32 [B, K] ask for the loss of these logits, and [B, 2] for that of where answers start and
-    end; `loss_count` divides its sum, in the place of the number of labels. Of an encoder-decoder
-    these are the decoder's, and `source` are the ids, or embeddings, positions and mask of its
-    encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. float32 `weights`
-    [B, T] are those of the tokens that a head pools. Of `choices` sequences in a row each, a head's
-    scores are put side by side. With `texts` the result is their embeddings alone: so many of each
-    row, as `segments` number them, the sum of tokens times `weights`, or the `largest` value of
-    each element.
+    end; float32 ones [B, labels] that of a `loss` of numbers; `loss_count` divides its sum, in the
+    place of the number of labels. Of an encoder-decoder these are the decoder's, and `source` are
+    the ids, or embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B,
+    2 S, mel] are its embeddings. Where the encoder has run before, the source has `states` float32
+    [B, S, E], and it is not run. float32 `weights` [B, T] are those of the tokens that a head
+    pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
+    the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
+    tokens times `weights`, or the `largest` value of each element.
     """
 
     ids: np.ndarray | None
@@ -44,7 +47,9 @@ class ForwardInputs:
     kept: np.ndarray | None = None
     labels: np.ndarray | None = None
     loss_count: float | None = None
+    loss: LossKind = "classes"
     source: "ForwardInputs | None" = None
+    states: np.ndarray | None = None
     weights: np.ndarray | None = None
     choices: int | None = None
     texts: int = 0
@@ -100,10 +105,11 @@ class Request:
     """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
 
     With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
-    has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] or
-    a spectrogram float32 [2 S, mel], and `encoded` is S. The loop
-    gives the token `first` before all others, and `last` as the last of `max_new_tokens`. Tokens
-    that are `hidden` are never chosen, and those `hidden_at_first` not as the first one.
+    has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] a
+    spectrogram float32 [2 S, mel] or, if it `is_encoded`, what the encoder gave float32 [S, E], and
+    `encoded` is S. All requests of a prefill have the same kind of source. The loop gives the token
+    `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`
+    are never chosen, and those `hidden_at_first` not as the first one.
     """
 
     tokens: np.ndarray
@@ -113,6 +119,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     embeds: np.ndarray | None = None
     source: np.ndarray | None = None
+    is_encoded: bool = False
     encoded: int = 0
     first: int | None = None
     last: int | None = None

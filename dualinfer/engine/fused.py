@@ -40,7 +40,9 @@ from .origin import Origin
 from .report import Report
 from .source import (
     NAMES,
+    encoder_states,
     make_decoder_prompts,
+    make_encoded,
     make_frames,
     make_pair_inputs,
     make_source,
@@ -127,6 +129,7 @@ class FusedEngine(EmbeddingCalls):
         decoder_input_ids: Any = None,
         decoder_attention_mask: Any = None,
         input_features: Any = None,
+        encoder_outputs: Any = None,
         pixel_values: Any = None,
         labels: Any = None,
         start_positions: Any = None,
@@ -148,14 +151,18 @@ class FusedEngine(EmbeddingCalls):
         cache: with `use_cache=False` here or in the model's config. `inputs_embeds` [B, T, W] come
         in the place of `input_ids`. `labels` [B, T] give the `loss`, float32 [], as HF computes it:
         a causal model's are shifted, -100 counts nowhere, and `num_items_in_batch` divides the sum.
-        `start_positions` and `end_positions` [B] give that of answers.
-        `logits_to_keep` is a number of tokens at the end, or an array of places: the logits of no
-        others are computed, and labels are theirs. Of an encoder-decoder these ids, mask and
-        embeddings are the encoder's, and `decoder_input_ids` [B, T] the decoder's, without which
-        they are made of labels, which are not shifted then. Whisper's encoder reads
-        `input_features` [B, mel, frames], an encoder of images `pixel_values` [B, C, H, W]. Returns
-        HF's ModelOutput; with `return_dict=False` a plain tuple; with `return_tuple=False` the
-        first array alone. Raises ArgumentError and LengthError before anything runs.
+        Floats [B, labels] of a head for sequences are a regression's, or a yes or no for each
+        label. `start_positions` and `end_positions` [B] give that of answers. `logits_to_keep` is a
+        number of tokens at the end, or an array of places: the logits of no others are computed,
+        and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
+        encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
+        labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
+        frames], an encoder of images `pixel_values` [B, C, H, W]. `encoder_outputs` are what an
+        encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
+        that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
+        then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
+        with `return_tuple=False` the first array alone. Raises ArgumentError and LengthError before
+        anything runs.
         """
         arguments = {
             "input_ids": input_ids,
@@ -166,12 +173,13 @@ class FusedEngine(EmbeddingCalls):
             "labels": labels,
         }
         given = decoder_input_ids, decoder_attention_mask, input_features
+        given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
         refuse_images(self._spec, pixel_values)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
-        if head is not None and head.kind == "span" and not self._spec.encoder:
+        if head is not None and head.kind == "span":
             arguments |= spans
         else:
             unsupported |= {name: value for name, value in spans.items() if value is not None}
@@ -191,31 +199,26 @@ class FusedEngine(EmbeddingCalls):
                 use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
                 output_hidden_states = bool(getattr(self._config, "output_hidden_states", False))
-            problem = getattr(self._config, "problem_type", None)
-            if labels is not None and problem not in (None, "single_label_classification"):
-                raise ArgumentError(
-                    f"labels: the model's config has problem_type={shown(problem)}, whose loss "
-                    "fused mode does not compute. Leave labels out."
-                )
             how: dict[str, Any] = {
                 "logits_to_keep": logits_to_keep,
                 "loss_count": num_items_in_batch,
                 "output_hidden_states": output_hidden_states,
+                "problem": getattr(self._config, "problem_type", None),
             }
+            values = dict(call.inputs)
+            ends = tuple(values.pop(name, None) for name in spans)
             if self._spec.encoder:
                 pad = getattr(self._config, "pad_token_id", None)
-                inputs = make_pair_inputs(self._spec, call.inputs, pad=pad, **how)
+                inputs = make_pair_inputs(self._spec, values, pad=pad, ends=ends, **how)
             elif self._spec.patches:
                 inputs = make_image_inputs(self._spec, call.inputs, **how)
             else:
-                values = dict(call.inputs)
-                ends = tuple(values.pop(name, None) for name in spans)
                 how |= {"may_pack": not use_cache, "ends": ends}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        names = "input_ids", "inputs_embeds", "input_features", "pixel_values"
+        names = "input_ids", "inputs_embeds", "input_features", "encoder_outputs", "pixel_values"
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = {
@@ -225,6 +228,11 @@ class FusedEngine(EmbeddingCalls):
             for name in FIELDS  # a jitted function returns its dict sorted
             if name in results
         }
+        if isinstance(encoder_outputs, Mapping):  # as in HF they come back
+            names = "encoder_hidden_states", "hidden_states"
+            kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))
+            if (states := next(kept, None)) is not None:
+                fields["encoder_hidden_states"] = tuple(states)
         if return_tuple is None:
             return_tuple = self.inference_config.return_tuple
         if not return_tuple:
@@ -251,7 +259,8 @@ class FusedEngine(EmbeddingCalls):
         alone; rows of the result are left-padded, and filled up with the pad id after their end.
         With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF. Of
         an encoder-decoder `input_ids` are what the encoder reads, and the result is the decoder's
-        ids: `decoder_input_ids`, or the id of a start, and the new ones, which lengths count.
+        ids: `decoder_input_ids`, or the id of a start, and the new ones, which lengths count;
+        `encoder_outputs` may be in the place of what it reads, as in `forward`.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
         is an int below 2**64, or one for each prompt; None draws one for each. Raises before
@@ -388,6 +397,7 @@ class FusedEngine(EmbeddingCalls):
             kwargs.setdefault("token_type_ids", named["token_type_ids"])
         inputs = {"input_ids": ids, "attention_mask": mask}
         inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds", *NAMES)}
+        inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -443,13 +453,16 @@ class FusedEngine(EmbeddingCalls):
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
         source = None
+        is_encoded = given["encoder_outputs"] is not None
         if spec.encoder:
-            if embeds is not None:
+            if embeds is not None and not is_encoded:
                 raise ArgumentError(
                     f"inputs_embeds: {spec.architecture} generates from input_ids alone here. "
                     "Pass these, or call engine.forward() with embeddings."
                 )
-            if spec.encoder.mel:
+            if is_encoded:
+                source = make_encoded(spec, given["encoder_outputs"], given)
+            elif spec.encoder.mel:
                 source = make_frames(spec, given["input_features"], ids)
             else:
                 source = make_source(spec, ids, mask, pad)
@@ -528,7 +541,8 @@ class FusedEngine(EmbeddingCalls):
                 ),
                 embeds=vectors,
                 source=read,
-                encoded=0 if read is None else len(read) // (2 if read.ndim > 1 else 1),
+                is_encoded=is_encoded,
+                encoded=_encoded(read, is_encoded),
                 first=first,
                 last=last,
                 hidden=hidden[0],
@@ -608,6 +622,13 @@ class FusedEngine(EmbeddingCalls):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
+
+
+def _encoded(source: np.ndarray | None, is_encoded: bool) -> int:
+    """Places of what an encoder gives, of ids, or of a spectrogram with two rows for each."""
+    if source is None:
+        return 0
+    return len(source) // (2 if source.ndim > 1 and not is_encoded else 1)
 
 
 def _longest(criteria: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
-from .inputs import check_labels, pooling_weights, read_array
+from .inputs import check_labels, check_numbers, loss_kind, pooling_weights, read_array
 
 
 def refuse_images(spec: ModelSpec, pixels: Any) -> None:
@@ -26,6 +26,7 @@ def make_image_inputs(
     output_hidden_states: bool,
     logits_to_keep: Any,
     loss_count: Any,
+    problem: Any = None,
 ) -> ForwardInputs:
     """One forward pass of an encoder of images, of HF's arguments by name.
 
@@ -67,12 +68,18 @@ def make_image_inputs(
     cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
     tokens = np.pad(cut, ((0, 0), (1, 0), (0, 0)))  # the first is learned
     shape = batch, tokens.shape[1]
-    labels = given.get("labels")
+    labels, targets = given.get("labels"), None
+    loss = loss_kind(spec, labels, problem)
+    if loss != "classes":
+        targets = check_numbers(spec, labels, batch)
+    elif labels is not None:
+        targets = check_labels(spec, labels, shape, None)
     return ForwardInputs(
         ids=None,
         positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
         output_hidden_states=output_hidden_states,
         embeds=tokens,
-        labels=None if labels is None else check_labels(spec, labels, shape, None),
+        labels=targets,
+        loss=loss,
         weights=pooling_weights(spec, shape, None, None),
     )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import Kind, kind_of, to_numpy
-from ..backends.base import NO_LABEL, ForwardInputs
+from ..backends.base import NO_LABEL, ForwardInputs, LossKind
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
 
@@ -255,6 +255,7 @@ def make_forward_inputs(
     logits_to_keep: Any = 0,
     loss_count: Any = None,
     ends: tuple[Any, Any] = (None, None),
+    problem: Any = None,
     output_hidden_states: bool,
     may_pack: bool,
     name: str = "input_ids",
@@ -262,7 +263,7 @@ def make_forward_inputs(
     """One forward pass's inputs, called `name` in errors.
 
     `may_pack`: positions that start anew separate sequences. `ends` are the first and the last
-    token of each row's answer.
+    token of each row's answer. `problem` is the config's `problem_type`.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
@@ -319,8 +320,10 @@ def make_forward_inputs(
     elif spec.token_types and not spec.token_types_from_vocab:
         types = np.zeros(shape, np.int32)
     kept = _kept_tokens(spec, logits_to_keep, length)
-    targets = None
-    if labels is not None:
+    targets, loss = None, loss_kind(spec, labels, problem)
+    if loss != "classes":
+        targets = check_numbers(spec, labels, batch)
+    elif labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
     if any(end is not None for end in ends):
@@ -328,7 +331,7 @@ def make_forward_inputs(
     count = _loss_count(spec, loss_count, labels is not None)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
-    return replace(inputs, weights=weights, choices=choices)
+    return replace(inputs, weights=weights, choices=choices, loss=loss)
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
@@ -433,6 +436,58 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     return np.where(places < 0, places + length, places).astype(np.int32)
 
 
+def loss_kind(spec: ModelSpec, labels: Any, problem: Any) -> LossKind:
+    """Which loss HF computes of `labels`, by the config's `problem_type` or by themselves."""
+    if labels is None or spec.head is None or spec.head.kind != "sequence":
+        return "classes"
+    kinds: dict[Any, LossKind] = {
+        "regression": "regression",
+        "single_label_classification": "classes",
+        "multi_label_classification": "several",
+    }
+    if problem is not None:
+        if problem not in kinds:
+            raise ArgumentError(
+                f"labels: the model's config has problem_type={shown(problem)}; HF knows "
+                f"{', '.join(kinds)}. Set one of them, or leave labels out."
+            )
+        return kinds[problem]
+    if spec.head.labels == 1:
+        return "regression"
+    if kind_of(labels) is None:
+        return "classes"  # which says what is wrong
+    array = read_array(labels, "labels", "rows differ in length.")
+    if array.dtype.kind in "iu":
+        return "classes"
+    if spec.family.startswith("deberta"):
+        raise ArgumentError(
+            f"labels of {array.dtype}: without a problem_type HF's {spec.architecture} takes them "
+            "as shares of classes, a loss that fused mode does not compute. Set problem_type in "
+            "the config to regression or multi_label_classification, or pass integers."
+        )
+    return "several"
+
+
+def check_numbers(spec: ModelSpec, labels: Any, batch: int) -> np.ndarray:
+    """A regression's labels, or a yes or no for each, as float32 [B, labels]."""
+    assert spec.head is not None
+    if kind_of(labels) is None:
+        raise ArgumentError(f"labels is a {type(labels).__name__}; expected an array.")
+    array = read_array(labels, "labels", "rows differ in length.")
+    shape = batch, spec.head.labels
+    if shape[1] == 1 and array.size == batch:
+        array = array.reshape(shape)
+    if array.dtype == ml_dtypes.bfloat16:
+        array = array.astype(np.float32)
+    if array.shape != shape or array.dtype.kind not in "fiu":
+        expected = f"{shape[:1]} or {shape}" if shape[1] == 1 else f"{shape}"
+        raise ArgumentError(
+            f"labels has shape {array.shape} and dtype {array.dtype}; expected floats {expected}, "
+            "one for each score."
+        )
+    return array.astype(np.float32)
+
+
 def check_labels(
     spec: ModelSpec, labels: Any, shape: tuple[int, int], choices: int | None
 ) -> np.ndarray:
@@ -444,11 +499,11 @@ def check_labels(
     if spec.head is None:
         raise ArgumentError(f"labels: {spec.architecture} has no head, so no loss.")
     kind = spec.head.kind
-    if kind in ("span", "replaced") or (kind == "sequence" and spec.head.labels == 1):
-        what = "a regression's" if kind == "sequence" else "it"
+    if kind in ("span", "replaced"):
+        more = ", whose loss is that of start_positions and end_positions" if kind == "span" else ""
         raise ArgumentError(
-            f"labels: fused mode computes no loss of {spec.architecture}; {what} is left to module "
-            "mode. Leave labels out."
+            f"labels: fused mode computes no loss of labels for {spec.architecture}{more}. Leave "
+            "labels out."
         )
     most = spec.vocab if spec.has_logits else choices or spec.head.labels
     what = "an id of the vocabulary" if spec.has_logits else "a label"

@@ -67,6 +67,7 @@ class GenerationArguments(TypedDict, total=False):
     decoder_attention_mask: Any
     decoder_start_token_id: int | Sequence[int] | None
     input_features: Any
+    encoder_outputs: Any
 
 
 def with_arguments(function: F) -> F:
@@ -123,7 +124,7 @@ _SUPPORTED = ", ".join(
             *(*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"),
             *("inputs_embeds", "seed", "streamer", "tokenizer"),
             *("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id"),
-            "input_features",
+            *("encoder_outputs", "input_features"),
         ]
     )
 )

@@ -11,9 +11,10 @@ from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
-from .inputs import Prompts, check_ids, make_forward_inputs, make_prompts, read_array
+from .inputs import Prompts, check_ids, check_mask, make_forward_inputs, make_prompts, read_array
 
-NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features")  # of these alone
+# Of these models alone.
+NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
 
 
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
@@ -30,6 +31,99 @@ def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
         )
 
 
+def encoder_states(outputs: Any) -> Any:
+    """The array in what a caller gives as `encoder_outputs`: HF's output, a tuple, or the array.
+
+    Of an output of a whole pass it is the encoder's. What is none of these comes back as it is.
+    """
+    if isinstance(outputs, Mapping):
+        names = "encoder_last_hidden_state", "last_hidden_state"
+        return next((outputs[name] for name in names if outputs.get(name) is not None), outputs)
+    if isinstance(outputs, tuple | list) and outputs:
+        return outputs[0]
+    return outputs
+
+
+def check_states(spec: ModelSpec, states: Any) -> np.ndarray:
+    """What the encoder gave, as float32 [B, S, E]; ArgumentError for what does not fit."""
+    assert spec.encoder is not None
+    size, most = spec.encoder.embed, spec.encoder.learned_positions if spec.encoder.mel else 0
+    expected = f"[batch, {most or 'tokens'}, {size}]"
+    if kind_of(states) is None:
+        raise ArgumentError(
+            f"encoder_outputs is a {type(states).__name__}; expected the encoder's last hidden "
+            f"state {expected}: an array, a tuple that begins with it, or HF's BaseModelOutput."
+        )
+    array = read_array(states, "encoder_outputs", "rows differ in length; pad them.")
+    fits = array.ndim == 3 and array.shape[2] == size and array.size
+    if not fits or (most and array.shape[1] != most):
+        raise ArgumentError(
+            f"encoder_outputs has a last hidden state of shape {array.shape}; expected {expected}."
+        )
+    if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f":
+        raise ArgumentError(f"encoder_outputs has dtype {array.dtype}; expected floats.")
+    return array.astype(np.float32)
+
+
+def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prompts:
+    """As `make_source`, of what the encoder gave: rows are float32 [S, E], without padding."""
+    assert spec.encoder is not None
+    array = check_states(spec, states)
+    _refuse_beside(given, ("input_ids", "inputs", "inputs_embeds", "input_features"))
+    visible = _shown_states(spec, given["attention_mask"], array)
+    rows = list(array)
+    if visible is not None:
+        rows = [row[keep] for row, keep in zip(array, visible, strict=True)]
+    kind = kind_of(states) or "list"
+    like = states if kind == "torch" else None
+    return Prompts(tuple(rows), np.empty((len(rows), 0), np.int64), kind, like)
+
+
+def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray | None:
+    """Which places of states [B, S, E] layers see, bool [B, S]; None for all, as in HF.
+
+    Whisper's decoder sees all of them in any case.
+    """
+    assert spec.encoder is not None
+    visible = None if spec.encoder.mel else check_mask(mask, (states.shape[0], states.shape[1]))
+    if visible is not None and not visible.any(1).all():
+        row = int(np.argmin(visible.any(1)))
+        raise ArgumentError(f"attention_mask hides every token of row {row}.")
+    return None if visible is None or visible.all() else visible
+
+
+def _refuse_beside(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    asked = [name for name in names if given.get(name) is not None]
+    if asked:
+        raise ArgumentError(
+            f"{asked[0]} and encoder_outputs were given; the encoder has read what it gave. Leave "
+            f"{asked[0]} out."
+        )
+
+
+def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
+    """A source that the encoder has read before, for one forward pass.
+
+    Its ids are given where the decoder reads them, or where they tell what is scored.
+    """
+    states = check_states(spec, given["encoder_outputs"])
+    shape = states.shape[0], states.shape[1]
+    reads_ids = spec.repeats or (spec.head is not None and spec.head.pooling == "eos")
+    others = () if reads_ids else ("input_ids",)
+    _refuse_beside(given, (*others, "inputs_embeds", "input_features", "token_type_ids"))
+    ids = given["input_ids"]
+    if ids is not None:
+        ids = check_ids(ids, "input_ids", spec.vocab)
+        if ids.shape != shape:
+            raise ArgumentError(
+                f"input_ids has shape {ids.shape} and encoder_outputs {states.shape}; expected the "
+                f"ids {shape} that the encoder has read."
+            )
+    at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
+    visible = _shown_states(spec, given["attention_mask"], states)
+    return ForwardInputs(ids, at, visible, states=states)
+
+
 def make_pair_inputs(
     spec: ModelSpec,
     given: Mapping[str, Any],
@@ -38,6 +132,8 @@ def make_pair_inputs(
     loss_count: Any,
     logits_to_keep: Any,
     output_hidden_states: bool,
+    ends: tuple[Any, Any] = (None, None),
+    problem: Any = None,
 ) -> ForwardInputs:
     """One forward pass of an encoder-decoder, of HF's arguments by name.
 
@@ -53,7 +149,9 @@ def make_pair_inputs(
         )
     what = (given["input_ids"], given["attention_mask"], None, given["token_type_ids"])
     how: dict[str, Any] = {"output_hidden_states": output_hidden_states, "may_pack": False}
-    if spec.encoder.mel:
+    if given.get("encoder_outputs") is not None:
+        source = _states_source(spec, given)
+    elif spec.encoder.mel:
         frames = check_features(spec, given["input_features"], given["input_ids"])
         places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
         at = np.broadcast_to(places, (len(frames), len(places))).copy()
@@ -77,6 +175,7 @@ def make_pair_inputs(
         ids = shifted(spec, shown_to, pad)
     mask = given["decoder_attention_mask"]
     how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
+    how |= {"ends": ends, "problem": problem}
     name = "decoder_input_ids"
     inputs = make_forward_inputs(spec, ids, mask, None, None, None, labels, name=name, **how)
     if inputs.shape[0] != source.shape[0]:

@@ -46,7 +46,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Steps, cut, loss
+from .steps import Steps, cut, loss, loss_of_numbers
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -192,6 +192,9 @@ class JaxRunner:
             ends = result["start_logits"], result["end_logits"]
             parts = [loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
             result["loss"] = (parts[0] + parts[1]) / 2
+        elif inputs.labels is not None and inputs.loss != "classes":
+            several = inputs.loss == "several"
+            result["loss"] = loss_of_numbers(result["logits"], inputs.labels, several)
         elif inputs.labels is not None:
             labels, scores = inputs.labels, result["logits"]
             if labels.ndim == 2:  # in buckets, so that few sizes are compiled
@@ -205,17 +208,18 @@ class JaxRunner:
     ) -> tuple[int | None, list[np.ndarray | None]]:
         """What an encoder reads, in buckets for so many rows, and how many tokens that really are.
 
-        Ids, positions, mask and embeddings; what is so by default is made on the device.
+        Ids, positions, mask, embeddings and what it gave before; what is so by default is made on
+        the device.
         """
         if source is None:
-            return None, [None] * 4
+            return None, [None] * 5
         batch, tokens = source.shape
         width, mask = bucket(tokens, SMALLEST_PROMPT), source.mask
-        if self.spec.encoder and self.spec.encoder.mel:
+        if source.states is None and self.spec.encoder and self.spec.encoder.mel:
             assert source.embeds is not None
             frames = np.zeros((rows, *source.embeds.shape[1:]), np.float32)
             frames[:batch] = source.embeds
-            return tokens, [None, None, None, frames]
+            return tokens, [None, None, None, frames, None]
         if mask is None and (batch, tokens) != (rows, width):
             mask = np.ones((batch, tokens), bool)
 
@@ -227,7 +231,9 @@ class JaxRunner:
         positions = source.positions
         if np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape)):
             positions = None
-        arrays = [source.ids, positions, mask, source.embeds]
+        arrays = [source.ids, positions, mask, source.embeds, source.states]
+        if source.states is not None:
+            arrays[:2] = None, None
         padded = [None if x is None else pad(x) for x in arrays]
         if padded[2] is not None:
             padded[2][batch:] = True  # rows that see nothing are no numbers
@@ -402,10 +408,10 @@ class JaxRunner:
         if state.hidden is not None:
             hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
             rows = *rows[:2], rows[2]._replace(hidden=hidden)
-        source = source_rows(requests, len(ids))
+        source = source_rows(requests, len(ids), self.steps.reads_frames)
         arrays = *rows, np.array(mode, "i4"), source, first
 
-        embeds = prompt_embeds(requests, ids.shape)
+        embeds, is_encoded = prompt_embeds(requests, ids.shape), requests[0].is_encoded
 
         def step(
             params: Params,
@@ -418,10 +424,11 @@ class JaxRunner:
             *rows, source, first = unpack(packed, arrays)
             inputs: Any = *rows, embeds, *part
             how: Any = {"choose": choose, "source": source, "first": first}
+            how["is_encoded"] = is_encoded
             return self.steps.prefill(params, cache, state, *inputs, **how)
 
         given = embeds.shape if embeds is not None else source[0].shape if source else None
-        return Step(("prefill", ids.shape, given, choose), step, (pack(arrays), embeds))
+        return Step(("prefill", ids.shape, given, choose, is_encoded), step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""

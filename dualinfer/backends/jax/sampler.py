@@ -114,17 +114,18 @@ def hidden_rows(
 
 
 def source_rows(
-    requests: Sequence[Request], count: int
+    requests: Sequence[Request], count: int, of_one_length: bool
 ) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
     """What an encoder reads for `count` rows, in buckets, and how many places are real, [B].
 
-    Ids [B, S] or spectrograms [B, 2 S, mel], of one length; () for none.
+    Ids [B, S], what an encoder gave [B, S, E], or spectrograms [B, 2 S, mel]; () for none. Those
+    `of_one_length` are in no bucket.
     """
     sources = [r.source for r in requests if r.source is not None]
     if not sources:
         return ()
     longest, rest = max(map(len, sources)), sources[0].shape[1:]
-    width = longest if rest else bucket(longest, SMALLEST_PROMPT)
+    width = longest if of_one_length else bucket(longest, SMALLEST_PROMPT)
     given = np.zeros((count, width, *rest), np.float32 if rest else np.int32)
     lengths = np.ones(count, np.int32)
     for i, source in enumerate(sources):

@@ -37,7 +37,7 @@ class Steps:
         bounds = [count * i // _PARTS for i in range(_PARTS + 1)]
         is_cut = on_gpu and count >= 2 * _PARTS and spec.encoder is None
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
-        self._reads_frames = spec.encoder is not None and spec.encoder.mel > 0
+        self.reads_frames = spec.encoder is not None and spec.encoder.mel > 0
         self._kv_heads = max(layer.attention.kv_heads for layer in spec.all_layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
@@ -59,6 +59,7 @@ class Steps:
         source_positions: jax.Array | None = None,
         source_mask: jax.Array | None = None,
         source_embeds: jax.Array | None = None,
+        source_states: jax.Array | None = None,
         x: jax.Array | None = None,
         *,
         keep: bool,
@@ -100,9 +101,13 @@ class Steps:
 
         across, of_encoder = None, {}
         read = source if source_embeds is None else source_embeds
-        if read is not None:
+        if source_states is not None:
+            states = source_states.astype(params.outer["embed.weight"].dtype)
+            across = decoder.across_whole(*model, states, source_mask)
+            of_encoder = {"encoder_last_hidden_state": states}
+        elif read is not None:
             if source_positions is None:
-                places = read.shape[1] // 2 if self._reads_frames else read.shape[1]
+                places = read.shape[1] // 2 if self.reads_frames else read.shape[1]
                 source_positions = jnp.broadcast_to(jnp.arange(places), (batch, places))
             if source_embeds is not None:
                 source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
@@ -159,6 +164,7 @@ class Steps:
         *,
         choose: bool = True,
         source: tuple[jax.Array, jax.Array] | tuple[()] = (),
+        is_encoded: bool = False,
         first: jax.Array | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
@@ -167,8 +173,8 @@ class Steps:
         they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
         state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
-        of it goes to the cache. bool `first` [B, V] are tokens that no first one may be, beside
-        those that a row hides.
+        of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
+        tokens that no first one may be, beside those that a row hides.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -183,7 +189,9 @@ class Steps:
 
         if embeds is not None:
             embeds = embeds.astype(params.outer["embed.weight"].dtype)
-        across = self._across(params, ops, filled, slots, *source) if source else None
+        across = None
+        if source:
+            across = self._across(params, ops, filled, slots, *source, is_encoded)
         how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds, "across": across}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
@@ -218,16 +226,21 @@ class Steps:
         slots: jax.Array,
         source: jax.Array,
         lengths: jax.Array,
+        is_encoded: bool,
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which goes into the caches `filled`."""
         model, own = (self.spec, params, ops), len(self.spec.layers)
-        places = source.shape[1] // 2 if self._reads_frames else source.shape[1]
+        halves = self.reads_frames and not is_encoded
+        places = source.shape[1] // 2 if halves else source.shape[1]
         at = jnp.broadcast_to(jnp.arange(places), (len(source), places))
-        if self._reads_frames:
-            vectors = source.astype(params.outer["embed.weight"].dtype)
-            mask, states = None, decoder.encoded(*model, None, at, None, vectors)[-1]
-        else:
+        mask, dtype = None, params.outer["embed.weight"].dtype
+        if not self.reads_frames:
             mask = at < lengths[:, None]
+        if is_encoded:
+            states = source.astype(dtype)
+        elif self.reads_frames:
+            states = decoder.encoded(*model, None, at, None, source.astype(dtype))[-1]
+        else:
             states = decoder.encoded(*model, source, at, mask)[-1]
 
         def across(i: int, q: jax.Array) -> jax.Array:
@@ -432,3 +445,15 @@ def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.A
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
     return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)
+
+
+@partial(jax.jit, static_argnums=2)
+def loss_of_numbers(logits: jax.Array, wanted: jax.Array, several: bool) -> jax.Array:
+    """Mean float32 [] over logits and `wanted` [B, labels]: of squared differences, or `several`.
+
+    These are cross-entropies of a yes or no for each label.
+    """
+    x = logits.astype(jnp.float32)
+    if several:
+        return (jax.nn.softplus(x) - x * wanted).mean()
+    return jnp.square(x - wanted).mean()

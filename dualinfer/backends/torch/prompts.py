@@ -51,20 +51,22 @@ class Prompts:
         tokens: list[np.ndarray],
         slots: torch.Tensor,
         sources: list[Any] | None = None,
+        is_encoded: bool = False,
     ) -> torch.Tensor:
         """The last tokens' hidden states [B, E]; keys and values go to the cache's `slots` [B].
 
         `tokens` are ids [T] of each prompt, or embeddings [T, W]; `sources` are what an encoder
-        reads for it, ids [S].
+        reads for it, ids [S], or what it gave, if it `is_encoded`.
         """
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         read, most = 0, 0 if sources is None else max(map(len, sources))
         if sources is not None:
-            frames = sources[0].ndim > 1  # of one length
-            read = most if frames else -(-most // GRAIN) * GRAIN
+            encoder = self._spec.encoder
+            of_one_length = encoder is not None and encoder.mel
+            read = most if of_one_length else -(-most // GRAIN) * GRAIN
         if slots.is_cuda and len(tokens) * (width + read) <= MOST_REPLAYED:
-            return self._replayed(params, cache, tokens, slots, width, sources, read)
+            return self._replayed(params, cache, tokens, slots, width, sources, read, is_encoded)
         if sources is not None:
             at_once = max(1, _MOST_AT_ONCE // (longest + most))
             parts = []
@@ -75,6 +77,7 @@ class Prompts:
                 given = _padded(sources[group], max(map(len, sources[group])))
                 source, source_last = map(put, given)
                 how: Any = {"source": source, "source_last": source_last}
+                how["is_encoded"] = is_encoded
                 parts.append(self._pass(params, cache, ids, slots[group], last, **how))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         takes_chunks = all(map(self._ops.knows, cache.specs))
@@ -106,11 +109,12 @@ class Prompts:
         width: int,
         sources: list[Any] | None,
         read: int,
+        is_encoded: bool,
     ) -> torch.Tensor:
         """Padded to `width`: without graphs too, so that these change no bit."""
         graphs = self.graphs
         given = tokens[0].shape[1:]
-        key = "prompts", len(tokens), width, given, read
+        key = "prompts", len(tokens), width, given, read, is_encoded
         b = self._buffers.get(key)
         is_new = b is None
         if b is None:
@@ -141,6 +145,7 @@ class Prompts:
 
         def work() -> None:
             how: Any = {"source": b.source, "source_last": b.source_last}
+            how["is_encoded"] = is_encoded
             b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last, **how))
 
         work()
@@ -151,7 +156,7 @@ class Prompts:
     def _source_buffer(
         self, sources: list[Any] | None, read: int, integers: Any, floats: Any
     ) -> torch.Tensor | None:
-        """Room for ids [B, S], or for spectrograms; None without an encoder."""
+        """Room for ids [B, S], spectrograms, or what an encoder gave; None without an encoder."""
         if sources is None:
             return None
         shape = len(sources), read, *sources[0].shape[1:]
@@ -180,11 +185,13 @@ class Prompts:
         whole: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
         source_last: torch.Tensor | None = None,
+        is_encoded: bool = False,
     ) -> torch.Tensor:
         """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
 
         `whole` [B] are the last positions of prompts of which this is a chunk. An encoder reads
-        `source` [B, S] up to `source_last` [B], and what layers need of it goes to the cache.
+        `source` [B, S] up to `source_last` [B], and what layers need of it goes to the cache;
+        where the source `is_encoded` it has run before.
         """
         start = chunk.start if chunk else 0
         shape = ids.shape[:2]
@@ -200,7 +207,7 @@ class Prompts:
         model = self._spec, params, self._ops
         across = None
         if source is not None and source_last is not None:
-            across = self._across(params, cache, source, slots, source_last)
+            across = self._across(params, cache, source, slots, source_last, is_encoded)
         how: dict[str, Any] = {"embeds": embeds, "across": across}
         x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
@@ -212,11 +219,17 @@ class Prompts:
         source: torch.Tensor,
         slots: torch.Tensor,
         last: torch.Tensor,
+        is_encoded: bool,
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which the cache keeps in `slots`."""
-        model = self._spec, params, self._ops
-        if source.ndim > 2:
-            dtype, mask = params.outer["embed.weight"].dtype, None
+        model, mask = (self._spec, params, self._ops), None
+        dtype, encoder = params.outer["embed.weight"].dtype, self._spec.encoder
+        assert encoder is not None
+        if is_encoded:
+            states = source.to(dtype)
+            if not encoder.mel:
+                mask = torch.arange(source.shape[1], device=source.device)[None] <= last[:, None]
+        elif encoder.mel:
             at = torch.arange(source.shape[1] // 2, device=source.device).expand(len(source), -1)
             states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
             last = last // 2

@@ -130,9 +130,9 @@ class TorchRunner:
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        source: Any = inputs.source or (None,) * 4
+        source: Any = inputs.source or (None,) * 5
         if inputs.source:
-            source = (source.ids, source.positions, source.mask, source.embeds)
+            source = (source.ids, source.positions, source.mask, source.embeds, source.states)
         tensors = [
             None if array is None else torch.from_numpy(array)
             for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
@@ -156,6 +156,11 @@ class TorchRunner:
                 ends = result["start_logits"], result["end_logits"]
                 parts = [self._loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
                 result["loss"] = (parts[0] + parts[1]) / 2
+            elif inputs.labels is not None and inputs.loss != "classes":
+                wanted = torch.from_numpy(inputs.labels).to(self.device)
+                several = inputs.loss == "several"
+                difference = F.binary_cross_entropy_with_logits if several else F.mse_loss
+                result["loss"] = difference(result["logits"].float(), wanted)
             elif inputs.labels is not None:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
@@ -175,6 +180,7 @@ class TorchRunner:
         source_positions: torch.Tensor | None,
         source_mask: torch.Tensor | None,
         source_embeds: torch.Tensor | None,
+        source_states: torch.Tensor | None,
         keep: bool,
         texts: int,
         largest: bool,
@@ -197,11 +203,15 @@ class TorchRunner:
         given: dict[str, Any] = {"keep": keep, "embeds": embeds}
         of_encoder: dict[str, Any] = {}
         if source_positions is not None:
-            vectors = None if source_embeds is None else source_embeds.to(self.dtype)
-            encoded = decoder.encoded(*model, source, source_positions, source_mask, vectors, keep)
+            if source_states is not None:
+                encoded = [source_states.to(self.dtype)]
+            else:
+                vectors = None if source_embeds is None else source_embeds.to(self.dtype)
+                read = source, source_positions, source_mask, vectors
+                encoded = decoder.encoded(*model, *read, keep)
             given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
             of_encoder = {"encoder_last_hidden_state": encoded[-1]}
-            if keep:
+            if keep and source_states is None:
                 of_encoder["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
         if texts:
@@ -260,7 +270,8 @@ class TorchRunner:
         with self._own_settings(int(lengths.sum()) + read):
             prompts = [r.prompt for r in requests]
             sources = None if self.spec.encoder is None else [r.source for r in requests]
-            last = self._prompts.run(self._passed, self._cache, prompts, rows, sources)
+            how: Any = {"sources": sources, "is_encoded": requests[0].is_encoded}
+            last = self._prompts.run(self._passed, self._cache, prompts, rows, **how)
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
         for row, request in enumerate(requests):
             if ids := [*request.hidden, *request.hidden_at_first]:

@@ -126,7 +126,7 @@ def _decode_attention_kernel(
         if TWO_TABLES:  # the second is that of long sequences
             frequencies_ptr += tl.where(length >= original, ROTARY // 2, 0)
         frequency = tl.load(frequencies_ptr + turn_of, mask=turned, other=0.0)
-        if STRETCH:
+        if STRETCH > 0:
             frequency = stretched(frequency, turn_of, length, original, STRETCH, ROTARY // 2)
         angle = length.to(tl.float32) * frequency
         cos = tl.where(turned, tl.cos(angle) * rotary_scale, 1.0)

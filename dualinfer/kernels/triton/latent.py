@@ -49,7 +49,7 @@ def _turn_latents_kernel(
     frequency = tl.load(frequencies_ptr + i, mask=i < PAIRS, other=0.0)
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + b * positions_stride0 + t * positions_stride1)
-    if STRETCH:
+    if STRETCH > 0:
         end = tl.load(ends_ptr + b)
         frequency = stretched(frequency, i, end, original, STRETCH, PAIRS)
     angle = position.to(tl.float32) * frequency

@@ -142,7 +142,7 @@ def _rotary_append_kernel(
             y *= factor * _of_head(is_q, is_v, q2, k2)
             z *= factor * _of_head(is_q, is_v, q3, k3)
     if frequencies_ptr is not None:
-        if STRETCH:
+        if STRETCH > 0:
             end = tl.load(ends_ptr + b)
             frequency = stretched(frequency, i, end, original, STRETCH, PAIRS)
         elif ends_ptr is not None:  # the second row of frequencies is that of long sequences
