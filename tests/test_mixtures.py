@@ -15,11 +15,12 @@ import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
-from .mixtures import CASES, VOCAB, chosen_by, config_of, make
+from .mixtures import CASES, LONGROPE, VOCAB, chosen_by, config_of, make
 from .models import on_backends, random_ids, relative_rms
 
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
 
 
@@ -71,6 +72,8 @@ def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path)
         ("jax", "qwen2_moe", "num_experts"),
         ("torch", "llama4", "num_local_experts"),
         pytest.param("jax", "llama4", "num_local_experts", marks=pytest.mark.slow),
+        ("torch", "phimoe", "num_local_experts"),
+        pytest.param("jax", "phimoe", "num_local_experts", marks=pytest.mark.slow),
     ],
 )
 def test_experts_that_no_token_chose_change_no_bit(backend, case, count, monkeypatch):
@@ -134,6 +137,8 @@ SHARED = [
         ("glm4_moe", "jax", 3, False),
         ("llama4", "torch", 2, False),
         ("llama4", "jax", 3, False),
+        ("phimoe, longrope", "torch", 2, False),
+        ("phimoe, longrope", "jax", 2, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )
@@ -217,6 +222,11 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("llama4", {"attention_chunk_size": None}, "attention_chunk_size=None"),
         ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("hunyuan_v1_moe", {"moe_topk": [1, 0]}, "moe_topk="),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise=-0.1"),
+        ("phimoe", {"num_local_experts": 1}, "cannot choose more experts"),
+        ("phimoe", {"rope_parameters": {**LONGROPE, "long_mscale": 1.3}}, "long_mscale=1.3"),
+        ("phimoe", {"rope_parameters": {**LONGROPE, "long_mscale": None}}, "long_mscale=None"),
+        ("phimoe", {"rope_parameters": LINEAR}, "rope_type='linear'"),
     ],
 )
 def test_what_a_mixture_does_not_honour_is_refused(case, fields, message):

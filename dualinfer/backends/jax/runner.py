@@ -654,11 +654,12 @@ class JaxRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(params.layers) for n, w in g.items()}
         ways = self.steps.ops.implementations, PlainOps.implementations
         knows = self.steps.ops.knows if self.steps.ops.cache_kinds else None
+        left_plain = self.steps.ops.left_plain(self.spec)
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
             "ops": {
-                **served(*ways, knows, self._cache_specs),
+                **served(*ways, knows, self._cache_specs, left_plain),
                 **SCHEMES.implementations(leaves, self.steps.ops.reads_codes),
             },
             "weights": describe_weights({**params.outer, **inner}),

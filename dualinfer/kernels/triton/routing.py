@@ -52,6 +52,12 @@ def serves(router: Any, total: int) -> bool:
     return fits and router.score in SCORES
 
 
+def serves_all(spec: Any) -> bool:
+    """Whether the kernels know all routers of a `model.spec.ModelSpec`."""
+    mixtures = (layer.mlp for layer in spec.all_layers if layer.experts)
+    return all(serves(own.router, own.count) for own in mixtures)
+
+
 def arguments(router: Any) -> dict[str, Any]:
     """What `route` takes of a `model.spec.Router`."""
     names = ("chosen", "score", "groups", "groups_chosen", "group_score", "renormalized")

@@ -11,7 +11,7 @@ from ...errors import ModelError, shown
 from ..spec import Experts, Mlp, Router
 from ..weights import Row, Source, row
 from . import rows as make
-from .fields import ConfigFields, is_positive
+from .fields import ConfigFields
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,9 @@ def _router(fields: ConfigFields) -> Router:
     if family == "llama4_text":
         return Router(0, "gates")
     if family == "phimoe":
-        jitter = fields.take("router_jitter_noise")
-        if not is_positive(jitter) and (jitter != 0 or isinstance(jitter, bool)):
-            raise ModelError(
-                f"config.json has router_jitter_noise={shown(jitter)}; expected 0 or a positive "
-                "number."
-            )
-        return Router(2, "sparse", jitter=float(jitter))
+        name = "router_jitter_noise"
+        jitter = 0.0 if fields.take(name) == 0 else fields.number(name)
+        return Router(2, "sparse", jitter=jitter)
     if family == "minimax_m2":
         return Router(0, "sigmoid", renormalized=True)
     if family == "ernie4_5_moe":

@@ -124,6 +124,10 @@ class KernelOps(PlainOps):
         self.configurations = Configurations(shipped(kinds) if kinds else ())
         self._counters: jax.Array | None = None
 
+    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+        """See `PlainOps.left_plain`."""
+        return () if routing.serves_all(spec) else ("router",)
+
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
         """Zeros by which programs that share a sum count one another."""
         return jnp.zeros(max(linear.MOST_TILES, pairs), jnp.int32)

@@ -59,6 +59,10 @@ class PlainOps:
         if split is not None:
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
+    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The ops that kernels serve in other models, and not in this one."""
+        return ()
+
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """Whether kernels write and read a cache."""
         return cache.kind in self.cache_kinds and (

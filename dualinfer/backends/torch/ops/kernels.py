@@ -135,6 +135,10 @@ class KernelOps(PlainOps):
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
+    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+        """See `PlainOps.left_plain`."""
+        return () if routing.serves_all(spec) else ("router",)
+
     @named("embed")
     def embed(
         self,

@@ -53,6 +53,10 @@ class PlainOps:
     def clear(self) -> None:
         """Let go of memory on the device."""
 
+    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The ops that kernels serve in other models, and not in this one."""
+        return ()
+
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """Whether kernels write and read a cache; then `attend` takes chunks."""
         return cache.kind in self.cache_kinds and (
