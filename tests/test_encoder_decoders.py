@@ -202,8 +202,8 @@ def test_outputs_are_those_of_transformers(name, backend):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *(pytest.param(name, "torch") for name in QUICK),
-        *slow_but(["t5"], QUICK, "jax"),
+        *slow_but(["t5", "whisper"], QUICK, "torch"),
+        *slow_but([], QUICK, "jax"),
         pytest.param("mbart", "torch", marks=pytest.mark.slow),
     ],
 )

@@ -456,7 +456,8 @@ def _without_lengths(rope: Rope, parameters: Mapping[str, Any]) -> Rope:
             f"config.json has rope_type={shown(rope.kind)}, which the phimoe family does not "
             "honour (default and longrope only); ignoring it would give wrong text."
         )
-    short, long = (parameters.get(name) for name in _MSCALES)
+    values: list[Any] = [parameters.get(name) for name in _MSCALES]
+    short, long = values
     if not is_positive(short) or not is_positive(long):
         raise ModelError(
             f"config.json has rope_parameters with short_mscale={shown(short)} and long_mscale="
