@@ -105,7 +105,7 @@ class Request:
     """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
 
     With `embeds` float32 [T, W] these are what the layers read, and T is theirs; `tokens` are what
-    has been seen, all or none. `source` is what an encoder reads, if there is one, int32 [S] a
+    has been seen, all or none. `source` is what an encoder reads, if there is one: int32 [S], a
     spectrogram float32 [2 S, mel] or, if it `is_encoded`, what the encoder gave float32 [S, E], and
     `encoded` is S. All requests of a prefill have the same kind of source. The loop gives the token
     `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`

@@ -305,6 +305,17 @@ def _wide_dtype(maths: Maths, x: Any) -> Any:
     return maths.wide(x[..., :0]).dtype
 
 
+def of_each(weight: Weight, chosen: Any) -> Weight:
+    """A weight of experts with what is known of its input as each of `chosen` [pairs] has it."""
+    given = weight.beside.get("input")
+    if given is None:
+        return weight
+    assert isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
+    how = weight.scheme.activation
+    ones = (1, 1) if how.dynamic and how.block else (1,)
+    return replace(weight, beside={**weight.beside, "input": given[chosen].reshape(-1, *ones)})
+
+
 def rounds_input(weight: Weight) -> bool:
     """True if the input of a weight's products is quantized."""
     return isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None

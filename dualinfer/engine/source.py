@@ -164,15 +164,15 @@ def make_pair_inputs(
         )
     ids, labels = given["decoder_input_ids"], given["labels"]
     if ids is None:
-        shown_to = labels if spec.has_logits and labels is not None else None
-        if shown_to is None and spec.repeats:
-            shown_to = source.ids
-        if shown_to is None:
+        to_shift = labels if spec.has_logits and labels is not None else None
+        if to_shift is None and spec.repeats:
+            to_shift = source.ids
+        if to_shift is None:
             raise ArgumentError(
                 "decoder_input_ids is missing: pass the ids that the decoder reads, or labels, of "
                 "which they are made."
             )
-        ids = shifted(spec, shown_to, pad)
+        ids = shifted(spec, to_shift, pad)
     mask = given["decoder_attention_mask"]
     how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
     how |= {"ends": ends, "problem": problem}
@@ -193,8 +193,8 @@ def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndar
     assert spec.head is not None
     if source.ids is None:
         raise ArgumentError(
-            f"{spec.architecture} scores where input_ids end with id {spec.head.eos}, which "
-            "inputs_embeds do not tell. Pass input_ids."
+            f"{spec.architecture} scores the place of the last id {spec.head.eos} (eos_token_id) "
+            "in input_ids, and none were given. Pass input_ids."
         )
     ends = source.ids == spec.head.eos
     counts = ends.sum(1)

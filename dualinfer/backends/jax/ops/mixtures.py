@@ -10,9 +10,8 @@ from jax import lax
 
 from ....model.spec import Experts, Router
 from ....model.weights import Weight
-from ....quantization import BlockScheme
 from ...contract import Routing, Weights
-from ...schemes import rounds_input
+from ...schemes import of_each, rounds_input
 from . import primitives
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
@@ -150,17 +149,6 @@ def one_expert(weight: Weight, expert: jax.Array) -> Weight:
     """The matrix of one of the experts [X, out, in], by its number."""
     beside = {part: _row(array, expert) for part, array in weight.beside.items()}
     return replace(weight, data=_row(weight.data, expert), axes=weight.axes[1:], beside=beside)
-
-
-def of_each(weight: Weight, chosen: jax.Array) -> Weight:
-    """A weight of experts with what is known of its input as each of `chosen` [pairs] has it."""
-    given = weight.beside.get("input")
-    if given is None:
-        return weight
-    assert isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
-    how = weight.scheme.activation
-    ones = (1, 1) if how.dynamic and how.block else (1,)
-    return replace(weight, beside={**weight.beside, "input": given[chosen].reshape(-1, *ones)})
 
 
 def _row(array: jax.Array | None, expert: jax.Array) -> jax.Array | None:
