@@ -64,7 +64,7 @@ def check_by_compressed_tensors(folder):
         assert relative_rms(ours, theirs) < limit, name
 
 
-@pytest.mark.parametrize("asked", ["int8", "fp8", "nvfp4", INT4, ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("asked", ["int8", "fp8", "nvfp4", "mxfp4", INT4, ASYMMETRIC], ids=str)
 def test_transformers_loads_the_same_values(asked, model, tmp_path):
     """And engines of both backends the same bytes."""
     folder, ids = tmp_path / "out", random_ids(2, 9)

@@ -19,7 +19,7 @@ from .ops.plain import Chunk, PlainOps
 from .params import Params
 
 GRAIN = 64  # tokens
-MOST_REPLAYED = 1024  # tokens of all prompts or texts of a call
+MOST_REPLAYED = 1024  # tokens of all prompts of a call
 _MOST_AT_ONCE = 32768
 
 
