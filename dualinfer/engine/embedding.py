@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class EmbeddingCalls(InferenceEngine):
                         "passed. Pass texts, or ids that have the prompt in front."
                     )
                 single, skip, ids = False, 0, self._check_rows(given)
-            weights = [pooling_weights(how.pooling, len(row), skip) for row in ids]
+            weights = pooling_weights(how.pooling, list(map(len, ids)), skip)
             call.meet(lambda: (ids, weights, batch_size))
             parts = self._passes(ids, weights, batch_size, how.pooling == "max")
             vectors = _gathered(parts, len(ids))
@@ -265,8 +265,8 @@ def _flat_rows(given: Any, vocab: int) -> list[np.ndarray] | None:
         return None
     if ids.min() < 0 or ids.max() >= vocab:
         return None
-    ends = np.cumsum([len(row) for row in given])
-    return np.split(ids.astype(np.int32), ends[:-1])
+    ids, ends = ids.astype(np.int32), list(accumulate(map(len, given)))
+    return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _is_text(given: Any) -> bool:
