@@ -14,17 +14,10 @@ from ..backends.base import NO_TOKEN, Request, Runner, Sampling
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
 from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
 from .base import CLOSED, About
+from .checks import by_name, is_zero
 from .embedding import EmbeddingCalls
 from .images import make_image_inputs, refuse_images
-from .inputs import (
-    Prompts,
-    by_name,
-    is_zero,
-    make_embedded,
-    make_forward_inputs,
-    make_prompts,
-    refuse_arguments,
-)
+from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
 from .options import (
     GenerationArguments,
@@ -37,6 +30,7 @@ from .options import (
     with_arguments,
 )
 from .origin import Origin
+from .prompts import Prompts, make_embedded, make_prompts
 from .report import Report
 from .source import (
     NAMES,
