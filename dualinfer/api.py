@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import backends
 from .checkpoint.adapters import AdaptedSource, Adapter, open_adapter, open_adapters_of
 from .checkpoint.fitting import fit, wanted_by_module, wanted_by_table
-from .checkpoint.gguf import is_gguf
+from .checkpoint.gguf_model import is_gguf
 from .checkpoint.hf_config import (
     check_sizes,
     read_config,

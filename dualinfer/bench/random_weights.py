@@ -17,7 +17,7 @@ import numpy as np
 from ..api import Opened
 from ..arrays import numpy_dtype
 from ..checkpoint.files import write_tensors
-from ..checkpoint.gguf import is_gguf
+from ..checkpoint.gguf_model import is_gguf
 from ..checkpoint.quantized import open_as_held, quantize_by
 from ..checkpoint.sources import open_checkpoint
 from ..config import make_config
