@@ -462,7 +462,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/runner.py",
-        "if mask is None and not self.spec.causal and size != (batch, tokens):",
+        "if hides and size != (batch, tokens):",
         "if False:",
         "BERT attends to the zeros that fill a bucket up.",
         "tests/parity/test_logits.py -k 'unpadded and bert and jax'",
@@ -873,13 +873,13 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/fused.py",
-        """use_cache = getattr(self.config, "use_cache", True)""",
+        """use_cache = getattr(self._config, "use_cache", True)""",
         "use_cache = True",
         "Packed sequences of a model with use_cache=false see each other.",
         "tests/parity/test_logits.py -k follow_use_cache",
     ),
     Row(
-        "engine/fused.py",
+        "engine/requests.py",
         "0 <= value.__index__() < 2**64:",
         "0 <= value.__index__() < 2**63:",
         "Half of all seeds are refused.",
