@@ -461,15 +461,15 @@ ROWS: list[Row] = [
         "tests/kernels/test_sampling.py -k hf_scores",
     ),
     Row(
-        "backends/jax/runner.py",
+        "backends/jax/padding.py",
         "if hides and size != (batch, tokens):",
         "if False:",
         "BERT attends to the zeros that fill a bucket up.",
         "tests/parity/test_logits.py -k 'unpadded and bert and jax'",
     ),
     Row(
-        "backends/jax/runner.py",
-        "if types is not None and not self.spec.token_types_from_vocab and not types.any():",
+        "backends/jax/padding.py",
+        "if types is not None and not spec.token_types_from_vocab and not types.any():",
         "if types is not None and not types.any():",
         "GPT-J and GPT-Neo on JAX leave out the embedding of token type 0.",
         "tests/parity/test_logits.py -k 'token_types_equal and jax'",

@@ -14,7 +14,6 @@ from zlib import crc32
 
 import numpy as np
 
-from ..api import Opened
 from ..arrays import numpy_dtype
 from ..checkpoint.files import write_tensors
 from ..checkpoint.gguf_model import is_gguf
@@ -24,6 +23,7 @@ from ..config import make_config
 from ..errors import ModelError
 from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
+from ..opening import Opened
 from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.codes import decode
 from ..quantization.formats import Opener
