@@ -6,7 +6,7 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Leaf, Row, leaves_of, parts_of
-from ..parallel.sharding import Shard, fit_row
+from ..parallel.shard import Shard, fit_row
 from ..quantization.packing import held_width
 
 

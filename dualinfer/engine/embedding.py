@@ -27,7 +27,7 @@ from ..model.embedding import (
 )
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
-from .inputs import by_name, check_ids, check_mask
+from .checks import by_name, check_ids, check_mask
 from .packing import Pass, make_inputs, make_passes
 from .text import encode
 

@@ -10,7 +10,9 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
-from .inputs import check_labels, check_numbers, loss_kind, pooling_weights, read_array
+from .checks import read_array
+from .inputs import pooling_weights
+from .labels import check_labels, check_numbers, loss_kind
 
 
 def refuse_images(spec: ModelSpec, pixels: Any) -> None:

@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
-from ...parallel.sharding import Shard
+from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_specs, describe_caches, served
