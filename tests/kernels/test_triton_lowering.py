@@ -618,7 +618,7 @@ def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool 
 
 VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, router={"renormalized": True}),
-    *choosing_experts(8, 4096, 8, 2, 14336),
+    *choosing_experts(8, 4096, 8, 2, 14336, router={"score": "sparse", "jitter": 0.01}),
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, **GPT_OSS),
     *choosing_experts(1, 2048, 60, 4, 1408, shared=5632),
     *choosing_experts(2048, 2048, 128, 8, 768, router=GROUPS)[0:3],
