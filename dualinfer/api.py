@@ -3,7 +3,7 @@
 import difflib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from .errors import (
     shown,
     warn_caller,
 )
+from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.embedding import TextEmbedding
 from .model.families import describe_model, knows_family
 from .model.hf_module import (
@@ -302,6 +303,7 @@ class _Model(NamedTuple):
     is_checkpoint: bool = False
     quantize: _Quantize = quantize_by
     own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
+    mixtures: Sequence[MoeLayer] = ()  # DeepSpeed's, in a live module
 
 
 _Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
@@ -329,6 +331,7 @@ def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> 
 def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _Described:
     try:
         spec, table = describe_model(found.config.to_dict(), found.class_names)
+        spec, table = with_layers(spec, table, found.mixtures)
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
@@ -342,6 +345,7 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
             f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
             "decoder, are not streamed. Leave it unset, or use a quantized model."
         )
+    notes.extend(_check_mixtures(found, settings))
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
@@ -361,6 +365,20 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
     stored = _elements(stored_as, [name for name in plain if name in held])
     own = _own_dtype(found.config, stored) if found.is_checkpoint else None
     return _with_dtype(settings, notes, stored, own), found, spec, plan, source
+
+
+def _check_mixtures(found: _Model, settings: InferenceConfig) -> list[str]:
+    """Notes of DeepSpeed's MoE layers; ModelError where experts of them are in other processes."""
+    layers = found.mixtures
+    for own in layers:
+        if own.held < own.count and settings.checkpoint is None:
+            raise ModelError(
+                f"{own.dispatch} was made with ep_size={own.count // own.held} and holds "
+                f"{own.held} of its {own.count} experts. Pass checkpoint= with all of them, or "
+                f"make the layer with ep_size=1. {found.other_way}"
+            )
+    drawn = any(own.drawn for own in layers)
+    return [describe_layers([own.count for own in layers], 0, drawn)] if layers else []
 
 
 def _open_adapters(settings: InferenceConfig) -> list[Adapter]:
@@ -641,7 +659,7 @@ def _from_module(live: Any, other_way: str) -> _Model:
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
-    check_parts(live, other_way)
+    mixtures = check_parts(live, other_way)
     generation = getattr(module, "generation_config", None)
 
     def open_source() -> TensorSource:
@@ -649,7 +667,7 @@ def _from_module(live: Any, other_way: str) -> _Model:
         return open_module(live)
 
     own = module.config, class_names(module), generation, open_source, other_way
-    return _Model(*own, own_adapters=partial(open_adapters_of, live))
+    return _Model(*own, own_adapters=partial(open_adapters_of, live), mixtures=mixtures)
 
 
 def _from_folder(folder: Path, other_way: str) -> _Model:
