@@ -222,6 +222,8 @@ def test_layers_are_saved_quantized_streamed_and_read_again(tmp_path):
         check(engine, answers(model))
     with serve(model, checkpoint=str(tmp_path / "saved")) as engine:
         check(engine, expected)
+    with pytest.raises(CheckpointError, match="make the module that has them, and pass it with"):
+        serve(str(tmp_path / "saved"))
     with serve(make("gpt2"), zero={"stage": 3, "offload_param": {"device": "cpu"}}) as engine:
         check(engine, expected)
     with serve(make("gpt2"), quant="int8") as engine:
@@ -312,10 +314,9 @@ def more_parts(layer):
         (lambda: changed(lambda layer: None, wrap=Masked), "a trial of Masked failed.*'mask'"),
     ],
 )
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_what_fused_mode_does_not_run_is_refused(model, text, backend):
+def test_what_fused_mode_does_not_run_is_refused(model, text):
     with pytest.raises(ModelError, match=rf"{text}.*Module mode does, on torch"):
-        serve(model(), backend)
+        serve(model())
 
 
 def test_opts_other_parts_must_do_nothing():

@@ -255,6 +255,7 @@ def _copy(part: Any, stands_for: Mapping[Any, Any]) -> Any:
         memo[id(own)] = own.cpu() if not own.is_meta else torch.zeros(own.shape, dtype=own.dtype)
     made = copy.deepcopy(part, memo)
     for module in made.modules():
+        vars(module).pop("forward", None)  # accelerate's, which only places
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     return made.eval()
@@ -291,7 +292,7 @@ def _form_of(expert: Any, width: int) -> Form | None:
     biases = {name: bias for name, bias in biases.items() if bias in named}
     if set(made.state_dict()) != {*matrices, *biases.values()} or len(matrices) not in (2, 3):
         return None
-    x = torch.randn((6, width), generator=torch.Generator().manual_seed(1))
+    x = torch.randn((4, width), generator=torch.Generator().manual_seed(1))
     wanted = _run(made, x[None, None])
     if not isinstance(wanted, torch.Tensor) or wanted.numel() != x.numel():
         return None
