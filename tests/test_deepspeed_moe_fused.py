@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn import functional as F
 
 import dualinfer
 from dualinfer import CheckpointError, ConfigError, ModelError
@@ -25,7 +26,7 @@ TWO = {"num_experts": 3, "k": 2, "use_residual": True}
 class Expert(nn.Module):
     """An expert of a user's own, of the activation that it is told."""
 
-    def __init__(self, width, ffn, activation=nn.functional.relu):
+    def __init__(self, width, ffn, activation=F.relu):
         super().__init__()
         self.wi, self.wo = nn.Linear(width, ffn), nn.Linear(ffn, width)
         self.activation = activation
@@ -76,7 +77,7 @@ CASES = {
         {"ffn_dim": 36, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
         {"expert": lambda width: Expert(width, width), "k": 1},
     ),
-    "bloom": (hf.BloomForCausalLM, {}, {"expert": lambda w: Expert(w, 40, nn.functional.gelu)}),
+    "bloom": (hf.BloomForCausalLM, {}, {"expert": lambda w: Expert(w, 40, F.gelu)}),
     "gpt_neo": (
         hf.GPTNeoForCausalLM,
         {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
@@ -310,6 +311,10 @@ def more_parts(layer):
         (
             lambda: changed(lambda layer: None, expert=lambda width: Odd(width, 20)),
             "an expert is a Odd, and no feed-forward that is known",
+        ),
+        (
+            lambda: changed(lambda layer: None, expert=lambda width: Expert(width, 9, F.relu6)),
+            "an expert is a Expert, and no feed-forward that is known",
         ),
         (lambda: changed(lambda layer: None, wrap=Masked), "a trial of Masked failed.*'mask'"),
     ],
