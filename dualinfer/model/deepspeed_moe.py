@@ -278,7 +278,7 @@ def _run(module: Any, *inputs: Any) -> Any:
 
 
 def _inputs(shape: tuple[int, ...], seed: int) -> Any:
-    """Random inputs [..., 4, E] in rows of other sizes: what is alike near 0 may end farther off."""
+    """Random inputs [..., 4, E], in rows of other sizes: some functions differ far from 0 alone."""
     import torch
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -320,7 +320,9 @@ def _form_of(expert: Any, width: int) -> Form | None:
         for turned in (False, True):
             ffn = int(named[down].shape[0 if turned else 1])
             shapes = [tuple(named[name].shape)[:: -1 if turned else 1] for name in (*ups, down)]
-            if shapes != [*[(ffn, width)] * len(ups), (width, ffn)]:
+            sizes = [named[bias].numel() for bias in map(biases.get, (*ups, down)) if bias]
+            wanted_sizes = [ffn for name in ups if name in biases] + [width] * (down in biases)
+            if shapes != [*[(ffn, width)] * len(ups), (width, ffn)] or sizes != wanted_sizes:
                 continue
             gate, *up = (product(x, name, turned).numpy() for name in ups)
             for activation in get_args(Activation):
