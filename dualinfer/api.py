@@ -339,8 +339,8 @@ def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _De
         )
     if settings.streams and spec.encoder:
         raise ConfigError(
-            f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
-            "decoder, are not streamed. Leave it unset, or use a quantized model."
+            f"keep_module_on_host=True: the layers of {spec.architecture}, which has two stacks of "
+            "them, are not streamed. Leave it unset, or use a quantized model."
         )
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:

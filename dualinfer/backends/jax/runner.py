@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import decoder
 from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
@@ -28,6 +29,7 @@ from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
+from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .packing import pack, unpack
@@ -144,18 +146,27 @@ class JaxRunner:
         so.
         """
         self._check()
+        spec = self.spec
+        if spec.towers and inputs.source is not None:
+            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+            w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
+            vectors = texts["pooler_output"], images["pooler_output"]
+            found = primitives.contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
+            return decoder.joined_towers(texts, images, *found)
+        if inputs.of_encoder and spec.encoder is not None:
+            spec = spec.encoder
         batch, tokens = inputs.shape
         size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
-        hides = mask is None and not self.spec.causal and inputs.segments is None
+        hides = mask is None and not spec.causal and inputs.segments is None
         if hides and size != (batch, tokens):
             mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
         # What is so by default is made on the device.
         counted = np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape))
         # The largest of a row says how long it is, which padding must not be.
-        if mask is None and counted and not self.spec.turns_by_length:
+        if mask is None and counted and not spec.turns_by_length:
             positions = None
-        if types is not None and not self.spec.token_types_from_vocab and not types.any():
+        if types is not None and not spec.token_types_from_vocab and not types.any():
             types = None
         arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
         read, sources = self._padded_source(inputs.source, size[0])
@@ -171,18 +182,27 @@ class JaxRunner:
         own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
         padded = [None if x is None else pad(x, own if x is inputs.segments else 0) for x in arrays]
         kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
+        blend = inputs.blend
+        if blend is not None:
+            blend = np.pad(blend, ((0, size[1] - len(blend)), (0, 0)))
         keep = inputs.output_hidden_states
-        how = {"texts": inputs.texts, "largest": inputs.largest} if inputs.texts else {}
+        how: dict[str, Any] = {}
+        if inputs.texts:
+            how = {"texts": inputs.texts, "largest": inputs.largest}
+        elif inputs.of_encoder:
+            how = {"of_encoder": True}
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.embed
-            if self.spec.has_logits and not inputs.texts:
-                values = self.spec.vocab * places // size[1]
-            values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
+            values = spec.embed
+            if spec.has_logits and not inputs.texts:
+                values = spec.vocab * places // size[1]
+            values += (len(spec.all_layers) + 1) * spec.embed if keep else 0
             width = size[1] + (bucket(read, SMALLEST_PROMPT) if read else 0)
             rows = max(1, self._most_tokens_of(width, values) // bucket(width))
-            outputs = self._outputs([*padded, kept, *sources], size, keep, min(rows, size[0]), how)
+            outputs = self._outputs(
+                [*padded, blend, kept, *sources], size, keep, min(rows, size[0]), how
+            )
         is_whole = (*size, places) == (batch, tokens, count) and not read
-        head = self.spec.head
+        head = spec.head
         flat = head is not None and head.kind in ("span", "replaced")
         cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
         result = self._place.local(cut_back)
@@ -250,13 +270,14 @@ class JaxRunner:
         """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
         arrays = self._place.operands(arrays)
         outputs: Any = None
-        for layers in [None] if keep or rows < size[0] else self.steps.parts:
+        is_whole = keep or rows < size[0] or "of_encoder" in how
+        for layers in [None] if is_whole else self.steps.parts:
             step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
             given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, given, keep, layers, rows, *how.values()),
+                ("forward", size, given, keep, layers, rows, *how.items()),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,
