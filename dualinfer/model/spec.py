@@ -344,9 +344,9 @@ class Layer:
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`. A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first). In a `scaled` one, always
-    `pre`, what a sub-layer adds is times a learned vector of its own (DINOv2).
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
+    block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
+    always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
     attention: Attention
@@ -357,8 +357,8 @@ class Layer:
     shared_norm: bool = False
     residual_scale: float = 1.0
     cross: Attention | None = None
-    bare: bool = False
     scaled: bool = False
+    bare: bool = False
 
     @property
     def experts(self) -> int:
