@@ -159,14 +159,14 @@ def test_streams_open_at_once_grow_the_cache(engines, monkeypatch):
     monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
     prompts = random_ids(2, 5).tolist()
     texts = []
-    for devices in (1, 2):
-        engine = engines("gpt2", devices)
-        first = engine.stream([prompts[0]], max_new_tokens=70, **GREEDY)
-        found = [next(first) for _ in range(3)]
-        second = engine.generate([prompts[1]], max_new_tokens=4, **GREEDY)
-        full = engine.generate(random_ids(1, 128), max_new_tokens=1, **GREEDY)  # all positions
-        rows = np.asarray(second)[0].tolist(), np.asarray(full)[0].tolist()
-        texts.append([*found, *first, *rows])
+    with make(make_model("gpt2", **MAIN["gpt2"]), backend="torch") as alone:
+        for engine in (alone, engines("gpt2", 2)):
+            first = engine.stream([prompts[0]], max_new_tokens=70, **GREEDY)
+            found = [next(first) for _ in range(3)]
+            second = engine.generate([prompts[1]], max_new_tokens=4, **GREEDY)
+            full = engine.generate(random_ids(1, 128), max_new_tokens=1, **GREEDY)  # all positions
+            rows = np.asarray(second)[0].tolist(), np.asarray(full)[0].tolist()
+            texts.append([*found, *first, *rows])
     assert texts[0] == texts[1]
 
 
