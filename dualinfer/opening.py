@@ -2,7 +2,7 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, serving_dtype
 from .errors import ConfigError, DualinferError, ModelError, UnservedError, warn_caller
+from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.families import describe_model
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
 from .model.load_plan import LoadPlan, TensorSource, make_load_plan
@@ -52,6 +53,7 @@ class HFModel(NamedTuple):
     is_checkpoint: bool = False
     quantize: _Quantize = quantize_by
     own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
+    mixtures: Sequence[MoeLayer] = ()  # DeepSpeed's, in a live module
 
 
 Described = tuple[InferenceConfig, HFModel, ModelSpec, LoadPlan, TensorSource]
@@ -80,6 +82,7 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     """What is known of a HF model that is found already; see `describe_fused`."""
     try:
         spec, table = describe_model(found.config.to_dict(), found.class_names)
+        spec, table = with_layers(spec, table, found.mixtures)
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
     _check_least_tokens(spec, settings)
@@ -90,9 +93,10 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
         )
     if settings.streams and spec.encoder:
         raise ConfigError(
-            f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
-            "decoder, are not streamed. Leave it unset, or use a quantized model."
+            f"keep_module_on_host=True: the layers of {spec.architecture}, which has two stacks of "
+            "them, are not streamed. Leave it unset, or use a quantized model."
         )
+    notes.extend(_check_mixtures(found, settings))
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:
         notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
@@ -131,7 +135,7 @@ def _from_module(live: Any, other_way: str) -> HFModel:
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
-    check_parts(live, other_way)
+    mixtures = check_parts(live, other_way)
     generation = getattr(module, "generation_config", None)
 
     def open_source() -> TensorSource:
@@ -139,7 +143,7 @@ def _from_module(live: Any, other_way: str) -> HFModel:
         return open_module(live)
 
     own = module.config, class_names(module), generation, open_source, other_way
-    return HFModel(*own, own_adapters=partial(open_adapters_of, live))
+    return HFModel(*own, own_adapters=partial(open_adapters_of, live), mixtures=mixtures)
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
@@ -196,6 +200,20 @@ def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:
             f"min_out_tokens={least}, but {spec.architecture} takes at most {most} tokens here. "
             "Use a smaller one."
         )
+
+
+def _check_mixtures(found: HFModel, settings: InferenceConfig) -> list[str]:
+    """Notes of DeepSpeed's MoE layers; ModelError where experts of them are in other processes."""
+    layers = found.mixtures
+    for own in layers:
+        if own.held < own.count and settings.checkpoint is None:
+            raise ModelError(
+                f"{own.dispatch} was made with ep_size={own.count // own.held} and holds "
+                f"{own.held} of its {own.count} experts. Pass checkpoint= with all of them, or "
+                f"make the layer with ep_size=1. {found.other_way}"
+            )
+    drawn = any(own.drawn for own in layers)
+    return [describe_layers([own.count for own in layers], 0, drawn)] if layers else []
 
 
 def open_adapters(settings: InferenceConfig) -> list[Adapter]:

@@ -21,7 +21,7 @@ FLOORS: dict[str, str] = {
     "kernels": "",
     "config": "",
     "quantization": "",
-    "model": "quantization",
+    "model": "kernels.reference quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
     "backends": "kernels.triton config quantization model parallel",
