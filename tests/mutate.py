@@ -532,8 +532,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/functional.py",
-        "if spec.learned_positions and length > spec.learned_positions:",
-        "if spec.learned_positions and length >= spec.learned_positions:",
+        "if spec.learned_positions and length > spec.tokens:",
+        "if spec.learned_positions and length >= spec.tokens:",
         "apply refuses a sequence that fills a model's positions.",
         "tests/test_jax_users.py -k inputs_that_do_not_fit",
     ),
@@ -852,8 +852,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/loop.py",
-        "                self._runner.release(slots)\n                raise",
-        "                raise",
+        "            self._runner.release(slots)\n            raise",
+        "            raise",
         "A prompt that failed keeps its slot, and every later step serves it.",
         "tests/test_generate.py -k failing_prefill",
     ),
@@ -1159,8 +1159,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/prompts.py",
-        "Chunk(start, slot))",
-        "Chunk(start, 0))",
+        "Chunk(start, slot), whole)",
+        "Chunk(start, 0), whole)",
         "A long prompt behind another one reads that one's cache.",
         "tests/test_prompts.py -k pieces",
     ),
@@ -1222,8 +1222,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "bench/counts.py",
-        "else attention.window - 1",
-        "else attention.window",
+        "else attention.reach - 1",
+        "else attention.reach",
         "The limit of a windowed model's step counts a token too many.",
         "tests/test_bench.py -k cached_bytes",
     ),

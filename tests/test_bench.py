@@ -362,7 +362,7 @@ def check_row(row: dict, kind: str) -> None:
     assert row["peak_bytes"] is None
 
 
-def test_bench_decode_writes_every_row_of_both_backends_and_a_peer(tmp_path):
+def test_bench_decode_writes_every_row_of_both_backends_and_a_peer(here, tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     pytest.importorskip("matplotlib")
     result = bench(

@@ -37,7 +37,7 @@ from dualinfer.kernels.triton.operands import Launch, Pointer  # noqa: E402
 from dualinfer.kernels.xla import handler  # noqa: E402
 
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
-from .models import make_model, random_ids, relative_rms  # noqa: E402
+from .models import make_model, random_ids, relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),
@@ -112,7 +112,7 @@ def standing_in(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("name", _SMALL)
+@pytest.mark.parametrize("name", slow_but(["llama-gqa"], _SMALL))
 def test_steps_give_what_one_plain_device_gives(name, exchanging, standing_in):
     ids = random_ids(1, 5) % VOCAB
     with make(name) as plain:

@@ -71,17 +71,21 @@ def new_tokens(result, row, width=WIDTH):
 # --- greedy --------------------------------------------------------------------------------------
 
 
-# A batch of one is another executable: on JAX, one case of each kind is worth its compile.
-ALONE_ON_JAX = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
+# A batch of one is another executable: on JAX few cases are worth their compile.
+ALONE_ON_JAX = slow_but(
+    ("llama-gqa", "qwen3-mixed"),
+    ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse"),
+    "jax",
+)
 # One case of each kind of positions, windows and caches; the others show the same again.
-QUICK = (*ALONE_ON_JAX, "bloom", "gemma2")
+QUICK = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse", "bloom", "gemma2")
 # They differ from another case by weights or angles, which a forward pass shows on both backends:
 # of their text on JAX each costs three executables and shows nothing else.
 VARIED = (
     *("llama-bias", "llama-linear", "llama-llama3", "llama-yarn", "llama-yarn-factor"),
     *("llama-yarn-mscale", "llama-mha", "mistral", "qwen2", "gpt2-unscaled", "opt-bare"),
     *("gptj-tied", "gpt-neo-untied", "neox-sequential", "bloom-untied", "gemma2-uncapped"),
-    *("gemma3-scaled", "qwen3"),
+    *("gemma3-scaled", "qwen3", "llama-mqa", "opt-post"),
 )
 
 
@@ -106,7 +110,7 @@ def test_greedy_equals_hf_over_64_tokens(name, layout, backend, hf_model, engine
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((n, "torch") for n in GENERATING), *((n, "jax") for n in ALONE_ON_JAX)],
+    [*((n, "torch") for n in GENERATING), *ALONE_ON_JAX],
     scope="session",
 )
 def test_greedy_of_a_single_prompt_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
@@ -124,7 +128,14 @@ def check_greedy(model, engine, ids, mask):
     equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, GENERATING), scope="session")
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *slow_but(QUICK, GENERATING, "torch"),
+        *slow_but(("llama-gqa", "gemma2"), GENERATING, "jax"),
+    ],
+    scope="session",
+)
 def test_right_padded_and_list_input_equal_each_row_alone(name, backend, hf_model, engine_of):
     engine = engine_of(name, backend)
     options = {"max_new_tokens": NEW, "do_sample": False}

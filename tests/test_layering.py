@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,12 @@ def imports(path: Path, source: str | None = None) -> Iterator[Import]:
     return visit(ast.parse(source), True)
 
 
+@cache
+def all_imports(path: Path) -> tuple[Import, ...]:
+    """What a file imports, read once for all tests."""
+    return tuple(imports(path))
+
+
 def _is_import_module(node: ast.Call) -> bool:
     """A literal importlib.import_module("torch"); computed names are for backends/__init__."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -129,7 +136,7 @@ def test_folder_imports_only_what_its_row_allows(path: Path):
     folder = folder_of(module, FLOORS)
     assert folder or not module, f"dualinfer.{module} lies in no folder of the table."
     allowed = {folder, *OPEN_TO_ALL, *FLOORS[folder].split()}
-    for found in imports(path):
+    for found in all_imports(path):
         head, _, inner = found.module.partition(".")
         if head == "dualinfer":
             target = folder_of(inner, FLOORS)
@@ -141,7 +148,7 @@ def test_folder_imports_only_what_its_row_allows(path: Path):
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_module_imports_no_foreign_framework(path: Path):
     at_module_level, anywhere = FORBIDDEN[folder_of(module_name(path), FORBIDDEN)]
-    for found in imports(path):
+    for found in all_imports(path):
         forbidden = anywhere | (at_module_level if found.at_module_level else set())
         assert found.module.split(".")[0] not in forbidden, (
             f"{path}:{found.line} imports {found.module}"

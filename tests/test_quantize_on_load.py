@@ -380,7 +380,7 @@ def test_a_device_holds_a_layer_beside_the_quantized_weights_at_most(
     assert held <= most[0] <= held + 1.2 * layer
 
 
-@pytest.mark.parametrize("asked", ["int4", None], ids=str)
+@pytest.mark.parametrize("asked", ["int4", pytest.param(None, marks=pytest.mark.slow)], ids=str)
 def test_the_host_holds_a_layer_and_no_matrix_of_unpacked_codes(asked, folders, monkeypatch):
     """A layer as it will be held, of which one matrix' codes of 4 bits, unpacked, are 0.44."""
     model, plain, quantized = folders

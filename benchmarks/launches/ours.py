@@ -18,6 +18,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dualinfer.kernels.xla.ffi import (
+    ADDRESS,
+    Buffer,
+    Extension,
+    Frame,
+    LaunchAttribute,
+    LaunchConfig,
+    Metadata,
+    Scalar,
+    StreamGet,
+)
+
 
 class Compiled(NamedTuple):
     """A kernel for one kind of GPU."""
@@ -91,69 +103,6 @@ def ptx_call(
     return call(*args, args[0], args[0])
 
 
-# The parts of XLA's FFI (xla/ffi/api/c_api.h) and of CUDA's driver that the handler reads.
-
-_POINTER, _SIZE, _INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
-_POINTERS = ctypes.POINTER(ctypes.c_void_p)
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("api", _POINTER), ("ctx", _POINTER)),
-        ("stage", ctypes.c_int),
-        *(("args_struct", _SIZE), ("args_extension", _POINTER), ("args_size", _INT64)),
-        *(("arg_types", _POINTER), ("args", _POINTERS)),
-        *(("rets_struct", _SIZE), ("rets_extension", _POINTER), ("rets_size", _INT64)),
-        *(("ret_types", _POINTER), ("rets", _POINTERS)),
-        *(("attrs_struct", _SIZE), ("attrs_extension", _POINTER), ("attrs_size", _INT64)),
-        *(("attr_types", _POINTER), ("attr_names", _POINTER), ("attrs", _POINTERS)),
-    ]
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _POINTER)),
-        ("metadata", _POINTER),
-    ]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("version_struct", _SIZE), ("version_extension", _POINTER)),
-        *(("major", ctypes.c_int), ("minor", ctypes.c_int), ("traits", ctypes.c_uint32)),
-    ]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("dtype", ctypes.c_int)),
-        ("data", _POINTER),
-    ]
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(_INT64))]
-
-
-class _StreamGet(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("ctx", _POINTER)),
-        ("stream", _POINTER),
-    ]
-
-
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
-        ("stream", _POINTER),
-        *(("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint)),
-    ]
-
-
 _METADATA = 1  # the extension by which XLA asks what a handler can do
 _CAPTURABLE = 1
 _VERSION = 32  # byte of the API where its version stands, two ints
@@ -190,11 +139,11 @@ class _Program:
 
 def _prepared(launch: Launch) -> tuple[Any, ...]:
     count = len(launch.buffers) + 2  # and Triton's two for scratch, null
-    values = (_POINTER * count)()
-    pointers = (_POINTER * count)(*(ctypes.addressof(values) + 8 * i for i in range(count)))
-    attribute = (_LaunchAttribute * 1)()
+    values = (ADDRESS * count)()
+    pointers = (ADDRESS * count)(*(ctypes.addressof(values) + 8 * i for i in range(count)))
+    attribute = (LaunchAttribute * 1)()
     attribute[0].id, attribute[0].value[0] = _SERIALIZATION, 1
-    config = _LaunchConfig(launch.grid, (launch.kernel.threads, 1, 1), launch.kernel.shared)
+    config = LaunchConfig(launch.grid, (launch.kernel.threads, 1, 1), launch.kernel.shared)
     if launch.early:
         config.attributes, config.count = attribute, 1
     return _function(launch.kernel), config, values, pointers
@@ -203,7 +152,7 @@ def _prepared(launch: Launch) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=256)
 def _function(kernel: Compiled) -> Any:
     """The kernel, loaded for every device of the process."""
-    library, function = _POINTER(), _POINTER()
+    library, function = ADDRESS(), ADDRESS()
     none = (None, None, 0, None, None, 0)
     _check(_cuda().cuLibraryLoadData(ctypes.byref(library), kernel.cubin, *none))
     _check(_cuda().cuLibraryGetKernel(ctypes.byref(function), library, kernel.name.encode()))
@@ -225,15 +174,15 @@ _lock = threading.Lock()  # XLA calls for each device from a thread of its own
 calls, spent = 0, 0.0  # of the handler, for the table
 
 
-@ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_Frame))
+@ctypes.CFUNCTYPE(ADDRESS, ctypes.POINTER(Frame))
 def _handler(pointer: Any) -> None:
     global calls, spent
     frame = pointer.contents
     try:
         if frame.extension:
-            extension = _Extension.from_address(frame.extension)
+            extension = Extension.from_address(frame.extension)
             if extension.type == _METADATA:
-                metadata = _Metadata.from_address(extension.metadata)
+                metadata = Metadata.from_address(extension.metadata)
                 version = (ctypes.c_int * 2).from_address(frame.api + _VERSION)
                 metadata.major, metadata.minor = (
                     version  # whatever XLA has: we use what never moved
@@ -241,17 +190,17 @@ def _handler(pointer: Any) -> None:
                 metadata.traits = _CAPTURABLE
                 return
         started = time.perf_counter()
-        get = ctypes.CFUNCTYPE(_POINTER, _POINTER)(
-            _POINTER.from_address(frame.api + _STREAM_GET_AT).value
+        get = ctypes.CFUNCTYPE(ADDRESS, ADDRESS)(
+            ADDRESS.from_address(frame.api + _STREAM_GET_AT).value
         )
-        got = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.ctx, None)
+        got = StreamGet(ctypes.sizeof(StreamGet), None, frame.ctx, None)
         if get(ctypes.addressof(got)):
             raise RuntimeError("XLA gave no stream")
         at = [frame.args[i] for i in range(frame.args_size)]
         at += [frame.rets[i] for i in range(frame.rets_size)]
-        number = _Scalar.from_address(frame.attrs[0]).value[0]
+        number = Scalar.from_address(frame.attrs[0]).value[0]
         with _lock:
-            _programs[number].run(got.stream, [_Buffer.from_address(a).data for a in at])
+            _programs[number].run(got.stream, [Buffer.from_address(a).data for a in at])
         calls, spent = calls + 1, spent + time.perf_counter() - started
     except BaseException:  # XLA would go on with what is not there
         traceback.print_exc()

@@ -20,79 +20,21 @@ import jax
 from ..triton.ahead import POINTER, Code, codes
 from ..triton.ahead import prepare as prepare
 from ..triton.operands import Launch, Pointer
+from .ffi import (
+    ADDRESS,
+    INT64,
+    Buffer,
+    ErrorCreate,
+    Extension,
+    Frame,
+    LaunchAttribute,
+    LaunchConfig,
+    Metadata,
+    Scalar,
+    StreamGet,
+)
 
 TARGET = "dualinfer_triton_launches"
-
-# The parts of XLA's FFI (xla/ffi/api/c_api.h) and of CUDA's driver that the handler reads. Those
-# of XLA have not moved since its API has a version; what is behind them may grow.
-
-_POINTER, _SIZE, _INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
-_POINTERS = ctypes.POINTER(ctypes.c_void_p)
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("api", _POINTER), ("ctx", _POINTER)),
-        ("stage", ctypes.c_int),
-        *(("args_struct", _SIZE), ("args_extension", _POINTER), ("args_size", _INT64)),
-        *(("arg_types", _POINTER), ("args", _POINTERS)),
-        *(("rets_struct", _SIZE), ("rets_extension", _POINTER), ("rets_size", _INT64)),
-        *(("ret_types", _POINTER), ("rets", _POINTERS)),
-        *(("attrs_struct", _SIZE), ("attrs_extension", _POINTER), ("attrs_size", _INT64)),
-        *(("attr_types", _POINTER), ("attr_names", _POINTER), ("attrs", _POINTERS)),
-    ]
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _POINTER)),
-        ("metadata", _POINTER),
-    ]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("version_struct", _SIZE), ("version_extension", _POINTER)),
-        *(("major", ctypes.c_int), ("minor", ctypes.c_int), ("traits", ctypes.c_uint32)),
-    ]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("dtype", ctypes.c_int)),
-        ("data", _POINTER),
-    ]
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(_INT64))]
-
-
-class _StreamGet(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("ctx", _POINTER)),
-        ("stream", _POINTER),
-    ]
-
-
-class _ErrorCreate(ctypes.Structure):
-    _fields_ = [
-        *(("struct_size", _SIZE), ("extension", _POINTER), ("message", ctypes.c_char_p)),
-        ("code", ctypes.c_int),
-    ]
-
-
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
-        ("stream", _POINTER),
-        *(("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint)),
-    ]
-
 
 _METADATA = 1  # the extension by which XLA asks what a handler can do
 _CAPTURABLE = 1
@@ -103,7 +45,7 @@ _INTERNAL = 13  # XLA_FFI_Error_Code
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_UNASKED = 48 << 10  # bytes that every kernel may have
-_TYPES = {POINTER: _POINTER, "i32": ctypes.c_int32, "i64": _INT64, "fp32": ctypes.c_float}
+_TYPES = {POINTER: ADDRESS, "i32": ctypes.c_int32, "i64": INT64, "fp32": ctypes.c_float}
 
 
 class _Ready(NamedTuple):
@@ -111,7 +53,7 @@ class _Ready(NamedTuple):
 
     code: Code
     function: Any
-    config: _LaunchConfig
+    config: LaunchConfig
     values: list[Any]
     pointers: Any
     places: list[tuple[int, int, Any]]
@@ -157,11 +99,11 @@ def _prepared(launch: Launch, code: Code) -> _Ready:
         else:
             value.value = argument
         values.append(value)
-    values += [_POINTER(), _POINTER()]  # Triton's scratch
-    pointers = (_POINTER * len(values))(*(ctypes.addressof(value) for value in values))
-    config = _LaunchConfig(launch.grid, (code.threads, 1, 1), code.shared)
+    values += [ADDRESS(), ADDRESS()]  # Triton's scratch
+    pointers = (ADDRESS * len(values))(*(ctypes.addressof(value) for value in values))
+    config = LaunchConfig(launch.grid, (code.threads, 1, 1), code.shared)
     if launch.early:
-        attribute = (_LaunchAttribute * 1)()
+        attribute = (LaunchAttribute * 1)()
         attribute[0].id, attribute[0].value[0] = _SERIALIZATION, 1
         config.attributes, config.count = attribute, 1
     return _Ready(code, _function(code), config, values, pointers, places)
@@ -170,7 +112,7 @@ def _prepared(launch: Launch, code: Code) -> _Ready:
 @cache
 def _function(code: Code) -> Any:
     """The kernel, loaded for every device of the process."""
-    library, function = _POINTER(), _POINTER()
+    library, function = ADDRESS(), ADDRESS()
     none = (None, None, 0, None, None, 0)
     _check(_cuda().cuLibraryLoadData(ctypes.byref(library), code.cubin, *none))
     _check(_cuda().cuLibraryGetKernel(ctypes.byref(function), library, code.name.encode()))
@@ -203,12 +145,12 @@ def load(devices: Collection[int]) -> None:
 
 
 def _load(program: _Program, device: int) -> None:
-    cuda, context = _cuda(), _POINTER()
+    cuda, context = _cuda(), ADDRESS()
     _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))  # JAX holds it for good
     try:
         _check(cuda.cuCtxPushCurrent_v2(context))
         for code in set(program.codes):
-            function = _POINTER()
+            function = ADDRESS()
             _allow_shared(code, device)
             _check(cuda.cuKernelGetFunction(ctypes.byref(function), _function(code)))
             if hasattr(cuda, "cuFuncLoad"):  # of CUDA 12.4
@@ -251,36 +193,36 @@ def program(launches: tuple[Launch, ...], capability: int) -> int:
     return number
 
 
-@ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_Frame))
+@ctypes.CFUNCTYPE(ADDRESS, ctypes.POINTER(Frame))
 def _handler(pointer: Any) -> int | None:
     frame = pointer.contents
     try:
         if frame.extension:
-            extension = _Extension.from_address(frame.extension)
+            extension = Extension.from_address(frame.extension)
             if extension.type == _METADATA:
-                metadata = _Metadata.from_address(extension.metadata)
+                metadata = Metadata.from_address(extension.metadata)
                 version = (ctypes.c_int * 2).from_address(frame.api + _VERSION)
                 metadata.major, metadata.minor = version  # whatever XLA has
                 metadata.traits = _CAPTURABLE
                 return None
-        got = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.ctx, None)
+        got = StreamGet(ctypes.sizeof(StreamGet), None, frame.ctx, None)
         if _api(frame, _STREAM_GET)(ctypes.addressof(got)):
             raise RuntimeError("XLA gave no stream.")
         at = [frame.args[i] for i in range(frame.args_size)]
         at += [frame.rets[i] for i in range(frame.rets_size)]
-        number = _Scalar.from_address(frame.attrs[0]).value[0]
-        _programs[number].run(got.stream, [_Buffer.from_address(a).data or 0 for a in at])
+        number = Scalar.from_address(frame.attrs[0]).value[0]
+        _programs[number].run(got.stream, [Buffer.from_address(a).data or 0 for a in at])
     except BaseException:  # XLA would go on with what is not there
         text = traceback.format_exc().encode()
-        error = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INTERNAL)
+        error = ErrorCreate(ctypes.sizeof(ErrorCreate), None, text, _INTERNAL)
         return _api(frame, _ERROR_CREATE)(ctypes.addressof(error))
     return None
 
 
-def _api(frame: _Frame, number: int) -> Any:
+def _api(frame: Frame, number: int) -> Any:
     """A function of XLA's."""
-    address: Any = _POINTER.from_address(frame.api + _FUNCTIONS + 8 * number).value
-    return ctypes.CFUNCTYPE(_POINTER, _POINTER)(address)
+    address: Any = ADDRESS.from_address(frame.api + _FUNCTIONS + 8 * number).value
+    return ctypes.CFUNCTYPE(ADDRESS, ADDRESS)(address)
 
 
 @cache
