@@ -16,10 +16,12 @@ from dualinfer.model.generation import GENERATION
 
 # Fields that HF's models read and a family refuses where they are set.
 REFUSED = {"cwm": {"mlp_bias"}}
+# Of which HF's default is a model that is not served.
+SERVED = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
 
 
 def family_config(family):
-    return text_config(hf.CONFIG_MAPPING[family]())
+    return text_config(hf.CONFIG_MAPPING[family](**SERVED.get(family, {})))
 
 
 @pytest.mark.parametrize("family", served_types())
