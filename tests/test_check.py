@@ -24,7 +24,8 @@ def family_config(family):
     return text_config(hf.CONFIG_MAPPING[family](**SERVED.get(family, {})))
 
 
-@pytest.mark.parametrize("family", served_types())
+# transformers 5.17 has no InternLM3 and no IQuestCoder.
+@pytest.mark.parametrize("family", [name for name in served_types() if name in hf.CONFIG_MAPPING])
 def test_a_family_reads_every_field_of_its_config(family, monkeypatch):
     """Of the installed transformers: a field that comes with a new version is looked at by us."""
     unread = {}
