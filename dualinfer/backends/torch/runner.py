@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from ... import decoder
+from ...arrays import on_its_way
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
-from ...parallel.sharding import Shard
+from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_specs, describe_caches, served
@@ -26,44 +28,40 @@ from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
+from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
-from .prompts import MOST_REPLAYED, Prompts
+from .prompts import Prompts
 from .sampler import SlotState
 from .streaming import LayerStream
 from .threads import few_threads, threads_note
+
+# Parameters times tokens of a pass over texts. One of 5e12 takes an H100 about 15 ms, and its
+# launches from Python as long.
+_MOST_REPLAYED = 1 << 44
+_STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
 
 
 class PendingTokens:
     """Tokens on their way to the host; on CUDA the copy runs beside later steps."""
 
     def __init__(self, tokens: torch.Tensor, ops: PlainOps):
-        self._copied, self._exchange, self._given_up = None, ops.exchange, None
+        self._exchange, self._given_up = ops.exchange, None
         if tokens.is_cuda:
-            self._tokens = _to_host(tokens)
             if self._exchange is not None:
-                self._given_up = _to_host(self._exchange.given_up)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+                self._given_up = on_its_way(self._exchange.given_up)
         else:
-            self._tokens = tokens.clone()  # the next call's steps write there again
+            tokens = tokens.clone()  # the next call's steps write there again
+        self._tokens = on_its_way(tokens)
 
     def fetch(self) -> np.ndarray:
         """int32 [steps, columns]."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._exchange is not None and self._given_up is not None and self._given_up.any():
+        if self._exchange is not None and self._given_up is not None and self._given_up().any():
             raise self._exchange.error()
-        return self._tokens.numpy().astype(np.int32)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, there once the work queued so far has run."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        return self._tokens().astype(np.int32)
 
 
 class TorchRunner:
@@ -104,7 +102,7 @@ class TorchRunner:
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
-        self._texts = None  # of passes over a few short texts, which launches take longer than work
+        self._texts = None  # of passes over texts whose launches take longer than their work
         self._text_sizes: set[Hashable] = set()
         if self._calls is None and self._graphs is not None:
             name = f"embed() of {spec.architecture}"
@@ -129,19 +127,25 @@ class TorchRunner:
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
+        if self.spec.towers and inputs.source is not None:
+            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+            vectors, w = (texts["pooler_output"], images["pooler_output"]), self.params.outer
+            scale = w["logit_scale"], w.get("logit_bias")
+            with self._own_settings(inputs.positions.size):
+                return decoder.joined_towers(texts, images, *primitives.contrast(*vectors, *scale))
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
         source: Any = inputs.source or (None,) * 5
         if inputs.source:
             source = (source.ids, source.positions, source.mask, source.embeds, source.states)
+        more = inputs.embeds, inputs.blend, inputs.kept, inputs.weights, *source
         tensors = [
-            None if array is None else torch.from_numpy(array)
-            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
+            None if array is None else self._ready_to_upload(array) for array in (*arrays, *more)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        how = inputs.output_hidden_states, inputs.texts, inputs.largest
+        how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
-            if inputs.texts and inputs.positions.size <= MOST_REPLAYED:
+            if inputs.texts and self._parameters * inputs.positions.size <= _MOST_REPLAYED:
                 size = inputs.positions.shape, inputs.texts, inputs.largest
                 if size in self._text_sizes:  # one that comes a second time is worth a capture
                     graphs = graphs or self._texts
@@ -149,7 +153,8 @@ class TorchRunner:
             if graphs is not None:
                 result = graphs.run(outputs, (*tensors, *how), {})
             else:
-                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
+                put = (None if t is None else self._upload(t) for t in tensors)
+                result = outputs(*put, *how)
             if inputs.choices:
                 result["logits"] = result["logits"].reshape(-1, inputs.choices)
             if inputs.labels is not None and "start_logits" in result:
@@ -166,6 +171,15 @@ class TorchRunner:
         self._check_exchange()
         return result
 
+    def _ready_to_upload(self, array: np.ndarray) -> torch.Tensor:
+        """`array` in memory from which it can be copied to the device beside the device's work."""
+        tensor = torch.from_numpy(array)
+        pins = self.device.type == "cuda" and array.nbytes > _STAGED_BYTES
+        return tensor.pin_memory() if pins else tensor
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=tensor.is_pinned())
+
     def _outputs(
         self,
         ids: torch.Tensor | None,
@@ -174,6 +188,7 @@ class TorchRunner:
         mask: torch.Tensor | None,
         segments: torch.Tensor | None,
         embeds: torch.Tensor | None,
+        blend: torch.Tensor | None,
         kept: torch.Tensor | None,
         weights: torch.Tensor | None,
         source: torch.Tensor | None,
@@ -184,24 +199,27 @@ class TorchRunner:
         keep: bool,
         texts: int,
         largest: bool,
+        of_encoder: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
-        params = self._passed
-        model = self.spec, params, self.ops
+        spec, params = self.spec, self._passed
+        if of_encoder and spec.encoder is not None:
+            params, spec = params.of_encoder(len(spec.layers)), spec.encoder
+        model = spec, params, self.ops
         last = None
-        if mask is not None and self.spec.turns_by_length:
+        if mask is not None and spec.turns_by_length:
             last = positions.where(mask, 0).amax(1)
-        angles = self.ops.angles(self.spec, params, positions, last)
+        angles = self.ops.angles(spec, params, positions, last)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, params, i)
+            layer = self.ops.layer_attention(spec, params, i)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
         embeds = None if embeds is None else embeds.to(self.dtype)
-        given: dict[str, Any] = {"keep": keep, "embeds": embeds}
-        of_encoder: dict[str, Any] = {}
+        given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
+        more: dict[str, Any] = {}
         if source_positions is not None:
             if source_states is not None:
                 encoded = [source_states.to(self.dtype)]
@@ -210,14 +228,14 @@ class TorchRunner:
                 read = source, source_positions, source_mask, vectors
                 encoded = decoder.encoded(*model, *read, keep)
             given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
-            of_encoder = {"encoder_last_hidden_state": encoded[-1]}
+            more = {"encoder_last_hidden_state": encoded[-1]}
             if keep and source_states is None:
-                of_encoder["encoder_hidden_states"] = tuple(encoded)
+                more["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
         if texts:
             assert weights is not None and segments is not None
             return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
-        return {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
+        return {**decoder.outputs(*model, states, keep, kept, weights), **more}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
         """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""

@@ -97,7 +97,7 @@ _HUNYUAN: dict[str, Any] = {
         "norm_type": ("rms", "hf_rms"),
         **{"use_mixed_mlp_moe": True, "norm_topk_prob": True},
     },
-    "twins": {"attention_head_dim": "head_dim"},
+    "twins": {"attention_head_dim": "head_dim", "moe_intermediate_size": "intermediate_size"},
     "ignored": (
         *(
             "cla_share_factor",
@@ -209,10 +209,7 @@ KINDS = {
     "granitemoeshared": Kind("GraniteMoeShared"),
     "helium": Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
     "hunyuan_v1_dense": Kind("HunYuanDenseV1", **_HUNYUAN),
-    "hunyuan_v1_moe": Kind(
-        "HunYuanMoEV1",
-        **_HUNYUAN | {"twins": {**_HUNYUAN["twins"], "moe_intermediate_size": "intermediate_size"}},
-    ),
+    "hunyuan_v1_moe": Kind("HunYuanMoEV1", **_HUNYUAN),
     "hyperclovax": Kind(
         "HyperCLOVAX", **_LLAMA, placement="around", norms=_PERI, ignored=("end_token_id",)
     ),
