@@ -206,6 +206,14 @@ def test_embeddings_that_do_not_fit_generate_are_refused(engine):
         engine.generate(inputs_embeds=embeds, attention_mask=mask * torch.tensor([[1], [0], [1]]))
 
 
+def test_a_forced_token_that_is_suppressed_is_refused(engine):
+    how = {"forced_eos_token_id": [2, 5], "suppress_tokens": [5, 7, 2]}
+    with pytest.raises(
+        ArgumentError, match=r"forced_eos_token_id=\[2, 5\] is among suppress_tokens"
+    ):
+        engine.generate([[4, 5]], **how)
+
+
 # --- generate: what the host does -----------------------------------------------------------------
 
 PROCESSED: dict[str, dict[str, Any]] = {
