@@ -82,10 +82,13 @@ _V3 = {
     "topk_method": "noaux_tc",
     "v_head_dim": 16,
 }
+_OF_V3 = ("aux_loss_alpha", "moe_layer_freq", "scoring_func", "seq_aux")
 # Fields of config.json as the makers wrote them, beside those that all have; by model_type.
 WRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _V3,
     "kimi_k2": _V3 | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {k: v for k, v in _V3.items() if k not in _OF_V3}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "partial_rotary_factor": 1.0},
     "minicpm3": {
         "dim_model_base": 256,
         "eos_token_id": [2, 73440],

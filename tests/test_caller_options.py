@@ -163,6 +163,7 @@ def test_a_first_token_is_forced_behind_one_embedding(engine, model):
     assert torch.equal(engine.generate(**given), model.generate(**given))
 
 
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 @pytest.mark.parametrize(
     "name",
     [
@@ -189,6 +190,11 @@ def test_embeddings_generate_as_in_hf(name, backend, hf_model, engine_of):
     assert torch.equal(ours.generate(**right, max_new_tokens=NEW), expected)
     both = theirs.generate(ids, **how, repetition_penalty=1.3, do_sample=False)
     assert torch.equal(ours.generate(ids, **how, repetition_penalty=1.3), both)
+    # Of a padded row HF's penalty passes over as many new tokens as there is padding.
+    found = ours.generate(**how, repetition_penalty=3.0)
+    alone = {"inputs_embeds": embeds[:1, 2:], "max_new_tokens": NEW, "repetition_penalty": 3.0}
+    alone = theirs.generate(**alone, do_sample=False)[0]
+    assert torch.equal(found[0, : len(alone)], alone)
 
 
 def test_embeddings_that_do_not_fit_generate_are_refused(engine):
@@ -198,6 +204,14 @@ def test_embeddings_that_do_not_fit_generate_are_refused(engine):
         engine.generate(ids[:, 1:], inputs_embeds=embeds)
     with pytest.raises(ArgumentError, match="Prompt 1 is empty"):
         engine.generate(inputs_embeds=embeds, attention_mask=mask * torch.tensor([[1], [0], [1]]))
+
+
+def test_a_forced_token_that_is_suppressed_is_refused(engine):
+    how = {"forced_eos_token_id": [2, 5], "suppress_tokens": [5, 7, 2]}
+    with pytest.raises(
+        ArgumentError, match=r"forced_eos_token_id=\[2, 5\] is among suppress_tokens"
+    ):
+        engine.generate([[4, 5]], **how)
 
 
 # --- generate: what the host does -----------------------------------------------------------------

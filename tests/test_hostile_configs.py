@@ -133,8 +133,8 @@ HOSTILE = {
     "rope, a list": ("llama", {"rope_parameters": [1]}, "rope"),
     "llama3 without a band": (
         "llama",
-        rope("llama3", factor=8.0, low_freq_factor=4, high_freq_factor=4),
-        "low_freq_factor=4",
+        rope("llama3", factor=8.0, low_freq_factor=5, high_freq_factor=4),
+        "low_freq_factor=5",
     ),
     "llama3 of nothing": (
         "llama",

@@ -180,6 +180,9 @@ def test_a_device_reads_its_slices_of_every_expert_alone():
     assert [(own.start, own.stop) for own in read] == [(0, 7), (7, 13), (13, 19)]
 
 
+NOAUX = {"first_k_dense_replace": 0, "moe_intermediate_size": 48, "n_routed_experts": 8}
+NOAUX |= {"n_shared_experts": 1, "num_experts_per_tok": 4, "norm_topk_prob": True}
+NOAUX |= {"routed_scaling_factor": 2.5, "topk_method": "noaux_tc"}
 WRITTEN = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
     | {"router_aux_loss_coef": 0.02, "rms_norm_eps": 1e-5, "sliding_window": None},
@@ -189,9 +192,27 @@ WRITTEN = {
     "qwen3_moe": {"decoder_sparse_step": 1, "head_dim": 32, "mlp_only_layers": []}
     | {"moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8}
     | {"num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "max_window_layers": 48}
-    | {"use_sliding_window": False, "sliding_window": None, "rope_scaling": None},
+    | {"use_sliding_window": False, "sliding_window": None, "rope_scaling": None}
+    | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8}
     | {"num_experts_per_tok": 4, "output_router_logits": False, "rope_scaling": None},
+    "dots1": {**NOAUX, "moe_layer_freq": 1, "scoring_func": "noaux_tc", "max_window_layers": 62},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 4, "moe_layer_start_index": 0}
+    | {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True}
+    | {"moe_intermediate_size": 48, "moe_layer_end_index": 1, "use_bias": False},
+    "gpt_oss": {"experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 8}
+    | {"head_dim": 16, "initial_context_length": 4096, "swiglu_limit": 7.0}
+    | {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+    "hunyuan_v1_moe": {"attention_head_dim": 16, "head_dim": 16, "norm_topk_prob": True}
+    | {"moe_intermediate_size": [96, 96], "moe_topk": [4, 4], "num_shared_expert": [1, 1]}
+    | {"moe_layer_num_skipped": 0, "norm_type": "hf_rms", "num_experts": 8, "use_cla": False}
+    | {"num_media_embeds": 257, "use_mixed_mlp_moe": True, "vit_patch": 1},
+    "minimax_m2": {"attn_type_list": [1, 1], "head_dim": 16, "layernorm_mlp_beta": 1.0}
+    | {"layernorm_full_attention_beta": 1.0, "mtp_transformer_layers": 1, "num_mtp_modules": 3}
+    | {"num_experts_per_tok": 4, "num_local_experts": 8, "qk_norm_type": "per_layer"}
+    | {"mlp_intermediate_size": 8192, "rotary_dim": 8, "scoring_func": "sigmoid"}
+    | {"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True}
+    | {"use_qk_norm": True, "use_routing_bias": True},
 }
 COMMON = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100},
@@ -222,6 +243,8 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("llama4", {"attention_chunk_size": None}, "attention_chunk_size=None"),
         ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("hunyuan_v1_moe", {"moe_topk": [1, 0]}, "moe_topk="),
+        ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "num_shared_expert="),
+        ("gpt_oss", {"experts_per_token": 5}, "experts_per_token=5"),
         ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise=-0.1"),
         ("phimoe", {"num_local_experts": 1}, "cannot choose more experts"),
         ("phimoe", {"rope_parameters": {**LONGROPE, "long_mscale": 1.3}}, "long_mscale=1.3"),

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..model.families.kinds import KINDS
+
 VOCAB = 131
 POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
@@ -26,7 +28,7 @@ _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
-    **{"moe_num_experts": 6, "n_shared_experts": 1},
+    **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index")
@@ -76,8 +78,9 @@ def tiny_config(config: Any) -> Any:
         if values.get(name) is not None:
             values[name] = value
     for name, value in _EXPERTS.items():
-        if name in values and not isinstance(values[name], list):
-            values[name] = value
+        own = values.get(name)
+        if name in values and own != 0:
+            values[name] = [value] * len(own) if isinstance(own, list) else value
     if (values.get("n_group") or 1) > 1:
         values |= _GROUPS
     values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}
@@ -96,9 +99,12 @@ def tiny_config(config: Any) -> Any:
             values[name] = hidden
     if "patch_size" in values and "image_size" in values:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
-    for name in ("head_dim", "attention_head_dim"):  # HunYuan's files have both
-        if name in values:
-            values[name] = _HEAD_DIM
+    if "head_dim" in values:
+        values["head_dim"] = _HEAD_DIM
+    if "mamba_n_heads" in values:
+        values |= {"mamba_n_heads": new_heads, "mamba_d_head": 2 * _HEAD_DIM, "mamba_expand": 2}
+    if config.model_type in KINDS:  # what says it again
+        values = {k: v for k, v in values.items() if k not in KINDS[config.model_type].twins}
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
     width = values.get("word_embed_proj_dim")

@@ -327,6 +327,12 @@ def make_options(
             _number(values, name, 0.0, low=0.0, high=1.0)
     if _asks("no_repeat_ngram_size", values.get("no_repeat_ngram_size")):
         _integer(values, "no_repeat_ngram_size", 1, None)
+    processed = {
+        name: values[name]
+        for name in _PROCESSED
+        if _asks(name, values.get(name)) and not (greedy and name in _DRAWN)
+    }
+    _check_forced(processed)
     return GenerationOptions(
         asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         do_sample=not greedy,
@@ -335,11 +341,7 @@ def make_options(
         pad_token_id=_pad(values),
         **check_values(values, greedy),
         num_return_sequences=count,
-        processed={
-            name: values[name]
-            for name in _PROCESSED
-            if _asks(name, values.get(name)) and not (greedy and name in _DRAWN)
-        },
+        processed=processed,
         processors=_functions(values, "logits_processor"),
         criteria=_functions(values, "stopping_criteria"),
         max_time=(
@@ -349,6 +351,19 @@ def make_options(
         returns=returns,
         decoder_start=values.get("decoder_start_token_id"),
     )
+
+
+def _check_forced(processed: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for a forced id that is suppressed, so that no token would be left."""
+    hidden = processed.get("suppress_tokens")
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        given = processed.get(name)
+        ids = given if isinstance(given, list | tuple) else [given]
+        if given is not None and isinstance(hidden, list | tuple) and all(i in hidden for i in ids):
+            raise ArgumentError(
+                f"{name}={shown(given)} is among suppress_tokens, so that no token is left where "
+                "it is forced. Take it out of one of them; min_new_tokens keeps off an early end."
+            )
 
 
 def _returns(values: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -38,6 +38,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     }
     qkv_bias, out_bias, mlp_bias = _biases(fields)
     fields.ignore("attention_dropout")
+    fields.require("activation", "swiglu")  # Falcon 3's word for silu and gates
     spec = ModelSpec(
         family=kind,
         architecture=architecture,

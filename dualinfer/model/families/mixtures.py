@@ -126,6 +126,8 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
     fields.require("output_router_logits", False)
     ffn, shared = fields.size(own.ffn), _shared(fields)
     count = fields.size(_name_of_count(fields))
+    if fields.family == "hunyuan_v1_moe":
+        fields.require("num_shared_expert", 1, [1] * layers)  # HF does not read it
     by_layer: list[Mlp | Experts] = []
     for i, is_mixture in enumerate(_which(fields, layers)):
         router = replace(_router(fields), chosen=_chosen(fields, own.chosen, i, layers))
@@ -194,7 +196,7 @@ def _router(fields: ConfigFields) -> Router:
         scale = fields.number("routed_scaling_factor")
         return Router(0, groups=groups, groups_chosen=chosen, scale=scale)
     if family in _DEEPSEEKS:
-        fields.require("scoring_func", "sigmoid")
+        fields.require("scoring_func", "sigmoid", *(("noaux_tc",) * (family == "dots1")))
         fields.require("topk_method", "noaux_tc")
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
         total = fields.size(MIXTURES[family].count)
@@ -252,6 +254,7 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
         return [i in mixed for i in range(layers)]
     if family == "glm4_moe_lite":
         kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
+        fields.require("first_k_dense_replace", kinds.count("dense"))  # HF does not read it
         return [kind == "sparse" for kind in kinds]
     if family in _DEEPSEEKS:
         fields.require("moe_layer_freq", 1)

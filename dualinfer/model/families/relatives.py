@@ -1,10 +1,10 @@
 """Llama's relatives: decoders that differ from it by names and by facts that the spec has.
 
-Each is a row of `_KINDS`, and its model a pass over it. HF sources: models/NAME/modeling_NAME.py.
+Each is a row of `kinds.KINDS`, and its model a pass over it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ...errors import ModelError, UnservedError, shown
@@ -13,302 +13,20 @@ from ..weights import Row, WeightTable, row
 from . import mixtures
 from . import rows as make
 from .fields import ConfigFields, is_positive
+from .kinds import KINDS, ORIGINAL, Bias, Kind
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
-_Bias = bool | str  # the name of a config's field says it
-_PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_SHARED = {"attn_norm": "input_layernorm"}
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What tells one family from another.
-
-    `eps` is the field of the norms' epsilon; without one it is 1e-5. `weighted` norms have weights.
-    `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
-    name of a joint projection; `mlp` are its names from gate or up to down, two of them where the
-    MLP is not gated or gate and up are one. `qk_names` are those of the norms of queries and keys,
-    `{x}` a head's number. Of `partial` families HF reads partial_rotary_factor. `always` are fields
-    of the makers' own code with what HF takes for granted; `ignored` ones change nothing at
-    inference.
-    """
-
-    name: str
-    also: tuple[str, ...] = ()  # classes of the makers' own code, with the same names of weights
-    norm: Literal["rms", "layer"] = "rms"
-    eps: str = "rms_norm_eps"
-    unit_offset: bool = False
-    weighted: bool = True
-    norm_bias: bool = True
-    norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
-    final_norm: str = "norm"
-    placement: Literal["pre", "around", "behind"] = "pre"
-    qk_norm: _Bias = False
-    qk_norm_over: Literal["head", "own", "all"] = "head"
-    qk_names: tuple[str, str] = ("q_norm", "k_norm")
-    norm_turned: bool = False
-    qkv_bias: _Bias = "attention_bias"
-    out_bias: _Bias = "attention_bias"
-    mlp_bias: _Bias = False
-    head_bias: _Bias = False
-    qkv: str | None = None
-    out: str = "o_proj"
-    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    gated: bool = True
-    parallel: _Bias = False
-    interleaved: bool = False
-    backwards: bool = False
-    partial: bool = False
-    tied: bool = False
-    always: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """HF's classes, with a head and without."""
-        return f"{self.name}ForCausalLM", f"{self.name}Model", *self.also
-
-
-_LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
-_GLM: dict[str, Any] = {"out_bias": False, "partial": True, "mlp": ("gate_up_proj", "down_proj")}
-_COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
-_PER_HEAD: dict[str, Any] = {
-    "qk_norm": "qk_layernorm",
-    "qk_names": ("q_layernorm", "k_layernorm"),
-}
-_AROUND = {
-    "attn_norm": "input_layernorm",
-    "attn_post_norm": "post_self_attn_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp_post_norm": "post_mlp_layernorm",
-}
-_PERI = {**_PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
-_BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-_OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
-_OLMO2 |= {"qk_norm_over": "all"}
-_ORIGINAL = "original_max_position_embeddings"
-_MSCALES = "short_mscale", "long_mscale"
-_LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
-_WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into windows of layers
-_HUNYUAN: dict[str, Any] = {
-    "qk_norm": True,
-    "qk_names": ("query_layernorm", "key_layernorm"),
-    "norm_turned": True,
-    # HF reads none of what follows, which is of the makers' own code and of models that see images.
-    "always": {
-        "use_qk_norm": True,
-        "use_rotary_pos_emb": True,
-        "use_cla": False,
-        "norm_type": "rms",
-    },
-    "ignored": (
-        *(
-            "cla_share_factor",
-            "class_num",
-            "dense_list",
-            "eod_token_id",
-            "im_end_id",
-            "im_start_id",
-        ),
-        *("im_newline_id", "image_token_id", "mask_init_id", "org_vocab_size", "pad_id"),
-        *("pool_type", "text_end_id", "text_start_id", "video_end_id", "video_start_id"),
-        *("anyres_pooling_size", "anyres_vit_max_image_size"),
-    ),
-}
-_KINDS = {
-    "apertus": _Kind(
-        *("Apertus",),
-        norms={"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
-        qk_norm=True,
-        mlp=("up_proj", "down_proj"),
-        gated=False,
-        always={"qk_norm": True, "post_norm": False, "mlp_bias": False},
-        ignored=("hidden_dropout",),
-    ),
-    "arcee": _Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
-    "cohere": _Kind(
-        *("Cohere",),
-        **_COHERE,
-        interleaved=True,
-        tied=True,
-        qk_norm="use_qk_norm",
-        qk_norm_over="own",
-    ),
-    "cohere2": _Kind(
-        *("Cohere2",),
-        **_COHERE,
-        interleaved=True,
-        tied=True,
-        ignored=(  # of the makers' own code; HF folds the pattern into layer_types
-            *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
-            *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
-            *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
-            "use_parallel_embedding",
-        ),
-    ),
-    "cwm": _Kind("Cwm", qkv_bias=False, out_bias=False),
-    "dots1": _Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
-    "ernie4_5": _Kind(
-        *("Ernie4_5",),
-        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
-        interleaved=True,
-        tied=True,
-    ),
-    "ernie4_5_moe": _Kind(
-        *("Ernie4_5_Moe",), qkv_bias=False, out_bias=False, interleaved=True, tied=True
-    ),
-    "exaone4": _Kind(
-        *("Exaone4",),
-        **dict.fromkeys(("qkv_bias", "out_bias"), False),
-        placement="behind",
-        norms=_BEHIND,
-        qk_norm=True,
-        ignored=("sliding_window_pattern",),  # HF folds it into layer_types
-    ),
-    "gemma": _Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
-    "glm": _Kind("Glm", **_GLM, interleaved=True),
-    "glm4": _Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
-    "glm4_moe": _Kind(
-        *("Glm4Moe",),
-        partial=True,
-        out_bias=False,
-        qk_norm="use_qk_norm",
-        ignored=("num_nextn_predict_layers", "num_mtp_layers"),  # layers behind those that answer
-    ),
-    "gpt_oss": _Kind(
-        *("GptOss",),
-        ignored=("initial_context_length",),
-    ),
-    "granite": _Kind("Granite", mlp_bias="mlp_bias"),
-    "granitemoe": _Kind("GraniteMoe"),
-    "granitemoeshared": _Kind("GraniteMoeShared"),
-    "helium": _Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
-    "hunyuan_v1_dense": _Kind("HunYuanDenseV1", **_HUNYUAN),
-    "hunyuan_v1_moe": _Kind("HunYuanMoEV1", **_HUNYUAN),
-    "hyperclovax": _Kind("HyperCLOVAX", **_LLAMA, placement="around", norms=_PERI),
-    "internlm3": _Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),
-    "iquestcoder": _Kind("Llama", ("IQuestCoderForCausalLM",), **_LLAMA),
-    "jais2": _Kind(
-        *("Jais2",),
-        **_LAYER_NORM,
-        **_LLAMA,
-        mlp=("up_proj", "down_proj"),
-        gated=False,
-    ),
-    "ministral": _Kind("Ministral", qkv_bias=False, out_bias=False),
-    "ministral3": _Kind("Ministral3", qkv_bias=False, out_bias=False),
-    "minimax_m2": _Kind(
-        *("MiniMaxM2",),
-        **dict.fromkeys(("qkv_bias", "out_bias"), False),
-        partial=True,
-        qk_norm=True,
-        qk_norm_over="all",
-    ),
-    "mixtral": _Kind("Mixtral", qkv_bias=False, out_bias=False),
-    "nanochat": _Kind(
-        *("NanoChat",),
-        weighted=False,
-        qk_norm=True,
-        norm_turned=True,
-        backwards=True,
-        mlp=("fc1", "fc2"),
-        gated=False,
-    ),
-    "nemotron": _Kind(
-        *("Nemotron",),
-        partial=True,
-        norm="layer",
-        eps="norm_eps",
-        unit_offset=True,
-        mlp=("up_proj", "down_proj"),
-        gated=False,
-        mlp_bias="mlp_bias",
-    ),
-    "olmo": _Kind("Olmo", norm="layer", eps="", weighted=False),
-    "olmo2": _Kind("Olmo2", **_OLMO2),
-    "olmo3": _Kind("Olmo3", **_OLMO2),
-    "olmoe": _Kind("Olmoe", qk_norm=True, qk_norm_over="all"),
-    "phi": _Kind(
-        *("Phi",),
-        partial=True,
-        **_LAYER_NORM,
-        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias", "parallel"), True),
-        **_PER_HEAD,
-        norms=_SHARED,
-        final_norm="final_layernorm",
-        out="dense",
-        mlp=("fc1", "fc2"),
-        gated=False,
-        ignored=("embd_pdrop", "resid_pdrop"),
-    ),
-    "phi3": _Kind(
-        *("Phi3",),
-        partial=True,
-        **dict.fromkeys(("qkv_bias", "out_bias"), False),
-        qkv="qkv_proj",
-        mlp=("gate_up_proj", "down_proj"),
-        # Of the makers' own code, where these ask for nothing else.
-        always={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
-        ignored=("embd_pdrop", "resid_pdrop", _ORIGINAL),
-    ),
-    "phimoe": _Kind(
-        *("Phimoe", ("PhiMoEForCausalLM",)),
-        norm="layer",
-        head_bias="lm_head_bias",
-        ignored=(_ORIGINAL,),  # HF's text begins anew beyond it, with the same numbers
-    ),
-    "qwen2_moe": _Kind("Qwen2Moe", qkv_bias="qkv_bias", out_bias=False, ignored=_WINDOWED),
-    "qwen3_moe": _Kind("Qwen3Moe", qk_norm=True, ignored=_WINDOWED),
-    "seed_oss": _Kind(
-        *("SeedOss",),
-        out_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
-        ignored=("residual_dropout",),
-    ),
-    "smollm3": _Kind(
-        *("SmolLM3",),
-        mlp_bias="mlp_bias",
-        tied=True,
-        # HF folds them into lists of layers.
-        ignored=("use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
-    ),
-    "stablelm": _Kind(
-        *("StableLm",),
-        partial=True,
-        **_LAYER_NORM,
-        qkv_bias="use_qkv_bias",
-        out_bias=False,
-        parallel="use_parallel_residual",
-        qk_norm="qk_layernorm",
-        qk_norm_over="own",
-        qk_names=("q_layernorm.norms.{x}", "k_layernorm.norms.{x}"),
-        ignored=("hidden_dropout",),
-    ),
-    "starcoder2": _Kind(
-        *("Starcoder2",),
-        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
-        norm="layer",
-        eps="norm_epsilon",
-        mlp=("c_fc", "c_proj"),
-        gated=False,
-        tied=True,
-        ignored=(  # of GPT-BigCode's config, from which it comes; HF reads none of them
-            *("residual_dropout", "embedding_dropout", "activation_function", "mlp_type"),
-            *("attention_softmax_in_fp32", "layer_norm_epsilon", "norm_type"),
-            *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
-        ),
-    ),
-}
 _ROPES_BY_KIND = ("olmo3",)
-_GRANITES = ("granite", "granitemoe", "granitemoeshared", "hyperclovax")
-CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
+_MSCALES = "short_mscale", "long_mscale"
+_GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
+CLASSES = {family: kind.classes for family, kind in KINDS.items()}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a relative of Llama's."""
-    kind = _KINDS[fields.family]
+    kind = KINDS[fields.family]
 
-    def says(bias: _Bias) -> bool:
+    def says(bias: Bias) -> bool:
         return fields.flag(bias, False) if isinstance(bias, str) else bias
 
     embed = fields.size("hidden_size")
@@ -316,7 +34,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     eps = fields.number(kind.eps) if kind.eps else 1e-5
     norm = Norm(kind.norm, eps, kind.unit_offset)
-    mlp = Mlp(fields.size("intermediate_size"), _activation(fields), kind.gated)
+    mlp = Mlp(fields.size(kind.ffn), _activation(fields), kind.gated)
     attentions = _attentions(fields)
     growth = _growth(fields)
     parameters = _rope_parameters(fields, [turns for _, turns in attentions])
@@ -327,11 +45,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             size, turning = rotary_size(own, head_dim), {**own, "partial_rotary_factor": None}
         rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
         if rope.rereads:  # HF's generate begins anew by one field, its model by the other
-            fields.require(_ORIGINAL, rope.original)
+            fields.require(ORIGINAL, rope.original)
         if fields.family == "phimoe":
             rope = _without_lengths(rope, fields.take("rope_parameters"))
         if kind.backwards:
-            rope = replace(rope, inv_freq=tuple(-frequency for frequency in rope.inv_freq))
+            backwards = [tuple(-f for f in own) for own in (rope.inv_freq, rope.long)]
+            rope = replace(rope, inv_freq=backwards[0], long=backwards[1])
         ropes[turns] = rope
     is_granite = fields.family in _GRANITES
     scale = fields.number("attention_multiplier") if is_granite else head_dim**-0.5
@@ -377,15 +96,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
     fields.require("use_bidirectional_attention", False)
-    if fields.family.startswith("hunyuan_v1"):
-        fields.require("attention_head_dim", head_dim)
     for name, value in kind.always.items():
-        fields.require(name, value)
-    if fields.family == "ernie4_5_moe":
-        fields.require("use_bias", False)
-    elif fields.family == "minimax_m2":
+        fields.require(name, *(value if isinstance(value, tuple) else (value,)))
+    for name, other in kind.twins.items():
+        value = fields.take(other)
+        fields.require(name, value, [value] * len(attentions))
+    if fields.family == "minimax_m2":
         sizes = {rope.inv_freq for rope in ropes.values() if rope}
         fields.require("rotary_dim", *(2 * len(own) for own in sizes))
+        fields.require("attn_type_list", [1] * len(attentions))
     fields.ignore("attention_dropout", *kind.ignored)
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
 
@@ -401,7 +120,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
     parameters = fields.take("rope_parameters")
     if fields.family != "ministral3" or not isinstance(parameters, Mapping):
         return None
-    names = "llama_4_scaling_beta", _ORIGINAL
+    names = "llama_4_scaling_beta", ORIGINAL
     beta, period = (parameters.get(name, 0) for name in names)
     if not is_positive(beta) or not is_positive(period):
         raise ModelError(
@@ -411,7 +130,7 @@ def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
     return float(beta), float(period), 0
 
 
-def _biases(kind: _Kind) -> tuple[_Bias, _Bias, _Bias, _Bias]:
+def _biases(kind: Kind) -> tuple[Bias, Bias, Bias, Bias]:
     return kind.qkv_bias, kind.out_bias, kind.mlp_bias, kind.head_bias
 
 
@@ -430,6 +149,8 @@ def _rope_parameters(
     for own in parameters.values():
         for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
             fields.require(name, own.get(name))
+        for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
+            fields.require(name, own.get("partial_rotary_factor"))
     if fields.family == "phimoe" and given.get("rope_type") == "longrope":
         parameters[""] = {**given, **dict.fromkeys(_MSCALES)}  # beside the angles
     if fields.family == "ministral3":  # HF reads neither for the angles
@@ -468,7 +189,7 @@ def _without_lengths(rope: Rope, parameters: Mapping[str, Any]) -> Rope:
             f"config.json has rope_parameters with short_mscale={short} and long_mscale={long}; "
             "the phimoe family honours two equal ones only. By others a sequence's scores would "
             "depend on the lengths of those beside it. Take the short one for both if all texts "
-            f"are of at most {parameters.get(_ORIGINAL)} tokens."
+            f"are of at most {parameters.get(ORIGINAL)} tokens."
         )
     return replace(rope, scaling=float(short), long=(), original=0)
 
@@ -482,6 +203,11 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     if family in ("starcoder2", "phi3", "phimoe", "ministral3", "mixtral", "qwen3_moe"):
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
+    if family == "granitemoehybrid":
+        fields.kinds("layer_types", count, ("attention", "full_attention"))
+        fields.require("position_embedding_type", "rope", "nope")
+        turns = fields.take("position_embedding_type") == "rope"
+        return [(None, "" if turns else None)] * count
     turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
     if family not in (*turning, "cohere2", "exaone4", "olmo3", "smollm3"):
         return [(None, "")] * count
@@ -524,7 +250,7 @@ def _head(fields: ConfigFields, has_head: bool) -> Head | None:
 
 def _table(
     fields: ConfigFields,
-    kind: _Kind,
+    kind: Kind,
     spec: ModelSpec,
     biases: tuple[bool, ...],
     parallel: bool,
@@ -578,23 +304,24 @@ def _table(
     return replace(table, layers=tuple(by_kind[layer.mlp] for layer in spec.layers))
 
 
-def _dense_rows(kind: _Kind, hf: str, bias: bool, is_xielu: bool) -> list[Row]:
+def _dense_rows(kind: Kind, hf: str, bias: bool, is_xielu: bool) -> list[Row]:
     """The rows of a feed-forward in a layer by HF's name."""
+    hf += f"{kind.mlp_module}."
     rows: list[Row] = []
     *first, down = kind.mlp
     if len(first) == 2:
-        rows += make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias)
+        rows += make.joined("up", hf + "{p}", make.GATE_UP, bias)
     else:
         axes = "gate+up embed" if kind.gated else "ffn embed"
-        rows += make.linear("up", f"{hf}mlp.{first[0]}", axes, bias)
+        rows += make.linear("up", f"{hf}{first[0]}", axes, bias)
     if is_xielu:
-        rows += make.xielu(f"{hf}mlp.act_fn")
+        rows += make.xielu(f"{hf}act_fn")
     inner = "embed up" if kind.gated else "embed ffn"
-    rows += make.linear("down", f"{hf}mlp.{down}", inner, bias)
+    rows += make.linear("down", f"{hf}{down}", inner, bias)
     return rows
 
 
-def _norm(kind: _Kind, norm: Norm, ours: str, theirs: str) -> list[Row]:
+def _norm(kind: Kind, norm: Norm, ours: str, theirs: str) -> list[Row]:
     if not kind.weighted:
         return make.plain_norm(norm, ours)
     rows = make.norm(norm, ours, theirs)

@@ -247,10 +247,10 @@ def _llama3(inv_freq: np.ndarray, parameters: Mapping[str, Any], max_positions: 
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor = np.float32(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-    if low >= high:
+    if low > high:
         raise ModelError(
             f"config.json has rope_parameters with low_freq_factor={low} and "
-            f"high_freq_factor={high}; expected the first below the second."
+            f"high_freq_factor={high}; expected the first not above the second."
         )
     original = parameters.get("original_max_position_embeddings") or max_positions
     wavelength = np.float32(2 * math.pi) / inv_freq
