@@ -93,8 +93,8 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
         )
     if settings.streams and spec.encoder:
         raise ConfigError(
-            f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
-            "decoder, are not streamed. Leave it unset, or use a quantized model."
+            f"keep_module_on_host=True: the layers of {spec.architecture}, which has two stacks of "
+            "them, are not streamed. Leave it unset, or use a quantized model."
         )
     notes.extend(_check_mixtures(found, settings))
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens

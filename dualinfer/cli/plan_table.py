@@ -111,7 +111,7 @@ def make_plan_table(
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     products = sum(2 + (layer.cross is not None) for layer in layers)
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
-    from_vocab += spec.encoder is not None and not spec.encoder.mel
+    from_vocab += spec.crosses and spec.encoder is not None and not spec.encoder.mel
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

@@ -83,6 +83,9 @@ def block(
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
+    if layer.scaled:
+        x = ops.add(x, attention(norm("attn_norm"), None, spend=False) * w["attn_scale"])
+        return ops.add(x, mlp(x, norm("mlp_norm"), None) * w["mlp_scale"])
     if layer.residual_scale != 1 and layer.placement == "pre":
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))

@@ -90,6 +90,11 @@ class EmbeddingCalls(InferenceEngine):
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
                 "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
             )
+        if self._spec.towers:
+            raise UnsupportedError(
+                f"embed: {self._spec.architecture} has vectors of its own making. Call "
+                "engine.get_text_features() or get_image_features(): their pooler_output."
+            )
         if self._spec.encoder is not None:
             raise UnsupportedError(
                 f"embed: {self._spec.architecture} has an encoder and a decoder, and embed reads "

@@ -12,11 +12,11 @@ import numpy as np
 from ..arrays import kind_of, to_kind
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
-from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
+from ..model.outputs import make_generate_outputs, make_outputs
 from .base import CLOSED, About
 from .checks import by_name, is_zero
 from .embedding import EmbeddingCalls
-from .images import make_image_inputs, refuse_images
+from .images import make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
 from .options import (
@@ -45,6 +45,7 @@ from .source import (
 )
 from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
+from .towers import TowerCalls, as_fields
 
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(EmbeddingCalls):
+class FusedEngine(EmbeddingCalls, TowerCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -124,6 +125,7 @@ class FusedEngine(EmbeddingCalls):
         input_features: Any = None,
         encoder_outputs: Any = None,
         pixel_values: Any = None,
+        interpolate_pos_encoding: bool | None = False,
         labels: Any = None,
         start_positions: Any = None,
         end_positions: Any = None,
@@ -150,7 +152,9 @@ class FusedEngine(EmbeddingCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], an encoder of images `pixel_values` [B, C, H, W]. `encoder_outputs` are what an
+        frames], an encoder of images `pixel_values` [B, C, H, W], of any size with
+        `interpolate_pos_encoding`. A model of texts and images reads both, and gives
+        `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
         encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
         that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
         then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
@@ -169,16 +173,16 @@ class FusedEngine(EmbeddingCalls):
         given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
-        refuse_images(self._spec, pixel_values)
+        refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
         if head is not None and head.kind == "span":
             arguments |= spans
         else:
             unsupported |= {name: value for name, value in spans.items() if value is not None}
-        if self._spec.encoder:
+        if self._spec.crosses:
             arguments |= beside
-        if self._spec.patches:
+        if self._spec.patches or self._spec.towers:
             arguments["pixel_values"] = pixel_values
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
@@ -200,11 +204,13 @@ class FusedEngine(EmbeddingCalls):
             }
             values = dict(call.inputs)
             ends = tuple(values.pop(name, None) for name in spans)
-            if self._spec.encoder:
+            if self._spec.crosses:
                 pad = getattr(self._config, "pad_token_id", None)
                 inputs = make_pair_inputs(self._spec, values, pad=pad, ends=ends, **how)
-            elif self._spec.patches:
-                inputs = make_image_inputs(self._spec, call.inputs, **how)
+            elif self._spec.towers or self._spec.patches:
+                make = make_tower_inputs if self._spec.towers else make_image_inputs
+                how["interpolate"] = interpolate_pos_encoding
+                inputs = make(self._spec, call.inputs, **how)
             else:
                 how |= {"may_pack": not use_cache, "ends": ends}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
@@ -214,13 +220,7 @@ class FusedEngine(EmbeddingCalls):
         names = "input_ids", "inputs_embeds", "input_features", "encoder_outputs", "pixel_values"
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
-        fields = {
-            name: tuple(to_kind(v, kind) for v in results[name])
-            if isinstance(results[name], tuple)
-            else to_kind(results[name], kind)
-            for name in FIELDS  # a jitted function returns its dict sorted
-            if name in results
-        }
+        fields = as_fields(results, kind)
         if isinstance(encoder_outputs, Mapping):  # as in HF they come back
             names = "encoder_hidden_states", "hidden_states"
             kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))

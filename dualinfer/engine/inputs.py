@@ -153,7 +153,12 @@ def pooling_weights(
     if pooling is None or pooling == "eos":  # by what the encoder reads
         return None
     real = np.ones(shape, bool) if visible is None else visible
-    if pooling == "mean":
+    if pooling == "all":
+        return real.astype(np.float32)
+    if pooling == "patches":
+        assert spec.patches is not None
+        real[:, : spec.patches.learned] = False
+    if pooling in ("mean", "patches"):
         return (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
     at = np.zeros(shape[0], np.int64)
     if pooling == "real":
@@ -167,6 +172,8 @@ def pooling_weights(
             )
         end = spec.pooled.end_id
         at = (ids if end is None else ids == end).argmax(1)
+    elif pooling == "final":
+        at += shape[1] - 1
     elif pooling == "last" and spec.pad_id is None and shape[0] > 1:
         raise ArgumentError(
             f"{spec.architecture} scores the last token that is no padding, and its config names "

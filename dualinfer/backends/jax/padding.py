@@ -52,8 +52,11 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
         None if x is None else fill_up(x, size, own if x is inputs.segments else 0) for x in arrays
     ]
     kept = None if inputs.kept is None else np.resize(inputs.kept, places)
+    blend = inputs.blend
+    if blend is not None:
+        blend = np.pad(blend, ((0, size[1] - len(blend)), (0, 0)))
     width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
-    return Padded(size, places, read, width, [*padded, kept, *sources])
+    return Padded(size, places, read, width, [*padded, blend, kept, *sources])
 
 
 def fill_up(array: np.ndarray, size: tuple[int, int], fill: int = 0) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import decoder
 from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
@@ -29,6 +30,7 @@ from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
+from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .outputs import cut, make_loss
@@ -147,23 +149,36 @@ class JaxRunner:
         so.
         """
         self._check()
+        spec = self.spec
+        if spec.towers and inputs.source is not None:
+            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+            w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
+            vectors = texts["pooler_output"], images["pooler_output"]
+            found = primitives.contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
+            return decoder.joined_towers(texts, images, *found)
+        if inputs.of_encoder and spec.encoder is not None:
+            spec = spec.encoder
         batch, tokens = inputs.shape
-        padded = pad_inputs(self.spec, inputs)
+        padded = pad_inputs(spec, inputs)
         size, places, read = padded.size, padded.places, padded.read
         keep = inputs.output_hidden_states
-        how = {"texts": inputs.texts, "largest": inputs.largest} if inputs.texts else {}
+        how: dict[str, Any] = {}
+        if inputs.texts:
+            how = {"texts": inputs.texts, "largest": inputs.largest}
+        elif inputs.of_encoder:
+            how = {"of_encoder": True}
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.embed
-            if self.spec.has_logits and not inputs.texts:
-                values = self.spec.vocab * places // size[1]
-            values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
+            values = spec.embed
+            if spec.has_logits and not inputs.texts:
+                values = spec.vocab * places // size[1]
+            values += (len(spec.all_layers) + 1) * spec.embed if keep else 0
             width = size[1] + padded.width
             at_once = max(1, self._most_tokens_of(width, values) // bucket(width))
             at_once = size[0] if at_once >= size[0] else math.gcd(at_once, size[0])
             outputs = self._outputs(padded.arrays, size, keep, at_once, how)
         count = tokens if inputs.kept is None else len(inputs.kept)
         is_whole = (*size, places) == (batch, tokens, count) and not read
-        head = self.spec.head
+        head = spec.head
         flat = head is not None and head.kind in ("span", "replaced")
         cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
         result = self._place.local(cut_back)
@@ -185,13 +200,14 @@ class JaxRunner:
         """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
         arrays = self._place.operands(arrays)
         outputs: Any = None
-        for layers in [None] if keep or rows < size[0] else self.steps.parts:
+        is_whole = keep or rows < size[0] or "of_encoder" in how
+        for layers in [None] if is_whole else self.steps.parts:
             step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
             given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, given, keep, layers, rows, *how.values()),
+                ("forward", size, given, keep, layers, rows, *how.items()),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,

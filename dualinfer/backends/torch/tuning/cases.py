@@ -144,6 +144,7 @@ class _Recorder:
         embeds: torch.Tensor,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
+        blend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.embed(spec, w, positions, positions, token_types)
 
