@@ -61,7 +61,7 @@ def replace_mlp(model, expert=None, wrap=Feed, at=1, **fields):
 
 
 CASES = {
-    "gpt2": (hf.GPT2LMHeadModel, {"n_positions": 32}, {}),
+    "gpt2": (hf.GPT2LMHeadModel, {"n_positions": 80}, {}),
     "gpt2, top-1": (
         hf.GPT2LMHeadModel,
         {"n_positions": 32},

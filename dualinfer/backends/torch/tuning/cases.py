@@ -199,7 +199,7 @@ class _Recorder:
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         held, count = self.ops.held_experts(x, mixture, w), x.numel() // x.shape[-1]
-        chosen = mixture.router.chosen
+        chosen = mixture.per_token
         if held is not None and not takes_groups(held, count * chosen, x):
             by = by._replace(norm=None) if mixture.weighs_input else by
             key = experts.tuning_key(count, chosen, held, x.element_size())
