@@ -42,8 +42,9 @@ class TextEmbedding:
 
     `pooling` is one of POOLINGS. Without `include_prompt` the tokens of a prompt are not pooled.
     `layers` are Dense, or None for normalizing to length 1. `max_length` cuts texts. `prompts` go
-    before each text, by name, the one of `default_prompt` where the caller names none. `unknown` is
-    what to tell a caller who names no pooling, where the folder should say it and does not.
+    before each text, by name, the one of `default_prompt` where the caller names none. Of a vector
+    the first `truncate_dim` numbers stay (Matryoshka), None for all. `unknown` is what to tell a
+    caller who names no pooling, where the folder should say it and does not.
     """
 
     pooling: str = "mean"
@@ -53,6 +54,7 @@ class TextEmbedding:
     lower: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    truncate_dim: int | None = None
     unknown: str | None = None
 
     def prompt(self, text: str | None, name: str | None) -> str:
@@ -80,10 +82,14 @@ def check_pooling(pooling: Any) -> str:
 def pooling_weights(pooling: str, tokens: int, skipped: int = 0) -> np.ndarray:
     """float32 [tokens]: what each token of a text counts, those of a `skipped` prompt nothing.
 
-    sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part.
+    sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part. Of a text
+    that is all prompt "cls" and "max" pool it whole, and the others nothing: its vector is 0.
     """
-    skipped = skipped if skipped < tokens else 0
     weights = np.zeros(tokens)
+    if skipped >= tokens:
+        if pooling not in ("cls", "max"):
+            return weights.astype(np.float32)
+        skipped = 0
     count = tokens - skipped
     if pooling == "cls":
         weights[skipped] = 1
