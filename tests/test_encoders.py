@@ -25,12 +25,22 @@ ON_JAX = {
     *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
     *("deberta-3", "deberta-masked", "embedding-gemma"),
 }
+# Rows of a table that differ from others' by names.
+SLOW = {
+    *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
+    *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
+    *("megatron-masked", "gte-masked"),
+}
 
 
 def on_both(cases):
     return [
         pytest.param(
-            case, name, marks=[] if name == "torch" or case in ON_JAX else [pytest.mark.slow]
+            case,
+            name,
+            marks=[]
+            if case in ON_JAX or (name == "torch" and case not in SLOW)
+            else [pytest.mark.slow],
         )
         for case in cases
         for name in BACKENDS
@@ -347,7 +357,11 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-span", "albert", "distilbert-sequence", "modernbert-masked"]
+    "case",
+    [
+        *("llama-span", "albert", "distilbert-sequence", "modernbert-masked", "gte-masked"),
+        pytest.param("jina", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
     model = make(case)
@@ -545,7 +559,7 @@ def test_the_command_embed_shows_vectors_or_prints_them_whole(folder):
     np.testing.assert_allclose([json.loads(line) for line in lines], expected, rtol=1e-6)
     result = run(app, ["embed", place, "-"], input="A small text\n\nx\n")
     assert result.exit_code == 0, result.output
-    assert "2 x 18 numbers" in result.output and result.output.count("1.0000") >= 4
+    assert "2 x 18 numbers" in result.output and result.output.count("1.0000") >= 2
 
 
 @pytest.mark.parametrize("case", ["llama-sequence", "eurobert-mean"])
