@@ -68,6 +68,19 @@ def bench(*arguments: object):
     return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["bench", *map(str, arguments)])
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` measures in this process, since new ones take seconds to import what they need."""
+
+    def rows_of(command: object, waiting: Any) -> Iterable[worker.Row]:
+        tasks = [Task(**task.to_dict()) for task in waiting]
+        rows = worker.run(tasks, open_device(runs.side_of(tasks[0].system)))
+        yield from (json.loads(json.dumps(row)) for _, row in rows if row is not None)
+        waiting.clear()
+
+    monkeypatch.setattr(runs, "_rows_of", rows_of)
+
+
 def counts_of(name: str) -> Counts:
     return Counts.of(plan_weights(open_model(name), "float32", None), "float32")
 
@@ -303,7 +316,7 @@ def test_random_codes_are_uniform_and_alike_on_both_backends_without_weights(qua
     )
 
 
-def test_bench_decode_of_quantized_weights_names_how_they_are_held(tmp_path):
+def test_bench_decode_of_quantized_weights_names_how_they_are_held(here, tmp_path):
     out = tmp_path / "out.json"
     result = bench(
         *("decode", "--shape", "tiny", "--quant", "int4"),
@@ -397,7 +410,7 @@ def test_bench_goes_on_after_a_row_that_fails(llama, tmp_path):
     assert "max_position_embeddings" in result.stderr
 
 
-def test_bench_forward_beside_hf(tmp_path):
+def test_bench_forward_beside_hf(here, tmp_path):
     out = tmp_path / "out.json"
     result = bench(
         *("forward", "--shape", "tiny", "--prompt", 31, "--repeats", 3, "--dtype", "bf16"),
@@ -411,7 +424,7 @@ def test_bench_forward_beside_hf(tmp_path):
         assert row["dtype"] == "bfloat16"
 
 
-def test_bench_embed_counts_tokens_that_are_no_padding(tmp_path):
+def test_bench_embed_counts_tokens_that_are_no_padding(here, tmp_path):
     out = tmp_path / "out.json"
     result = bench(
         *("embed", "--shape", "tiny", "--prompt", 40, "--batch", 9, "--repeats", 2),
@@ -610,6 +623,31 @@ def test_quantized_products_are_those_of_their_codes(on_cpu, quant):
     assert qkv.bytes == 128 * row + 4 * (3 * 64 + 64 + 3 * 128)
 
 
+@pytest.mark.parametrize("quant", slow_but([None], [None, "int4"]))
+def test_routers_and_experts_agree_with_torch(quant, on_cpu):
+    """Those of few rows and of many; the limit counts each expert that some row chose once."""
+    from dualinfer.bench.case import recipe_of
+    from dualinfer.bench.mixtures import RouterOp, mixture_ops
+    from dualinfer.bench.torch.mixtures import experts, router
+
+    read = {}
+    for own in mixture_ops(4, recipe_of(quant), is_tiny=True):
+        if isinstance(own, RouterOp):
+            ours, theirs = (case.prepare()() for case in router(on_cpu, own))
+            order = theirs.experts.argsort(-1)
+            torch.testing.assert_close(ours.experts.long(), theirs.experts.gather(-1, order))
+            torch.testing.assert_close(ours.weights, theirs.weights.gather(-1, order))
+            continue
+        cases = list(experts(on_cpu, own))
+        by_op(cases)
+        check_agree(cases[own.is_quantized :], 1e-5)
+        read[own.rows] = cases[0].bytes
+    expert = (48 + 32) * (16 + 4) if quant else 4 * 3 * 24 * 32
+    row, norm = 3 * 32 * 4 + 3 * 8, 32 * 4  # x, residual, result and routing
+    assert read == {1: 3 * expert + row + norm, 8: 6 * expert + 8 * row + norm}
+    assert not list(mixture_ops(4, recipe_of("int8_w8a8"), is_tiny=True))
+
+
 @pytest.mark.parametrize("tokens", [1, 63])
 def test_decode_attention_agrees_with_sdpa(on_cpu, tokens, monkeypatch):
     from dualinfer.bench.torch import attention as bench_attention
@@ -696,7 +734,7 @@ def test_every_op_on_the_gpu_agrees_with_its_references():
     from dualinfer.bench.torch.ops import bench_cases
 
     for (name, _), group in by_op(bench_cases("bfloat16")).items():
-        if name != "sample":  # whose noise differs
+        if name not in ("sample", "router"):  # whose noise, or whose product's dtype, differs
             check_agree(group, 0.02)
 
 
@@ -742,6 +780,18 @@ def test_jax_quantized_products_agree_with_xla(quant, jax_bench):
     for group in by_op(cases).values():
         assert [case.reference for case in group] == ["", "XLA", "dualinfer, plain weights"]
         check_agree(group[:2], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", [None, "int4"])
+def test_jax_routers_and_experts_agree_with_xla(quant, jax_bench):
+    from dualinfer.bench.case import recipe_of
+    from dualinfer.bench.jax import ops as bench_ops
+
+    ops = by_op(bench_ops.mixtures(jax_bench, recipe_of(quant), is_tiny=True))
+    assert [name for name, _ in ops] == (["experts"] if quant else ["router", "experts"]) * 2
+    for group in list(ops.values())[0 if quant else 2 :]:
+        check_agree(group[:2], 1e-4 if quant else 1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "gated"), [(16, True), (63, False)])
@@ -795,7 +845,9 @@ def test_jax_ops_on_a_gpu_can_be_chained_there(monkeypatch):
     assert len({(*key, case.reference) for key in ops for case in ops[key]}) == len(cases)
     cached = {d: g[0].bytes for (op, d), g in ops.items() if op == "decode_attention"}
     assert next(n for d, n in cached.items() if d.startswith("8B, 32 x 1,024")) > 128e6
-    for (name, _), group in ops.items():
+    for (name, described), group in ops.items():
+        if name in ("router", "experts") and ", 8 rows" not in described:
+            continue  # the launches of other sizes differ by numbers
         ours = [case for case in group if case.reference in ("", "dualinfer's Triton kernel")]
         made_calls: list[Any] = []
 
@@ -889,10 +941,10 @@ def test_rows_of_quantized_ops_say_how_they_are_quantized(monkeypatch):
     monkeypatch.setattr(device, "settle", lambda: None)  # it collects garbage, row by row
     task = Task("ops", "jax", "", None, 0, 0, 0, 0, True, quant="fp8")
     rows = [row for _, row in worker.run([task], device) if row is not None]
-    assert len(rows) == 2 * 5 * 3 and not any("error" in row for row in rows)
+    assert len(rows) == 2 * (5 + 1) * 3 and not any("error" in row for row in rows)
     assert {row["quant"] for row in rows} == {"fp8"}
     assert all(row["us"] > 0 for row in rows if row["by"] == "XLA")
-    assert sum("fp8, rows" in row["description"] for row in rows) == 2 * 4 * 3
+    assert sum("fp8, rows" in row["description"] for row in rows) == 2 * (4 + 1) * 3
 
 
 def test_ops_need_a_device_that_runs_kernels(monkeypatch):

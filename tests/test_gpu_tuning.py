@@ -12,6 +12,8 @@ import dualinfer  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.tuning import cases, search, store  # noqa: E402
 
+from .mixtures import CASES as MIXTURES  # noqa: E402
+from .mixtures import make as make_mixture  # noqa: E402
 from .test_gpu import make_model  # noqa: E402
 
 pytestmark = [
@@ -65,10 +67,11 @@ def test_tuned_engine_says_the_same_and_the_next_one_measures_nothing(few, monke
         assert "tuned on this machine" in engine.report().ops["configurations"].split("in use")[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen2_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
-    engine = dualinfer.init_inference(make_model(family), **{**FUSED, "dtype": dtype})
+    make = make_mixture if family in MIXTURES else make_model
+    engine = dualinfer.init_inference(make(family), **{**FUSED, "dtype": dtype})
     runner, device = engine.runner, torch.device("cuda", torch.cuda.current_device())
     ops = KernelOps(device)
     found = cases.tuning_cases(

@@ -40,6 +40,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "llama4, one expert": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
     "olmoe, clipped": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     | {"num_hidden_layers": 1, "intermediate_size": 7},
+    "phimoe": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"num_hidden_layers": 1, "intermediate_size": 7},
 }
 QUICK = ("gpt_oss",)
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -65,7 +67,7 @@ def engines(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
             fast = dualinfer.init_inference(model, **options)
-        assert "Triton" in fast.report().ops["matmul"]
+        assert all("Triton" in fast.report().ops[op] for op in ("matmul", "router"))
         assert "Triton" not in plain.report().ops["matmul"]
         return fast, plain
 

@@ -18,19 +18,26 @@ pytest.importorskip("torch")
 
 import torch
 
-from dualinfer import decoder
+from dualinfer import decoder, init_inference
 from dualinfer.backends import torch as backend
 from dualinfer.backends.torch.cache import FullCache
 from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.tuning import cases, search, store
+from dualinfer.bench.shapes import SHAPES
 from dualinfer.config import InferenceConfig
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 from dualinfer.model.weights import parts_of, with_parts
 
+from .mixtures import make as make_mixture
+from .models import slow_but
+
 MACHINE = store.Machine("NVIDIA H100 80GB HBM3", 132, "2.11.0+cu130", "3.6.0", "abc")
 KEY = ("linear", 1, 4096, 11008, 2, False)
+MIXTURES = ("qwen2_moe",)  # which has an expert of all tokens
+SMALL = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1}
 TABLE = {KEY: Measured(VectorConfig(2, 16), 31.25)}
 
 
@@ -299,7 +306,13 @@ def runner_of(engine_of):
     """A function from a case to its model's spec and weights."""
 
     def get(name):
-        runner = engine_of(name, "torch").runner
+        if name in MIXTURES:
+            how = {"dtype": "fp32", "replace_with_kernel_inject": True}
+            runner = init_inference(
+                make_mixture(name, moe_intermediate_size=10, **SMALL), **how
+            ).runner
+        else:
+            runner = engine_of(name, "torch").runner
         return runner.spec, runner.params
 
     return get
@@ -325,21 +338,34 @@ def half(params):
         (("int4",), {"quantized_linear"}),
         ((None, "int8"), {"decode_attention"}),
         (("fp8", "fp8_e4m3"), {"quantized_linear", "decode_attention"}),
+        (("mxfp4",), {"experts"}),
+        ((None, None, 2), {"linear", "decode_attention", "attention", "route", "experts"}),
     ],
 )
-def test_the_packages_own_search_has_the_ops_of_codes(how, ops):
+def test_the_packages_own_search_has_the_ops_of_codes_and_of_experts(how, ops, monkeypatch):
     """Their keys are apart from those of 16 bits, so that one table holds both."""
+    if "experts" in ops:
+        small = {**SMALL, "intermediate_size": 10, "head_dim": 12, "num_local_experts": 6}
+        shape = replace(SHAPES["gpt-oss-20b"], fields=SHAPES["gpt-oss-20b"].fields | small)
+        monkeypatch.setitem(SHAPES, "tiny", shape)
     script = Path(__file__).parents[1] / "benchmarks" / "tune.py"
     tune = runpy.run_path(str(script), run_name="tune")
     found = tune["cases_of"](tune["Part"]("tiny", 1, *how), torch.device("cpu"))
     assert {case.key[0] for case in found} == ops
     itemsizes = {case.key[-1] for case in found if case.key[0] == "decode_attention"}
-    assert itemsizes <= ({1} if len(how) > 1 else {2})
+    assert itemsizes <= ({1} if any(how[1:2]) else {2})
+    experts = [case.key for case in found if case.key[0] == "experts" and case.key[1] == 8]
+    assert [key[2:4] + key[7:9] for key in experts] == (
+        [(4, 6, 4, 32)] if "mxfp4" in how else [(2, 3, 16, 24)] if experts else []
+    )
     products = [case.key for case in found if case.key[0] == "quantized_linear"]
     assert {key[1] for key in products} == ({1, 2, 4, 8, 16, 32, 64, 128} if products else set())
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2-inverse", "gemma2", "opt-post", "bert-masked"])
+LOOKED_UP = ["llama-gqa", "gpt2-inverse", "gemma2", "opt-post", "bert-masked", *MIXTURES]
+
+
+@pytest.mark.parametrize("name", slow_but({*LOOKED_UP} - {"gemma2"}, LOOKED_UP))
 def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypatch):
     """Every configuration that a step asks for has been measured under the same key."""
     spec, params = runner_of(name)
@@ -350,6 +376,8 @@ def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypa
     assert len(set(keys)) == len(keys)
     assert {key[0] for key in keys} >= {"linear", "attention"}
     assert ("decode_attention" in {key[0] for key in keys}) == spec.causal
+    tokens = {op: {key[1] for key in keys if key[0] == op} for op in ("route", "experts")}
+    assert tokens == dict.fromkeys(tokens, {1, 8} if name in MIXTURES else set())
     asked = []
     monkeypatch.setattr(
         Configurations, "look_up", lambda self, key: (asked.append(key), (None,) * 2)[1]
@@ -395,8 +423,9 @@ def test_cases_of_a_cache_in_codes_run_under_the_keys_that_a_step_looks_up(
 
 
 @pytest.mark.slow
-def test_search_runs_a_models_own_products_and_attention(runner_of):
-    spec, params = runner_of("llama-gqa")
+@pytest.mark.parametrize("name", ["llama-gqa", *MIXTURES])
+def test_search_runs_a_models_own_products_attention_and_experts(name, runner_of):
+    spec, params = runner_of(name)
     ops = KernelOps(torch.device("cpu"))
     found = cases.tuning_cases(spec, half(params), ops, rows=(1, 5), reaches=(64,), prompts=(8,))
     parts, ops_seen = [], set()

@@ -259,6 +259,13 @@ class BlockOps(Protocol):
         """
         ...
 
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """`routing` with one more expert of each token, which has a higher number.
+
+        The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
+        """
+        ...
+
     def experts(
         self,
         x: Array,

@@ -4,11 +4,10 @@ Values are made in float32 and rounded once. Inputs are quantized and made value
 `compressed_tensors.quantization.lifecycle.forward` does: by steps in the input's dtype.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from ..model.spec import Experts
 from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
 from ..quantization.codes import E2M1, RANGES
@@ -351,55 +350,6 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     if not eight_bit.pays(count, itemsize, known, block):
         return None
     return EightBit(known, block, None if how.dynamic else weight.beside["input"])
-
-
-def experts_of(
-    mixture: Experts, w: Mapping[str, Any], shared: bool = False, own: Any = None
-) -> Any:
-    """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
-
-    `shared` says that the expert of all tokens is one of them, and `own`, int32 [2], from which to
-    before which number they are here.
-    """
-    from ..kernels.triton import activation, experts
-
-    weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
-    if mixture.activation not in activation.KINDS:
-        return None
-    if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
-        return None
-    held = weights if _are_plain(weights) else [packed(weight) for weight in weights]
-    if any(part is None for part in held) or any(rounds_input(weight) for weight in weights):
-        return None
-    of_all = None
-    if shared:
-        parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
-        gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
-        of_all = experts.Shared(parts[0], parts[1], gate)
-    return experts.Mixture(
-        *(part.data if isinstance(part, Weight) else part for part in held),
-        *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
-        activation=mixture.activation,
-        gated=mixture.gated,
-        limit=mixture.limit,
-        offset=mixture.offset,
-        shared=of_all,
-        own=own,
-    )
-
-
-def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
-    """Whether the kernels have the expert of all tokens in the launches of the others."""
-    from ..kernels.triton import experts
-
-    names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
-    names += ["shared.gate.weight"] * mixture.shared_gated
-    known = mixture.shared > 0 and not mixture.weighs_input and experts.is_few(tokens)
-    return known and _are_plain([w[name] for name in names])
-
-
-def _are_plain(weights: Iterable[Weight]) -> bool:
-    return all(weight.scheme is None and not weight.pieces for weight in weights)
 
 
 def packed(weight: Weight) -> Any:

@@ -1,7 +1,7 @@
 """What a backend says of an op that `dualinfer bench ops` can measure, and what backends share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -75,8 +75,8 @@ class Shape(NamedTuple):
 
 
 def make_weight(data: Any) -> Weight:
-    """A matrix as the ops take it."""
-    return Weight(data, ("rows", "columns"))
+    """A matrix, or one of each expert, as the ops take it."""
+    return Weight(data, ("experts", "rows", "columns")[-data.ndim :])
 
 
 QUANTIZED_ROWS = (8, 16, 32, 64, 128, 2048)
@@ -104,24 +104,24 @@ class Filling(NamedTuple):
     mask: int = 0
 
 
-def fillings(scheme: BlockScheme, rows: int, width: int) -> dict[str, Filling]:
-    """What makes a matrix [rows, width] of random codes, by the names of its parts.
+def fillings(scheme: BlockScheme, *shape: int) -> dict[str, Filling]:
+    """What makes a matrix [rows, width] of random codes, or several, by the names of its parts.
 
     Codes mean values of the size that random weights have.
     """
     assert scheme.rows == 1 and not (scheme.zeros or scheme.groups)
+    *rows, width = shape
     mask = 0xFE if scheme.codes == "fp8_e4m3" else 0xFF  # 0x7F and 0xFF are no numbers
-    held = rows, held_width(scheme, width)
     size = np.array(OUTER if scheme.outer else code_size(scheme), numpy_dtype(scheme.scale_dtype))
     is_bytes = scheme.scale_dtype.startswith("float8")
-    scales = (rows, -(-width // scheme.columns) if scheme.columns else 1)
+    scales = (*rows, -(-width // scheme.columns) if scheme.columns else 1)
     scale = size.view(np.uint8).item() if is_bytes else size.astype(np.float32).item()
     found = {
-        "data": Filling(held, scheme.stored, 0, mask),
+        "data": Filling((*rows, held_width(scheme, width)), scheme.stored, 0, mask),
         "scale": Filling(scales, "uint8" if is_bytes else scheme.scale_dtype, scale),
     }
     if scheme.outer:
-        found["outer"] = Filling((rows,), "float32", code_size(scheme) / OUTER)
+        found["outer"] = Filling((*rows,), "float32", code_size(scheme) / OUTER)
     return found
 
 
@@ -129,7 +129,8 @@ def quantized_weight(scheme: BlockScheme, width: int, arrays: Any, dtype: Any) -
     """The matrix of arrays that `fillings` describes, in a model that computes in `dtype`."""
     beside = {name: array for name, array in arrays.items() if name != "data"}
     blocks = Blocks(scheme.rows, scheme.columns, width)
-    return Weight(arrays["data"], ("rows", "columns"), scheme, beside, dtype, blocks)
+    codes = make_weight(arrays["data"])
+    return replace(codes, scheme=scheme, beside=beside, stands_for=dtype, blocks=blocks)
 
 
 def bytes_of(parts: dict[str, Filling]) -> int:

@@ -13,7 +13,8 @@ from ..config import InferenceConfig
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
-from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
+from ..parallel.shard import Held, Shard, fit_row, whole
+from ..parallel.sharding import ShardingPlan, make_plan
 
 
 @dataclass(frozen=True)

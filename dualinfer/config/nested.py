@@ -84,8 +84,7 @@ class MoEConfig(Model):
 
     type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
     """`standard`, or `residual`: a dense MLP beside the experts, as in DeepSpeed's layers. Where
-    it is given it is compared with the module's own layers; in fused mode `residual` is
-    refused."""
+    it is given it is compared with the module's own layers."""
 
     drop_tokens: bool = False
     """True: an expert of a DeepSpeed layer takes as many tokens as the layer's own
@@ -186,10 +185,10 @@ class QuantizationConfig(Model):
     """False: nothing is quantized, whatever the rest says."""
 
     scheme: Annotated[
-        Literal["int8", "int4", "fp8", "nvfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
+        Literal["int8", "int4", "fp8", "nvfp4", "mxfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
     ] = None
     """How weights are quantized, in a word, in the place of `weight`: int8 and fp8 with a scale for
-    each row, int4 in groups of 64, nvfp4 in groups of 16. With `_w8a8` inputs of products become
+    each row, int4 in groups of 64, nvfp4 of 16, mxfp4 of 32. With `_w8a8` inputs of products become
     codes of the same kind, too, a scale for each token. `quant="int4"` is short for it."""
 
     activation: ActivationQuantConfig = ActivationQuantConfig()

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Experts, Layer
+from ..model.spec import XIELU, Experts, Layer, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
+_SIDES = Router(2)  # the softmax of two numbers
 
 
 def block(
@@ -132,6 +133,9 @@ def mixture(
         choice_bias=w.get("router.choice_bias"),
         norm=norm,
     )
+    if experts.blended:
+        sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
+        routing = ops.blend(routing, sides, experts.count - 1)
     partial = None
     if experts.shared and not ops.adds_shared(x, experts, w):
         by = Neighbours(None, norm, experts.activation, experts.gated)

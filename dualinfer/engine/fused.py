@@ -2,29 +2,22 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import kind_of, to_kind, to_numpy
-from ..backends.base import NO_TOKEN, Request, Runner, Sampling
-from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
+from ..arrays import kind_of, to_kind
+from ..backends.base import Request, Runner
+from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
 from .base import CLOSED, About
+from .checks import by_name, is_zero
 from .embedding import EmbeddingCalls
 from .images import make_image_inputs, make_tower_inputs, refuse_images
-from .inputs import (
-    Prompts,
-    by_name,
-    is_zero,
-    make_embedded,
-    make_forward_inputs,
-    make_prompts,
-    refuse_arguments,
-)
+from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
 from .options import (
     GenerationArguments,
@@ -37,7 +30,9 @@ from .options import (
     with_arguments,
 )
 from .origin import Origin
+from .prompts import Prompts, make_embedded, make_prompts
 from .report import Report
+from .requests import make_requests, make_seeds
 from .source import (
     NAMES,
     encoder_states,
@@ -52,8 +47,6 @@ from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 from .towers import TowerCalls, as_fields
 
-_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-_HIDDEN = ("suppress_tokens", "begin_suppress_tokens")
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -502,57 +495,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             )
         self._check_length(prompts, new_tokens)
         options.check_sequences(len(prompts.rows))
-        seeds = self._seeds(seed, len(prompts.rows))
-        names, first, last = options.stepwise, None, None
-        if prompts.block.shape[1] > 1:  # HF forces the second token alone
-            names = [name for name in names if name != "forced_bos_token_id"]
-        hidden: list[tuple[int, ...]] = [(), ()]
-        # These the host need not do with the logits of each step.
-        if {*names} <= {*_FORCED, *_HIDDEN} and (new_tokens > 1 or _FORCED[0] not in names):
-            first, last = (options.forced(name) if name in names else None for name in _FORCED)
-            hidden = [options.hidden(name, spec.vocab) if name in names else () for name in _HIDDEN]
-            known = first not in options.eos_token_ids and NO_TOKEN not in (
-                first,
-                last,
-                *sum(hidden, ()),
-            )
-            known &= first is None or prompts.embeds is None  # which have no row for that token
-            if known:
-                names = []
-            else:
-                first = last = None
-                hidden = [(), ()]
-        sources = source.rows if source else [None] * len(seeds)
-        requests = [
-            Request(
-                tokens=row,
-                max_new_tokens=new_tokens,
-                min_new_tokens=least_tokens,
-                eos_ids=options.eos_token_ids,
-                sampling=Sampling(
-                    options.do_sample,
-                    options.temperature,
-                    options.top_k,
-                    options.top_p,
-                    options.min_p,
-                    options.repetition_penalty,
-                    row_seed,
-                    index,
-                ),
-                embeds=vectors,
-                source=read,
-                is_encoded=is_encoded,
-                encoded=_encoded(read, is_encoded),
-                first=first,
-                last=last,
-                hidden=hidden[0],
-                hidden_at_first=hidden[1],
-            )
-            for row, vectors, read, row_seed in zip(
-                prompts.rows, prompts.embeds or [None] * len(seeds), sources, seeds, strict=True
-            )
-            for index in range(count)
-        ]
+        seeds = make_seeds(seed, len(prompts.rows))
+        how = options, new_tokens, least_tokens, seeds
+        requests, names = make_requests(spec, prompts, source, is_encoded, *how)
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
         rules = None
         if names:
@@ -575,27 +520,6 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
             f"{shorter(way)}"
         )
-
-    def _seeds(self, seed: Any, prompts: int) -> list[int]:
-        """The caller's seed of each prompt; 0 where they are yet to be drawn, or of no use."""
-        if seed is None:
-            return [0] * prompts
-        if kind_of(seed) == "jax" and not str(seed.dtype).startswith("int"):
-            raise ArgumentError(
-                f"seed is a JAX array of {seed.dtype}, as keys are; expected an int, or one for "
-                "each prompt."
-            )
-        if kind_of(seed) not in (None, "list"):
-            seed = to_numpy(seed).tolist()
-        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
-        if len(seeds) != prompts:
-            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
-        for value in seeds:
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ArgumentError(f"seed={shown(value)}; expected an int.")
-            if not 0 <= value.__index__() < 2**64:
-                raise ArgumentError(f"seed={shown(value)}; expected an int from 0 to 2**64 - 1.")
-        return [value.__index__() for value in seeds]
 
     def _streamed(self, tokens: np.ndarray) -> Any:
         """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
@@ -622,13 +546,6 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
-
-
-def _encoded(source: np.ndarray | None, is_encoded: bool) -> int:
-    """Places of what an encoder gives, of ids, or of a spectrogram with two rows for each."""
-    if source is None:
-        return 0
-    return len(source) // (2 if source.ndim > 1 and not is_encoded else 1)
 
 
 def _longest(criteria: Any) -> dict[str, Any]:

@@ -11,14 +11,9 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec, Patches
-from .inputs import (
-    check_labels,
-    check_numbers,
-    loss_kind,
-    make_forward_inputs,
-    pooling_weights,
-    read_array,
-)
+from .checks import read_array
+from .inputs import make_forward_inputs, pooling_weights
+from .labels import check_labels, check_numbers, loss_kind
 
 
 def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:

@@ -11,7 +11,9 @@ from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
-from .inputs import Prompts, check_ids, check_mask, make_forward_inputs, make_prompts, read_array
+from .checks import check_ids, check_mask, read_array
+from .inputs import make_forward_inputs
+from .prompts import Prompts, make_prompts
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")

@@ -257,7 +257,9 @@ class Experts:
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
     result is times the logistic function of a product of its own (Qwen2-MoE). Where a mixture
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
-    (Llama 4).
+    (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
+    have: its weight, and what those of the chosen ones are times, are the softmax of a product of
+    their own (DeepSpeed's residual layers, arXiv:2201.05596).
     """
 
     count: int
@@ -270,6 +272,17 @@ class Experts:
     limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
+    blended: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Experts that a router tells apart."""
+        return self.count - self.blended
+
+    @property
+    def per_token(self) -> int:
+        """Experts of a token, without the one of width `shared`."""
+        return self.router.chosen + self.blended
 
 
 @dataclass(frozen=True)
@@ -522,8 +535,8 @@ class ModelSpec:
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
-            # What a router tells apart, which every device knows of, and what devices share out.
-            inner |= dict.fromkeys(("choices", "experts"), mlp.count)
+            # What devices share out, what each of them knows of, and what a router tells apart.
+            inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
 

@@ -41,6 +41,8 @@ ROUTERS = {
     "olmoe": PLAIN,
     "gpt-oss": {"score": "chosen"},
     "llama4": {"score": "gates"},
+    "phi-3.5": {"score": "sparse", "chosen": 2, "jitter": 0.2},
+    "phi-3.5, ties alone": {"score": "sparse", "chosen": 2},
     "deepseek-v2": {"score": "softmax", "groups": 4, "groups_chosen": 2, "scale": 16.0},
     "deepseek-v3": {
         **{"score": "sigmoid", "groups": 4, "groups_chosen": 2, "group_score": "two"},
@@ -51,51 +53,6 @@ ROUTERS = {
 
 def counters() -> Any:
     return torch.zeros(4096, dtype=torch.int32, device=put(np.zeros(1)).device)
-
-
-def chosen_by(
-    x: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray | None,
-    k: int,
-    score: str,
-    choice_bias: np.ndarray | None = None,
-    groups: int = 1,
-    groups_chosen: int = 1,
-    group_score: str = "max",
-    renormalized: bool = False,
-    eps: float = 0.0,
-    scale: float = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and weights of a router, in float64."""
-    logits = x.astype(np.float64) @ weight.astype(np.float64).T
-    if bias is not None:
-        logits += bias.astype(np.float64)
-    e = np.exp(logits - logits.max(-1, keepdims=True))
-    scores = {
-        "softmax": e / e.sum(-1, keepdims=True),
-        "sigmoid": 1 / (1 + np.exp(-logits)),
-        "chosen": logits,
-        "gates": logits,
-    }[score]
-    values = scores if choice_bias is None else scores + choice_bias
-    if groups > 1:
-        by_group = np.sort(values.reshape(len(x), groups, -1), -1)
-        of_group = by_group[..., -1] + (by_group[..., -2] if group_score == "two" else 0)
-        best = np.argsort(-of_group, -1, kind="stable")[:, :groups_chosen]
-        there = np.zeros((len(x), groups), bool)
-        np.put_along_axis(there, best, True, -1)
-        values = np.where(there.repeat(weight.shape[0] // groups, -1), values, -np.inf)
-    found = np.sort(np.argsort(-values, -1, kind="stable")[:, :k], -1)
-    weights = np.take_along_axis(scores, found, -1)
-    if score == "gates":
-        weights = 1 / (1 + np.exp(-weights))
-    if score == "chosen":
-        weights = np.exp(weights - weights.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-    if renormalized:
-        weights /= weights.sum(-1, keepdims=True) + eps
-    return found, weights * scale
 
 
 def routed(x: Any, weight: Any, bias: Any = None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -123,10 +80,10 @@ def test_routers_are_the_reference(count, width, total, config, how):
     x, weight = normal(1, count, width, dtype=FLOAT32), normal(2, total, width, dtype=FLOAT32)
     weight *= np.float32(width**-0.5)
     bias, choice = normal(3, total, dtype=FLOAT32), normal(4, total, dtype=FLOAT32, scale=0.1)
-    if how["score"] != "sigmoid":
-        choice = None
-    found = routed(x, weight, bias, chosen=3, choice_bias=choice, config=config, **how)
-    wanted = chosen_by(x, weight, bias, 3, choice_bias=choice, **how)
+    weight[5], bias[5] = weight[3], bias[3]  # ties, of which the first goes before the second
+    how = {"chosen": 3, **how, "choice_bias": choice if how["score"] == "sigmoid" else None}
+    found = routed(x, weight, bias, config=config, **how)
+    wanted = reference.route(x, weight, bias, **how)
     np.testing.assert_array_equal(found[0], wanted[0])
     assert_close(found[1], wanted[1].astype(np.float32), FLOAT32, length=width)
 
@@ -157,7 +114,7 @@ def test_a_router_norms_its_rows(dtype):
     g = gain(dtype, 100)
     norm = NormArguments("rms", put(g), None, EPS)
     found = routed(x, weight, chosen=3, norm=norm, **PLAIN)
-    wanted = chosen_by(reference.rms_norm(x, g, EPS), weight, None, 3, **PLAIN)
+    wanted = reference.route(reference.rms_norm(x, g, EPS), weight, chosen=3, **PLAIN)
     np.testing.assert_array_equal(found[0], wanted[0])
     assert_close(found[1], wanted[1].astype(np.float32), FLOAT32, length=100)
 

@@ -1,13 +1,15 @@
 """Keys, tables and candidates of the Triton kernels' configurations."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
-from dualinfer.kernels.triton import attention_choice, decode_attention, linear, tuning
+from dualinfer.kernels.triton import attention_choice, decode_attention, linear, routing, tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
+from dualinfer.kernels.triton.experts import Mixture, tuning_key
 from dualinfer.kernels.triton.linear import MOST_VECTORS, TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 
@@ -33,6 +35,18 @@ KEYS = [
         for itemsize in (2, 4)
         for dim in (64, 80, 96, 128, 256)
         for tokens in (1, 63, 1000, 8192)
+    ),
+    *(
+        ("experts", tokens, *shape, itemsize, bits, columns or shape[-1], True)
+        for tokens in (1, 8, 64, 2048)
+        for shape in ((8, 128, 768, 2048), (2, 8, 14336, 4096), (4, 32, 2880, 2880))
+        for itemsize, bits, columns in ((2, 16, 0), (4, 32, 0), (2, 4, 32), (2, 8, 0))
+    ),
+    *(
+        routing.tuning_key(rows, total, width, itemsize)
+        for rows in ROWS
+        for total, width in ((8, 4096), (128, 2048), (512, 7168))
+        for itemsize in (2, 4)
     ),
 ]
 SHAPE = (4096, 11008, 2, False)
@@ -81,6 +95,20 @@ def test_counts_share_a_key_up_to_the_next_power_of_two():
         2,
     )
     assert attention_choice.tuning_key(2, 80, 100, 40, True) == ("attention", 2, 80, 128, 64, True)
+
+
+def test_a_share_of_a_mixture_has_the_key_of_a_smaller_one_but_for_few_tokens():
+    """Whoever has a quarter of 60 experts has a quarter of the pairs of a token and an expert."""
+
+    def mixture(total, **how):
+        up, down = (SimpleNamespace(shape=(total, *rest)) for rest in ((80, 96), (96, 40)))
+        return Mixture(up, down, **how)
+
+    share, smaller = mixture(15, own=object(), among=60), mixture(15)
+    for tokens in (8, 2048):
+        assert tuning_key(tokens, 6, share, 2) == tuning_key(tokens, 2, smaller, 2)
+    assert tuning_key(1, 6, share, 2) == tuning_key(1, 6, smaller, 2)
+    assert tuning_key(8, 6, mixture(60), 2)[2:4] == (6, 60)
 
 
 def test_tables_are_asked_in_their_order_and_then_the_kernels_default():

@@ -1,6 +1,5 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN
+from ..base import MAX_STEPS, NO_TOKEN
 from .cache import Cache
-from .executables import jit_few
 from .ops.plain import PlainOps
 from .params import Params
 from .sampler import SlotState, book, mark
@@ -423,43 +421,3 @@ def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
         for name, column in state._asdict().items()
     }
     return SlotState(**merged)
-
-
-@jit_few
-def cut(
-    batch: int, tokens: int, kept: int | None = None, read: int | None = None, flat: bool = False
-) -> Callable[[Any], Any]:
-    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
-
-    Those of an encoder have the tokens that it `read`. With `flat` there is one score of a token,
-    not several.
-    """
-
-    def part(name: str, value: Any) -> Any:
-        count = tokens if kept is None or name != "logits" else kept
-        count = read if name.startswith("encoder_") else count
-        axes = int(not (flat and name.endswith("logits")))
-        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
-
-    return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
-
-
-@jax.jit
-def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
-    real = labels != NO_LABEL
-    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)
-
-
-@partial(jax.jit, static_argnums=2)
-def loss_of_numbers(logits: jax.Array, wanted: jax.Array, several: bool) -> jax.Array:
-    """Mean float32 [] over logits and `wanted` [B, labels]: of squared differences, or `several`.
-
-    These are cross-entropies of a yes or no for each label.
-    """
-    x = logits.astype(jnp.float32)
-    if several:
-        return (jax.nn.softplus(x) - x * wanted).mean()
-    return jnp.square(x - wanted).mean()

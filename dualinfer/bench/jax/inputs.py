@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...backends.jax.device import NO_TRITON, has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
@@ -47,6 +48,10 @@ class Bench:
             if not part.mask:
                 return jnp.full(part.shape, part.value, part.dtype)
             return _bits(part.shape, part.mask, part.dtype)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """An array of the host's, on the device."""
+        return jax.device_put(array, self.device)
 
     def draws(self) -> Callable[..., jax.Array]:
         """A function that makes normal numbers of a shape: the same ones, every time."""

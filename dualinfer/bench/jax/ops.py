@@ -32,8 +32,10 @@ from ..case import (
     rows_of,
     scheme_of,
 )
+from ..mixtures import mixture_ops
 from .attention import decode, prompts
 from .inputs import Bench, Op
+from .mixtures import mixture
 
 SHAPES = (
     Shape("8B", 4096, 32, 8, 128, 14336, 128256),
@@ -60,6 +62,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         return [
             *(case for shape in shapes for case in products(bench, shape, 1, recipe)),
             *(case for rows in many for case in products(bench, shapes[0], rows, recipe)),
+            *mixtures(bench, recipe, is_cpu),
         ]
     if device.platform == "cpu":
         return [
@@ -67,6 +70,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
             *decode(bench, TINY, 2, 64),
             *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25)),
             *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25, window=16)),
+            *mixtures(bench, is_tiny=True),
             *norms_of(bench, 64, 1),
         ]
     large, older, small = SHAPES
@@ -83,8 +87,15 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, window=1024)),
         *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
         *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
+        *mixtures(bench),
         *(case for rows in (1, 32, 2048) for case in norms_of(bench, large.embed, rows)),
     ]
+
+
+def mixtures(bench: Bench, recipe: Recipe | None = None, is_tiny: bool = False) -> Iterator[OpCase]:
+    """Routers and experts, see `mixture_ops`."""
+    for own in mixture_ops(bench.dtype.itemsize, recipe, is_tiny):
+        yield from mixture(bench, own)
 
 
 def products(

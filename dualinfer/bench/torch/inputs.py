@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..case import Filling, OpCase
@@ -52,6 +53,10 @@ class Bench:
         how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
         codes = torch.randint(0, 256, part.shape, generator=generator, **how)
         return codes.bitwise_and_(part.mask).view(dtype)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """An array of the host's, on the device."""
+        return torch.from_numpy(array).to(self.device)
 
     def draws(self, dtype: torch.dtype | None = None) -> Callable[..., torch.Tensor]:
         """A function that makes normal numbers of a shape: the same ones, every time."""

@@ -34,8 +34,10 @@ from ..case import (
     rows_of,
     scheme_of,
 )
+from ..mixtures import RouterOp, mixture_ops
 from .attention import decode, prompts, rotary
 from .inputs import Bench, Op
+from .mixtures import experts, router
 
 SHAPES = (
     Shape("8B", 4096, 32, 8, 128, 14336, 128256),
@@ -63,6 +65,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         return [
             *(case for shape in SHAPES for case in products(bench, shape, 1, recipe)),
             *(case for rows in QUANTIZED_ROWS for case in products(bench, large, rows, recipe)),
+            *experts_and_routers(bench, recipe),
         ]
     return [
         *(case for shape in SHAPES for case in products(bench, shape, 1)),
@@ -77,8 +80,15 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
         *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
         *(case for rows in (1, 2048) for case in neighbours(bench, large, rows)),
+        *experts_and_routers(bench),
         *(case for slots in (1, 32) for case in samples(bench, slots, large.vocab)),
     ]
+
+
+def experts_and_routers(bench: Bench, recipe: Recipe | None = None) -> Iterator[OpCase]:
+    """Those of mixtures, see `mixture_ops`."""
+    for own in mixture_ops(bench.dtype.itemsize, recipe):
+        yield from router(bench, own) if isinstance(own, RouterOp) else experts(bench, own)
 
 
 def products(

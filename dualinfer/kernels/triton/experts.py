@@ -66,7 +66,7 @@ class Mixture(NamedTuple):
     values are activation(gate) * (up + `offset`). With `limit` gates are at most that, and ups at
     most as far from 0 (gpt-oss). Biases are [X, out] and [X, E]. Of more experts that tokens
     choose among, these are those from own[0] to before own[1], int32 [2] in memory of the device;
-    the others add nothing here.
+    the others add nothing here, and all are `among` (0: these alone).
     """
 
     up: Any
@@ -79,6 +79,12 @@ class Mixture(NamedTuple):
     offset: float = 0.0
     shared: Shared | None = None
     own: Any = None
+    among: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Experts that tokens choose among."""
+        return self.among or _shape(self.up)[0]
 
     @property
     def parts(self) -> int:
@@ -161,7 +167,7 @@ def experts(
     norm: NormArguments | None = None,
     residual: Any = None,
     partial: Any = None,
-    dtype: Any = None,
+    dtype: str | None = None,
     config: ExpertsConfig | None = None,
     product: Product | None = None,
     counters: Any,
@@ -170,7 +176,7 @@ def experts(
 ) -> Any:
     """residual + partial + what experts make of norm(x), by their weights: [..., E] in `dtype`.
 
-    `dtype` is x's own if None. Sums are float32; hidden values, and of many tokens the
+    `dtype` None is x's own. Sums are float32; hidden values, and of many tokens the
     experts' results, are rounded to x's dtype. A norm goes with few tokens only, see `is_few`, and
     so does a shared expert. `product` of x [pairs, in] in the order of experts, weights [X, out,
     in] and the ends of experts' pairs int32 [X] is taken in place of our tiles, if given.
@@ -179,7 +185,7 @@ def experts(
     width = x.shape[-1]
     count = x.numel() // width
     _check(x, mixture, routing, norm, residual, partial, count)
-    y = x.new_empty((*x.shape[:-1], width), dtype=dtype or x.dtype)
+    y = empty(x, (*x.shape[:-1], width), dtype or dtype_name(x.dtype))
     if y.numel() == 0:
         return y
     chosen = routing.experts.shape[-1]
@@ -406,7 +412,7 @@ def _makes_values(mixture: Mixture, tokens: int, chosen: int) -> bool:
     weights = mixture.up, mixture.down
     if not all(isinstance(w, Packed) and w.data.shape[1] % _block_rows(w) == 0 for w in weights):
         return False
-    return next_power_of_2(tokens) * chosen >= _VALUES_LOAD * _shape(mixture.up)[0]
+    return next_power_of_2(tokens) * chosen >= _VALUES_LOAD * mixture.choices
 
 
 def _gathered(x: Any, order: Order, chosen: int, pdl: bool) -> Any:
@@ -460,9 +466,14 @@ def _mix(
 
 
 def tuning_key(tokens: int, chosen: int, mixture: Mixture, itemsize: int) -> Key:
-    """Of so many tokens, each of which has `chosen` experts of a mixture."""
+    """Of so many tokens, each of which has `chosen` experts of a mixture.
+
+    Of many tokens those of their experts count that are here: a share of a mixture, whose tokens
+    have fewer of fewer experts, is a smaller mixture.
+    """
     total, _, width = _shape(mixture.up)
-    shape = next_power_of_2(tokens), chosen, total, mixture.features, width
+    here = chosen if is_few(tokens) else -(-chosen * total // mixture.choices)
+    shape = next_power_of_2(tokens), here, total, mixture.features, width
     bits, columns = 8 * itemsize, width
     if isinstance(mixture.up, Packed) and not _makes_values(mixture, tokens, chosen):
         bits, columns = mixture.up.bits, mixture.up.columns or width

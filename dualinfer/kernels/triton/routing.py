@@ -17,7 +17,7 @@ from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
 MOST_VECTORS = 64  # rows of x of which each has programs of its own
-SCORES = ("softmax", "sigmoid", "chosen", "gates")
+SCORES = ("softmax", "sigmoid", "chosen", "gates", "sparse")
 
 
 class RouteVectorConfig(NamedTuple):
@@ -55,13 +55,13 @@ def serves(router: Any, total: int) -> bool:
 def serves_all(spec: Any) -> bool:
     """Whether the kernels know all routers of a `model.spec.ModelSpec`."""
     mixtures = (layer.mlp for layer in spec.all_layers if layer.experts)
-    return all(serves(own.router, own.count) for own in mixtures)
+    return all(serves(own.router, own.choices) for own in mixtures)
 
 
 def arguments(router: Any) -> dict[str, Any]:
     """What `route` takes of a `model.spec.Router`."""
     names = ("chosen", "score", "groups", "groups_chosen", "group_score", "renormalized")
-    return {name: getattr(router, name) for name in (*names, "eps", "scale")}
+    return {name: getattr(router, name) for name in (*names, "eps", "scale", "jitter")}
 
 
 def fuses_norm(count: int) -> bool:
@@ -83,6 +83,7 @@ def route(
     renormalized: bool = False,
     eps: float = 0.0,
     scale: float = 1.0,
+    jitter: float = 0.0,
     norm: NormArguments | None = None,
     counters: Any,
     config: RouteConfig | None = None,
@@ -92,11 +93,12 @@ def route(
     """The experts that rows of x [..., E] choose, and their weights, by `weight` [X, E].
 
     `score` is "softmax" or "sigmoid" over all experts, or of the logits of the chosen ones alone
-    the softmax ("chosen") or the sigmoid ("gates"). `choice_bias` [X] is added for the choice
-    alone. Of `groups` those `groups_chosen` are open that have the greatest score ("max"), or sum
-    of two ("two"). Of equal scores that of the lowest number is greater. `renormalized` weights are
-    over their sum plus `eps`; `scale` comes last. `counters` int32 are 0, and are 0 again
-    afterwards.
+    the softmax ("chosen") or the sigmoid ("gates"), or of each the softmax among those below it
+    that are near by `jitter` ("sparse": see `model.spec.Router`). `choice_bias` [X] is added for
+    the choice alone. Of `groups` those `groups_chosen` are open that have the greatest score
+    ("max"), or sum of two ("two"). Of equal scores that of the lowest number is greater.
+    `renormalized` weights are over their sum plus `eps`; `scale` comes last. `counters` int32 are
+    0, and are 0 again afterwards.
     """
     width, total = x.shape[-1], weight.shape[0]
     count = x.numel() // width
@@ -123,7 +125,7 @@ def route(
             route_vector_kernel,
             (triton.cdiv(total, config.rows), count),
             *(rows, weight, bias, choice_bias, *norm_arrays, logits, *results, counters),
-            *(rows.stride(0), norm_eps, eps, scale),
+            *(rows.stride(0), norm_eps, eps, scale, 2 * jitter),
             **{"ROWS": config.rows, "BLOCK_K": next_power_of_2(width), "NORM": kind, **how},
         )
         return Routing(*results)
@@ -132,7 +134,7 @@ def route(
     launch(
         route_tile_kernel,
         (triton.cdiv(count, config.m),),
-        *(rows, weight, bias, choice_bias, *results, count, rows.stride(0), eps, scale),
+        *(rows, weight, bias, choice_bias, *results, count, rows.stride(0), eps, scale, 2 * jitter),
         **{"BLOCK_M": config.m, "BLOCK_K": config.k, "STAGES": config.stages, **how},
     )
     return Routing(*results)

@@ -56,8 +56,18 @@ def _of_groups(
 
 
 @triton.jit
+def _among_near(logits, open, at, reach):
+    """Of the logit at `at` of each row [M, N], the softmax among the open ones that are near it."""
+    most = tl.max(tl.where(at, logits, -float("inf")), 1)[:, None]
+    logits = tl.where(open, logits, most)
+    far = most - logits > reach * tl.maximum(tl.abs(logits), most)
+    e = tl.where(far, 0.0, tl.exp(logits - most))
+    return 1.0 / tl.sum(tl.where(open, e, 0.0), 1)[:, None]
+
+
+@triton.jit
 def _choose(
-    logits, choice_ptr, experts_ptr, weights_ptr, rows, count, least, scale,
+    logits, choice_ptr, experts_ptr, weights_ptr, rows, count, least, scale, reach,
     X: tl.constexpr, CHOSEN: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr, TWO: tl.constexpr, RENORMALIZED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, EACH: tl.constexpr,
@@ -84,6 +94,8 @@ def _choose(
         best = _best(values, left > 0, at, X - 1)
         hit = at[None, :] == best[:, None]
         hit = hit & there[None, :]
+        if SCORE == "sparse":
+            scores = tl.where(hit, _among_near(logits, left > 0, hit, reach), scores)
         chosen = tl.where(hit, 1, chosen)
         left = tl.where(hit, 0, left)
     if SCORE == "chosen":
@@ -105,7 +117,7 @@ def _choose(
 @triton.jit
 def route_vector_kernel(
     x_ptr, weight_ptr, bias_ptr, choice_ptr, norm_weight_ptr, norm_bias_ptr, logits_ptr,
-    experts_ptr, weights_ptr, counter_ptr, x_stride, eps, least, scale,
+    experts_ptr, weights_ptr, counter_ptr, x_stride, eps, least, scale, reach,
     K: tl.constexpr, X: tl.constexpr, CHOSEN: tl.constexpr, SCORE: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr, TWO: tl.constexpr,
     RENORMALIZED: tl.constexpr, GROUP_BLOCK: tl.constexpr, EACH: tl.constexpr,
@@ -140,14 +152,14 @@ def route_vector_kernel(
         own = token + tl.arange(0, 1)
         _choose(
             *(logits[None, :], choice_ptr, experts_ptr, weights_ptr, own, token + 1, least, scale),
-            *(X, CHOSEN, SCORE, GROUPS, GROUPS_CHOSEN, TWO, RENORMALIZED, GROUP_BLOCK, EACH),
+            *(reach, X, CHOSEN, SCORE, GROUPS, GROUPS_CHOSEN, TWO, RENORMALIZED, GROUP_BLOCK, EACH),
         )
 
 
 @triton.jit
 def route_tile_kernel(
     x_ptr, weight_ptr, bias_ptr, choice_ptr, experts_ptr, weights_ptr, count, x_stride, least,
-    scale,
+    scale, reach,
     K: tl.constexpr, X: tl.constexpr, CHOSEN: tl.constexpr, SCORE: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr, TWO: tl.constexpr,
     RENORMALIZED: tl.constexpr, GROUP_BLOCK: tl.constexpr, EACH: tl.constexpr,
@@ -176,6 +188,6 @@ def route_tile_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + at, mask=there, other=0.0).to(tl.float32)[None, :]
     _choose(
-        *(acc, choice_ptr, experts_ptr, weights_ptr, m, count, least, scale),
+        *(acc, choice_ptr, experts_ptr, weights_ptr, m, count, least, scale, reach),
         *(X, CHOSEN, SCORE, GROUPS, GROUPS_CHOSEN, TWO, RENORMALIZED, GROUP_BLOCK, EACH),
     )

@@ -54,7 +54,8 @@ from ...contract import (
     Routing,
     Weights,
 )
-from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
+from ...mixtures import Launch, experts_launch, experts_of, route_launch, shares_launches
+from ...schemes import EightBit, packed, rounds_input
 from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
@@ -300,29 +301,10 @@ class KernelOps(PlainOps):
     ) -> Routing:
         """See `contract.BlockOps.route`."""
         beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
-        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+        launch = route_launch(self, x, weight, router, norm, beside)
+        if launch is None:
             return super().route(x, weight, router, norm=norm, **beside)
-        count, matrix = math.prod(x.shape[:-1]), weight.data
-        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
-            x, norm = self.norm(x, norm), None
-        rows, width = matrix.shape
-        key = routing.tuning_key(count, rows, width, matrix.dtype.itemsize)
-        with jax.named_scope("router"):
-            found, (self._counters,) = call(
-                routing.route,
-                x,
-                matrix,
-                **beside,
-                **routing.arguments(router),
-                norm=NormArguments.of(norm),
-                counters=self._counters,
-                config=self.configurations.find(key),
-                sms=self.sms,
-                pdl=self.starts_early(count),
-                capability=self.capability,
-                written=(self._counters,),
-            )
-        return Routing(*found)
+        return Routing(*self._launched("router", launch))
 
     def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
         """See `contract.BlockOps.adds_shared`."""
@@ -340,7 +322,7 @@ class KernelOps(PlainOps):
         """See `contract.BlockOps.experts`."""
         own = None if self.split is None else self.split.own_experts(mixture.count)
         held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
-        if held is None or (mixture.weighs_input and mixture.router.chosen > 1):
+        if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         if mixture.weighs_input:
             x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
@@ -358,16 +340,16 @@ class KernelOps(PlainOps):
     ) -> jax.Array:
         """What all experts make of x, with all that is added."""
         if self.split is None:
-            return self._of_this_device(x, mixture, routing, by, partial)
+            return self.own_part(x, mixture, routing, by, partial)
         bias, own = mixture.down_bias, mixture._replace(down_bias=None)
-        y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         y = self.split.sum(y)
         if bias is not None:
             y = y + mixtures.biases(bias, routing)
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 
-    def _of_this_device(
+    def own_part(
         self,
         x: jax.Array,
         mixture: Mixture,
@@ -376,28 +358,22 @@ class KernelOps(PlainOps):
         partial: jax.Array | None,
     ) -> jax.Array:
         """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        count, chosen, norm = math.prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
-        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
-            x, norm = self.norm(x, norm), None
-        key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
-        with jax.named_scope("experts"):
-            y, (self._counters,) = call(
-                experts.experts,
-                x,
-                mixture,
-                routing,
-                norm=NormArguments.of(norm),
-                residual=by.residual,
-                partial=partial,
-                dtype="float32" if by.wide else None,
-                config=self.configurations.find(key),
+        launch = experts_launch(self, x, mixture, routing, by, partial)
+        return self._launched("experts", launch)
+
+    def _launched(self, name: str, launch: Launch) -> Any:
+        function, arguments, options = launch
+        with jax.named_scope(name):
+            result, (self._counters,) = call(
+                function,
+                *arguments,
+                **options,
                 counters=self._counters,
                 sms=self.sms,
-                pdl=self.starts_early(count),
                 capability=self.capability,
                 written=(self._counters,),
             )
-        return y
+        return result
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
         """See `PlainOps.partial_product`."""

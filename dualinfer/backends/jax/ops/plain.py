@@ -235,6 +235,10 @@ class PlainOps:
         rows = self.norm(x, norm) if norm else x
         return mixtures.route(rows, weight, router, bias, choice_bias)
 
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """See `contract.BlockOps.blend`."""
+        return mixtures.blend(routing, sides.weights, expert)
+
     def experts(
         self,
         x: jax.Array,

@@ -82,7 +82,7 @@ class SplitKernelOps(KernelOps):
         if not self._serves(x.size):
             return super()._mixed(x, mixture, routing, by, partial)
         bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), by.residual
-        y = self._of_this_device(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         if bias is not None:
             added = mixtures.biases(bias, routing).astype(x.dtype)
             residual = added if residual is None else residual + added

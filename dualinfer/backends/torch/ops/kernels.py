@@ -35,6 +35,7 @@ from ....kernels.triton.experts import ExpertsConfig, Mixture
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
+from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations, Key
 from ....model.spec import Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
@@ -49,7 +50,8 @@ from ...contract import (
     Routing,
     Weights,
 )
-from ...schemes import EightBit, experts_of, packed, rounds_input, shares_launches
+from ...mixtures import Launch, experts_launch, experts_of, route_launch, shares_launches
+from ...schemes import EightBit, packed, rounds_input
 from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
@@ -269,29 +271,14 @@ class KernelOps(PlainOps):
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         norm: NormOf | None = None,
+        config: RouteConfig | None = None,
     ) -> Routing:
-        """See `contract.BlockOps.route`."""
+        """See `contract.BlockOps.route`; `config` None is the one for these shapes."""
         beside: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias}
-        if weight.scheme is not None or not routing.serves(router, weight.shape[0]):
+        launch = route_launch(self, x, weight, router, norm, beside, config)
+        if launch is None:
             return super().route(x, weight, router, norm=norm, **beside)
-        count = x.numel() // x.shape[-1]
-        if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
-            x, norm = self.norm(x, norm), None
-        matrix = weight.data
-        rows, width = matrix.shape
-        key = routing.tuning_key(count, rows, width, matrix.element_size())
-        found = routing.route(
-            x,
-            matrix,
-            **beside,
-            **routing.arguments(router),
-            norm=NormArguments.of(norm),
-            counters=self._zeros(linear.MOST_TILES),
-            config=self.configurations.find(key),
-            sms=self.sms,
-            pdl=self.starts_early(count),
-        )
-        return Routing(*found)
+        return Routing(*self._launched(launch))
 
     def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
         """See `contract.BlockOps.adds_shared`."""
@@ -308,9 +295,8 @@ class KernelOps(PlainOps):
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
-        own = self._own_experts(mixture.count)
-        held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
-        if held is None or (mixture.weighs_input and mixture.router.chosen > 1):
+        held = self.held_experts(x, mixture, w)
+        if held is None:
             return super().experts(x, mixture, w, routing, by, partial)
         if mixture.weighs_input:
             x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
@@ -318,7 +304,12 @@ class KernelOps(PlainOps):
             routing = Routing(routing.experts, torch.ones_like(routing.weights))
         return self._mixed(x, held, routing, by, partial)
 
-    def _own_experts(self, count: int) -> torch.Tensor | None:
+    def held_experts(self, x: torch.Tensor, mixture: Experts, w: Weights) -> Mixture | None:
+        """A layer's experts on this device as the kernels take them for x; None if they do not."""
+        own = self.own_experts(mixture.count)
+        return experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
+
+    def own_experts(self, count: int) -> torch.Tensor | None:
         """From which to before which of `count` experts are here, int32 [2]; None for all."""
         return None
 
@@ -329,29 +320,28 @@ class KernelOps(PlainOps):
         routing: Routing,
         by: Neighbours,
         partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What all experts make of x, with all that is added."""
+        return self.own_part(x, mixture, routing, by, partial)
+
+    def own_part(
+        self,
+        x: torch.Tensor,
+        mixture: Mixture,
+        routing: Routing,
+        by: Neighbours,
+        partial: torch.Tensor | None = None,
         config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
         """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        count, chosen, norm = x.numel() // x.shape[-1], routing.experts.shape[-1], by.norm
-        if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
-            x, norm = self.norm(x, norm), None
-        if config is None:
-            key = experts.tuning_key(count, chosen, mixture, x.element_size())
-            config = self.configurations.find(key)
-        return experts.experts(
-            x,
-            mixture,
-            cast(Any, routing),
-            norm=NormArguments.of(norm),
-            residual=by.residual,
-            partial=partial,
-            dtype=torch.float32 if by.wide else None,
-            config=config,
-            product=grouped_product if takes_groups(mixture, count * chosen, x) else None,
-            counters=self._zeros(linear.MOST_TILES),
-            sms=self.sms,
-            pdl=self.starts_early(count),
-        )
+        launch = experts_launch(self, x, mixture, routing, by, partial, config)
+        grouped = takes_groups(mixture, routing.experts.numel(), x)
+        return self._launched(launch, product=grouped_product if grouped else None)
+
+    def _launched(self, launch: Launch, **more: Any) -> Any:
+        function, arguments, options = launch
+        counters = self._zeros(linear.MOST_TILES)
+        return function(*arguments, **options, **more, counters=counters, sms=self.sms)
 
     def is_narrow(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> bool:
         """Whether the kernel for few rows serves a product, or cuBLAS."""

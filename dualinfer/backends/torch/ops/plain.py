@@ -211,6 +211,10 @@ class PlainOps:
         """See `contract.BlockOps.route`."""
         return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
 
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """See `contract.BlockOps.blend`."""
+        return mixtures.blend(routing, sides.weights, expert)
+
     def experts(
         self,
         x: torch.Tensor,

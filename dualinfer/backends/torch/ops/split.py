@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from ....kernels.triton import embedding
-from ....kernels.triton.experts import ExpertsConfig, Mixture
+from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
@@ -94,8 +94,8 @@ class SplitKernelOps(KernelOps):
         partial = self.linear(x, weight, Neighbours(wide=wide))
         return self._sum(partial, by.bias, by.residual, x.dtype)
 
-    def _own_experts(self, count: int) -> torch.Tensor | None:
-        """See `KernelOps._own_experts`."""
+    def own_experts(self, count: int) -> torch.Tensor | None:
+        """See `KernelOps.own_experts`."""
         return self._own.get(count)
 
     def _mixed(
@@ -105,12 +105,11 @@ class SplitKernelOps(KernelOps):
         routing: Routing,
         by: Neighbours,
         partial: torch.Tensor | None,
-        config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
         """See `KernelOps._mixed`; few values are summed in float32, by a kernel."""
         bias, residual = mixture.down_bias, by.residual
         by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
-        y = super()._mixed(x, mixture._replace(down_bias=None), routing, by, partial, config)
+        y = self.own_part(x, mixture._replace(down_bias=None), routing, by, partial)
         if bias is not None:
             added = mixtures.biases(bias, routing).to(x.dtype)
             residual = added if residual is None else residual + added

@@ -3,12 +3,21 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from .... import decoder
-from ....kernels.triton import attention, attention_choice, decode_attention, latent, tuning
+from ....kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    experts,
+    latent,
+    routing,
+    tuning,
+)
+from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
@@ -17,7 +26,7 @@ from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache, LatentCache
 from ..device import free_bytes
-from ..ops.kernels import KernelOps, linear_key
+from ..ops.kernels import KernelOps, linear_key, takes_groups
 from ..ops.primitives import CACHE_CODES
 from ..params import Params
 
@@ -28,6 +37,7 @@ PROMPTS = (128, 512, 2048)
 _L2_TIMES = 4  # so much more than the L2 cache holds is read between two readings of a tensor
 _MOST_CACHE = 1 << 29  # bytes of a layer: above, reading them is all that counts
 _PROMPT_CALLS = 4
+_EXPERTS_CALLS = 8
 
 Run: TypeAlias = Callable[[Any], torch.Tensor]
 
@@ -50,6 +60,26 @@ class _Product(NamedTuple):
     by: Neighbours
 
 
+class _Router(NamedTuple):
+    """A router, but for x."""
+
+    weight: Weight
+    router: Router
+    beside: dict[str, Any]
+
+
+_Weighed = TypeVar("_Weighed", _Product, _Router)
+
+
+class _Experts(NamedTuple):
+    """What a layer's experts make of x, but for the values of x, routing and residual."""
+
+    held: Mixture
+    chosen: int
+    by: Neighbours
+    x: torch.Tensor
+
+
 def tuning_cases(
     spec: ModelSpec,
     params: Params,
@@ -68,26 +98,30 @@ def tuning_cases(
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
     for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
-        for case in _products(spec, params, ops, count):
+        for case in _steps(spec, params, ops, count):
             cases.setdefault(case.key, case)
         if spec.causal:
             for case in _decodes(layers, ops, params, count, reaches, cache_codes):
                 cases.setdefault(case.key, case)
     for tokens in sorted({min(tokens, most) for tokens in prompts}):
-        for case in _prompts(layers, ops, params, tokens):
+        of_experts = _steps(spec, params, ops, tokens, whole=False)
+        for case in (*_prompts(layers, ops, params, tokens), *of_experts):
             cases.setdefault(case.key, case)
     return list(cases.values())
 
 
 class _Recorder:
-    """Ops of the contract that launch nothing: they note the products with few rows of a pass.
+    """Ops of the contract that launch nothing: they note what a pass asks of tuned kernels.
 
-    What they give is empty, of the right shape; `ops` says which kernel would serve.
+    Those are products with few rows, routers and experts. What they give is empty, of the right
+    shape; `ops` says which kernel would serve.
     """
 
     def __init__(self, ops: KernelOps):
         self.ops = ops
         self.products: dict[Key, list[_Product]] = {}
+        self.routers: dict[Key, list[_Router]] = {}
+        self.mixtures: dict[Key, list[_Experts]] = {}
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -144,8 +178,16 @@ class _Recorder:
         choice_bias: torch.Tensor | None = None,
         norm: NormOf | None = None,
     ) -> Routing:
+        if weight.scheme is None and routing.serves(router, weight.shape[0]):
+            beside = {"bias": bias, "choice_bias": choice_bias, "norm": norm}
+            count, (total, width) = x.numel() // x.shape[-1], weight.shape
+            key = routing.tuning_key(count, total, width, weight.dtype.itemsize)
+            self.routers.setdefault(key, []).append(_Router(weight, router, beside))
         shape = *x.shape[:-1], router.chosen
         return Routing(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape))
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        return routing
 
     def experts(
         self,
@@ -156,6 +198,12 @@ class _Recorder:
         by: Neighbours = ALONE,
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        held, count = self.ops.held_experts(x, mixture, w), x.numel() // x.shape[-1]
+        chosen = mixture.router.chosen
+        if held is not None and not takes_groups(held, count * chosen, x):
+            by = by._replace(norm=None) if mixture.weighs_input else by
+            key = experts.tuning_key(count, chosen, held, x.element_size())
+            self.mixtures.setdefault(key, []).append(_Experts(held, chosen, by, x))
         return x
 
     def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
@@ -164,6 +212,7 @@ class _Recorder:
     def gate(
         self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
     ) -> torch.Tensor:
+        self.linear(x, weight, Neighbours(norm=norm, wide=True))
         return y
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
@@ -205,8 +254,13 @@ class _Recorder:
         return logits
 
 
-def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> list[TuningCase]:
-    """The products with few rows of a step with `rows` rows, those of a shape together."""
+def _steps(
+    spec: ModelSpec, params: Params, ops: KernelOps, rows: int, whole: bool = True
+) -> list[TuningCase]:
+    """What a step with `rows` rows asks of products with few rows, routers and experts.
+
+    Those of a shape are together. Unless it is the `whole`, only routers and experts are there.
+    """
     recorder = _Recorder(ops)
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
 
@@ -216,15 +270,23 @@ def _products(spec: ModelSpec, params: Params, ops: KernelOps, rows: int) -> lis
             return qkv.queries.new_zeros((rows, 1, a.qkv_sizes[2]))
         return qkv[..., : a.qkv_sizes[0]].contiguous()
 
+    if not whole and not any(layer.experts for layer in spec.layers):
+        return []
     with torch.inference_mode():
         how: dict[str, Any] = {"across": lambda i, q: q}
         x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend, **how)[-1]
-        if spec.head is not None:
+        if spec.head is not None and whole:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
+    makers: dict[Key, Callable[[], tuple[Run, int]]] = {}
+    for key, group in (recorder.products if whole else {}).items():
+        makers[key] = _product_maker(ops, group, rows, total)
+    for key, group in recorder.routers.items():
+        makers[key] = _router_maker(ops, group, rows, total)
+    for key, group in recorder.mixtures.items():
+        makers[key] = _experts_maker(ops, group, rows)
     return [
-        TuningCase(key, tuning.candidates(key, ops.sms), _product_maker(ops, group, rows, total))
-        for key, group in recorder.products.items()
+        TuningCase(key, tuning.candidates(key, ops.sms), maker) for key, maker in makers.items()
     ]
 
 
@@ -232,16 +294,9 @@ def _product_maker(
     ops: KernelOps, group: list[_Product], rows: int, total: int
 ) -> Callable[[], tuple[Run, int]]:
     def prepare() -> tuple[Run, int]:
-        first, needed = group[0].weight, min(_beyond_cache(ops.device), total)
-        sizes = [count_leaves([product.weight])["parameter_bytes"] for product in group]
-        extra = max(0, -(-(needed - sum(sizes)) // sizes[0]))
-        extra = min(extra, (free_bytes(ops.device) or 0) // 2 // sizes[0])
-        products = list(group)
-        for product in islice(cycle(group), extra):
-            copies = {part: array.clone() for part, array in parts_of(product.weight).items()}
-            products.append(product._replace(weight=with_parts(product.weight, copies)))
-        features, width = first.shape
-        like = torch.empty(0, dtype=first.dtype, device=ops.device)
+        products = _beyond(ops, group, total)
+        features, width = group[0].weight.shape
+        like = torch.empty(0, dtype=group[0].weight.dtype, device=ops.device)
         x = _random(like, rows, width)
         residual = _random(like, rows, features // (2 if group[0].by.gated else 1))
 
@@ -256,6 +311,80 @@ def _product_maker(
             return y
 
         return run, len(products)
+
+    return prepare
+
+
+def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]:
+    """Those of a shape, and copies, so that weights come from memory as in a step.
+
+    `total` are the bytes that the model has.
+    """
+    needed = min(_beyond_cache(ops.device), total)
+    sizes = [count_leaves([own.weight])["parameter_bytes"] for own in group]
+    extra = max(0, -(-(needed - sum(sizes)) // sizes[0]))
+    extra = min(extra, (free_bytes(ops.device) or 0) // 2 // sizes[0])
+    found = list(group)
+    for own in islice(cycle(group), extra):
+        copies = {part: array.clone() for part, array in parts_of(own.weight).items()}
+        found.append(own._replace(weight=with_parts(own.weight, copies)))
+    return found
+
+
+def _router_maker(
+    ops: KernelOps, group: list[_Router], rows: int, total: int
+) -> Callable[[], tuple[Run, int]]:
+    def prepare() -> tuple[Run, int]:
+        routers = _beyond(ops, group, total)
+        like = torch.empty(0, dtype=group[0].weight.dtype, device=ops.device)
+        x = _random(like, rows, group[0].weight.shape[1])
+
+        def run(config: Any) -> torch.Tensor:
+            found = [
+                ops.route(x, weight, router, **beside, config=config)
+                for weight, router, beside in routers
+            ]
+            return found[0].weights
+
+        return run, len(routers)
+
+    return prepare
+
+
+def _experts_maker(
+    ops: KernelOps, group: list[_Experts], rows: int
+) -> Callable[[], tuple[Run, int]]:
+    """Calls of layers in turn, for other experts each time, so that weights come from memory."""
+
+    def prepare() -> tuple[Run, int]:
+        held, chosen, _, like = group[0]
+        x, residual = _random(like, *like.shape), _random(like, *like.shape)
+        calls = list(islice(cycle(group), _EXPERTS_CALLS if rows < 128 else _PROMPT_CALLS))
+        how: dict[str, Any] = {
+            "generator": torch.Generator(ops.device).manual_seed(0),
+            "device": ops.device,
+        }
+        routings = []
+        for i in range(len(calls)):
+            order = torch.rand((*like.shape[:-1], held.choices), **how).argsort(-1)
+            if rows == 1:
+                order = (torch.arange(held.choices, device=ops.device) + i * chosen).expand_as(
+                    order
+                )
+            picks = (order % held.choices)[..., :chosen].sort(-1)[0].int().contiguous()
+            weights = torch.rand(picks.shape, **how)
+            routings.append(Routing(picks, weights / weights.sum(-1, keepdim=True)))
+
+        def run(config: Any) -> torch.Tensor:
+            y = None
+            for own, chosen_by in zip(calls, routings, strict=True):
+                by = own.by if own.by.residual is None else own.by._replace(residual=residual)
+                output = ops.own_part(x, own.held, chosen_by, by, config=config)
+                y = output if y is None else y
+            assert y is not None
+            return y
+
+        return run, len(calls)
 
     return prepare
 

@@ -1,0 +1,154 @@
+"""Routers and experts by Triton's kernels, as both backends launch them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from ..model.spec import Experts, Router
+from ..model.weights import Weight
+from .contract import Array, Neighbours, NormOf, Routing
+from .schemes import packed, rounds_input
+
+
+class Launch(NamedTuple):
+    """A function of `kernels/triton` and what it takes, but for what a backend adds.
+
+    That is `counters`, and the device's number of multiprocessors.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class Launcher(Protocol):
+    """What is asked of ops by kernels."""
+
+    configurations: Any
+
+    def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
+        """See `contract.BlockOps.norm`."""
+        ...
+
+    def starts_early(self, rows: int) -> bool:
+        """Whether kernels over so many rows start before the one in front has ended."""
+        ...
+
+
+def route_launch(
+    ops: Launcher,
+    x: Array,
+    weight: Weight,
+    router: Router,
+    norm: NormOf | None,
+    beside: Mapping[str, Array | None],
+    config: Any = None,
+) -> Launch | None:
+    """The launch of a router, with the biases `beside`; None if the kernels know no such.
+
+    `config` None is the one for these shapes.
+    """
+    from ..kernels.triton import linear, routing
+
+    total, width = weight.shape
+    if weight.scheme is not None or not routing.serves(router, total):
+        return None
+    count, matrix = prod(x.shape[:-1]), weight.data
+    if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
+        x, norm = ops.norm(x, norm), None
+    if config is None:
+        key = routing.tuning_key(count, total, width, matrix.dtype.itemsize)
+        config = ops.configurations.find(key)
+    how = {
+        **beside,
+        **routing.arguments(router),
+        "norm": linear.NormArguments.of(norm),
+        "config": config,
+        "pdl": ops.starts_early(count),
+    }
+    return Launch(routing.route, (x, matrix), how)
+
+
+def experts_launch(
+    ops: Launcher,
+    x: Array,
+    mixture: Any,
+    routing: Routing,
+    by: Neighbours,
+    partial: Array | None,
+    config: Any = None,
+) -> Launch:
+    """The launch of this device's experts, `kernels.triton.experts.Mixture`.
+
+    With all that is added; in float32 if `by.wide`. `config` None is the one for these shapes.
+    """
+    from ..kernels.triton import experts, linear
+
+    count, chosen, norm = prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
+    if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+        x, norm = ops.norm(x, norm), None
+    if config is None:
+        key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
+        config = ops.configurations.find(key)
+    how = {
+        "norm": linear.NormArguments.of(norm),
+        "residual": by.residual,
+        "partial": partial,
+        "dtype": "float32" if by.wide else None,
+        "config": config,
+        "pdl": ops.starts_early(count),
+    }
+    return Launch(experts.experts, (x, mixture, routing), how)
+
+
+def experts_of(
+    mixture: Experts, w: Mapping[str, Any], shared: bool = False, own: Any = None
+) -> Any:
+    """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
+
+    They know none where several experts of a token weigh their inputs. `shared` says that the
+    expert of all tokens is one of them, and `own`, int32 [2], from which to before which number
+    they are here.
+    """
+    from ..kernels.triton import activation, experts
+
+    weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
+    if mixture.activation not in activation.KINDS:
+        return None
+    if mixture.weighs_input and mixture.router.chosen > 1:
+        return None
+    if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
+        return None
+    held = weights if _are_plain(weights) else [packed(weight) for weight in weights]
+    if any(part is None for part in held) or any(rounds_input(weight) for weight in weights):
+        return None
+    of_all = None
+    if shared:
+        parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
+        gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
+        of_all = experts.Shared(parts[0], parts[1], gate)
+    return experts.Mixture(
+        *(part.data if isinstance(part, Weight) else part for part in held),
+        *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
+        activation=mixture.activation,
+        gated=mixture.gated,
+        limit=mixture.limit,
+        offset=mixture.offset,
+        shared=of_all,
+        own=own,
+        among=0 if own is None else mixture.count,
+    )
+
+
+def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
+    """Whether the kernels have the expert of all tokens in the launches of the others."""
+    from ..kernels.triton import experts
+
+    names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
+    names += ["shared.gate.weight"] * mixture.shared_gated
+    known = mixture.shared > 0 and not mixture.weighs_input and experts.is_few(tokens)
+    return known and _are_plain([w[name] for name in names])
+
+
+def _are_plain(weights: Iterable[Weight]) -> bool:
+    return all(weight.scheme is None and not weight.pieces for weight in weights)
