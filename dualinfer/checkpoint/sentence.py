@@ -56,10 +56,14 @@ def read_text_embedding(folder: Path) -> TextEmbedding:
         raise CheckpointError(f"{folder} has max_seq_length={shown(length)}; expected an int.")
     if name is not None and name not in prompts:
         raise CheckpointError(f"{folder} has default_prompt_name={shown(name)}, not among prompts.")
+    most = own.get("truncate_dim")
+    if most is not None and (type(most) is not int or most < 1):
+        raise CheckpointError(f"{folder} has truncate_dim={shown(most)}; expected an int above 0.")
     lower = bool(settings.get("do_lower_case", False))
     # sentence-transformers knows these two of every model.
     prompts = {"query": "", "document": "", **prompts}
-    return TextEmbedding(pooling or "mean", include, tuple(layers), length, lower, prompts, name)
+    how = pooling or "mean", include, tuple(layers), length, lower, prompts, name, most
+    return TextEmbedding(*how)
 
 
 def files_of_modules(folder: Path) -> Iterator[tuple[str, ...]]:

@@ -41,6 +41,10 @@ def embed(
         bool | None,
         typer.Option("--normalize/--no-normalize", help="Length 1; unset: as the model says."),
     ] = None,
+    truncate_dim: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Keep the first N numbers; unset: as the model says."),
+    ] = None,
     prompt_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model's prompt before each text.")
     ] = None,
@@ -66,7 +70,12 @@ def embed(
     options = {"backend": name, "dtype": dtype}
     with init_inference(found.folder, **options) as engine:
         vectors = engine.embed(
-            texts, pooling=pooling, normalize=normalize, prompt=prompt, prompt_name=prompt_name
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            truncate_dim=truncate_dim,
+            prompt=prompt,
+            prompt_name=prompt_name,
         )
     if json:
         for vector in vectors:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import kind_of, on_its_way
+from ..arrays import kind_of, on_its_way, to_kind
 from ..errors import (
     ArgumentError,
     CheckpointError,
@@ -64,6 +64,7 @@ class EmbeddingCalls(InferenceEngine):
         *,
         pooling: str | None = None,
         normalize: bool | None = None,
+        truncate_dim: int | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         batch_size: int | None = None,
@@ -73,22 +74,25 @@ class EmbeddingCalls(InferenceEngine):
     ) -> np.ndarray:
         """Vectors float32 [N, E] of N texts, as sentence-transformers makes them; [E] of one str.
 
-        `inputs` are a str, texts, lists of token ids of any lengths, ids [N, T], or what a HF
-        tokenizer gives, with its mask. `pooling` ("cls", "mean", "max", "mean_sqrt_len_tokens",
-        "weightedmean" or "lasttoken") and `normalize` are the model folder's own if None: those of
-        modules.json, else mean pooling and no normalizing. With a `pooling` of the caller's the
-        folder's Dense layers still follow. `prompt`, or the one that the model calls `prompt_name`,
-        goes before each text. Texts are cut to `max_length` tokens, by default what the folder or
-        the model's positions allow; ids are not cut. Texts are packed into rows, several passes of
-        at most `batch_size` texts each, by default as many as fill the device. Vectors do not
-        depend on what they are packed with. Raises ArgumentError and LengthError before anything
-        runs, UnsupportedError for a model of an encoder and a decoder, and CheckpointNotFoundError
-        where the files that say how the model embeds are not to be had and no `pooling` was passed.
+        `inputs` are a str, texts (a list, tuple, array or column), lists of token ids of any
+        lengths, ids [N, T], or what a HF tokenizer gives, with its mask. `pooling` ("cls", "mean",
+        "max", "mean_sqrt_len_tokens", "weightedmean" or "lasttoken") and `normalize` are the model
+        folder's own if None: those of modules.json, else mean pooling and no normalizing. With a
+        `pooling` of the caller's the folder's Dense layers still follow. Of each vector the first
+        `truncate_dim` numbers stay, by default as many as the folder says; those of
+        `normalize=True` have length 1 after that. `prompt`, or the one that the model calls
+        `prompt_name`, goes before each text. Texts are cut to `max_length` tokens, by default what
+        the folder or the model's positions allow; ids are not cut. Texts are packed into rows,
+        several passes of at most `batch_size` texts each, by default as many as fill the device.
+        Vectors do not depend on what they are packed with. Raises ArgumentError and LengthError
+        before anything runs, UnsupportedError for a model of an encoder and a decoder, and
+        CheckpointNotFoundError where the files that say how the model embeds are not to be had and
+        no `pooling` was passed.
         """
         if unsupported:
             raise ArgumentError(
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
-                "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
+                "normalize, truncate_dim, prompt, prompt_name, batch_size, max_length, tokenizer."
             )
         if self._spec.towers:
             raise UnsupportedError(
@@ -101,6 +105,7 @@ class EmbeddingCalls(InferenceEngine):
                 "models of one stack. Take encoder_last_hidden_state of engine.forward() and pool "
                 "it."
             )
+        inputs = _listed(inputs)
         names = {"inputs": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
         with self._call("embed()", names) as call:
             self._check_model(alone=False)
@@ -110,6 +115,7 @@ class EmbeddingCalls(InferenceEngine):
                     "with pixel_values: its pooler_output or image_embeds are an image's vector."
                 )
             how, layers = self._how(pooling, normalize)
+            most = self._most_numbers(truncate_dim, how, layers)
             if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
                 raise ArgumentError(f"batch_size={shown(batch_size)}; expected a positive int.")
             given = call.inputs if isinstance(inputs, Mapping) else call.inputs["inputs"]
@@ -117,11 +123,11 @@ class EmbeddingCalls(InferenceEngine):
             if of_text:
                 before = how.prompt(prompt, prompt_name)
                 tokenizer = self.tokenizer if tokenizer is None else tokenizer
-                most = self._most_tokens(max_length, tokenizer)
+                limit = self._most_tokens(max_length, tokenizer)
                 skip = 0 if how.include_prompt else _length_of_prompt(tokenizer, before)
                 single = isinstance(given, str)
                 all_texts = [given] if single else list(given)
-                ids = [_encode(tokenizer, t, before, most, how.lower) for t in all_texts]
+                ids = [_encode(tokenizer, t, before, limit, how.lower) for t in all_texts]
             else:
                 if not (prompt is prompt_name is max_length is None):
                     raise ArgumentError(
@@ -135,10 +141,83 @@ class EmbeddingCalls(InferenceEngine):
             vectors = _gathered(parts, len(ids))
             self._check_model(alone=True)
         if not len(ids):
-            return np.zeros((0, self._width(layers)), np.float32)
+            return np.zeros((0, most), np.float32)
         for layer in layers:
             vectors = normalized(vectors) if layer is None else layer(vectors)
+        if most < vectors.shape[1]:
+            vectors = vectors[:, :most]
+            vectors = normalized(vectors) if normalize else vectors.copy()
         return vectors[0] if single else vectors
+
+    def encode(
+        self,
+        inputs: Any,
+        *,
+        normalize_embeddings: bool = False,
+        convert_to_tensor: bool = False,
+        convert_to_numpy: bool = True,
+        show_progress_bar: bool | None = None,
+        output_value: str | None = "sentence_embedding",
+        precision: str | None = "float32",
+        device: Any = None,
+        **options: Any,
+    ) -> Any:
+        """`embed` by sentence-transformers' own name and arguments, for code that was written so.
+
+        `prompt_name`, `prompt`, `batch_size` and `truncate_dim` are as in `embed`, and so are its
+        other arguments. `normalize_embeddings=False` leaves what the model's folder says, as there.
+        With `convert_to_tensor` the result is an array of the backend, on the engine's device.
+        Raises ArgumentError for what `embed` does not do: another `output_value` or `precision`, a
+        progress bar, another device.
+        """
+        kept = "sentence_embedding", "float32"
+        asked = {
+            "output_value": (output_value, output_value == kept[0]),
+            "precision": (precision, precision in (None, kept[1])),
+            "show_progress_bar": (show_progress_bar, not show_progress_bar),
+            "device": (device, device is None),
+            "convert_to_numpy": (convert_to_numpy, convert_to_numpy or convert_to_tensor),
+        }
+        for name, (value, is_served) in asked.items():
+            if not is_served:
+                raise ArgumentError(
+                    f"encode: {name}={shown(value)} is not served. Vectors are of whole texts, in "
+                    "float32, on the engine's device, as one array: NumPy's, or with "
+                    "convert_to_tensor=True the backend's. Leave it out."
+                )
+        vectors = self.embed(inputs, normalize=True if normalize_embeddings else None, **options)
+        if not convert_to_tensor:
+            return vectors
+        array = to_kind(vectors, self.inference_config.backend)
+        return array.to(self.device) if hasattr(array, "to") else array
+
+    def encode_query(self, inputs: Any, **arguments: Any) -> Any:
+        """`encode` with the model's prompt "query", unless the caller passes or names one."""
+        return self.encode(inputs, **self._prompted(inputs, "query", arguments))
+
+    def encode_document(self, inputs: Any, **arguments: Any) -> Any:
+        """`encode` with the model's prompt "document", likewise."""
+        return self.encode(inputs, **self._prompted(inputs, "document", arguments))
+
+    def _prompted(self, inputs: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """`arguments` of a call, with the prompt of that name if the model has it."""
+        given = arguments.get("prompt"), arguments.get("prompt_name")
+        if given != (None, None) or not _is_text(_listed(inputs)):
+            return arguments
+        is_known = name in self.text_embedding.prompts
+        return arguments | {"prompt_name": name} if is_known else arguments
+
+    def _most_numbers(self, asked: Any, how: TextEmbedding, layers: Sequence[Dense | None]) -> int:
+        """How many numbers of a vector stay."""
+        width = self._width(layers)
+        if asked is None:
+            return min(how.truncate_dim or width, width)
+        if type(asked) is not int or not 1 <= asked <= width:
+            raise ArgumentError(
+                f"truncate_dim={shown(asked)}; expected an int from 1 to {width}, the numbers of a "
+                "vector."
+            )
+        return asked
 
     def _how(
         self, pooling: str | None, normalize: bool | None
@@ -199,6 +278,7 @@ class EmbeddingCalls(InferenceEngine):
                 f"inputs is a {type(given).__name__}; expected a str, texts or token ids."
             )
         if kind_of(given) == "list" and mask is None:
+            _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
             rows = _flat_rows(given, spec.vocab)
@@ -257,6 +337,18 @@ def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarra
     return vectors
 
 
+def _check_depth(given: list[Any]) -> None:
+    """Raise ArgumentError where texts lie deeper than in one list, or are none."""
+    for one in given:
+        inner = next(iter(one), None) if isinstance(one, list | tuple) else None
+        if one is None or isinstance(inner, str):
+            what = "None" if one is None else "a list of texts"
+            raise ArgumentError(
+                f"inputs[0] is {what}; expected a text or token ids. Pass texts in one list; a "
+                "pair of texts has a score of a classifier, not a vector."
+            )
+
+
 def _flat_rows(given: Any, vocab: int) -> list[np.ndarray] | None:
     """int32 ids of lists of ints, read at once as that is quicker; None if they are not that."""
     if not all(type(row) is list and row for row in given):
@@ -272,6 +364,16 @@ def _flat_rows(given: Any, vocab: int) -> list[np.ndarray] | None:
         return None
     ids, ends = ids.astype(np.int32), list(accumulate(map(len, given)))
     return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _listed(given: Any) -> Any:
+    """Texts as a list, where they came as an array or a column of a table; else `given`."""
+    if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
+        return given.tolist()
+    is_column = kind_of(given) is None and not isinstance(given, str | bytes | Mapping)
+    if is_column and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        return list(given)
+    return given
 
 
 def _is_text(given: Any) -> bool:

@@ -42,8 +42,9 @@ class TextEmbedding:
 
     `pooling` is one of POOLINGS. Without `include_prompt` the tokens of a prompt are not pooled.
     `layers` are Dense, or None for normalizing to length 1. `max_length` cuts texts. `prompts` go
-    before each text, by name, the one of `default_prompt` where the caller names none. `unknown` is
-    what to tell a caller who names no pooling, where the folder should say it and does not.
+    before each text, by name, the one of `default_prompt` where the caller names none. Of a vector
+    the first `truncate_dim` numbers stay (Matryoshka), None for all. `unknown` is what to tell a
+    caller who names no pooling, where the folder should say it and does not.
     """
 
     pooling: str = "mean"
@@ -53,6 +54,7 @@ class TextEmbedding:
     lower: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    truncate_dim: int | None = None
     unknown: str | None = None
 
     def prompt(self, text: str | None, name: str | None) -> str:
@@ -80,7 +82,8 @@ def check_pooling(pooling: Any) -> str:
 def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> list[np.ndarray]:
     """float32 [T] for each length T: what each token of a text counts, a `skipped` prompt nothing.
 
-    sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part.
+    sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part. Of a text
+    that is all prompt "cls" and "max" pool it whole, and the others nothing: its vector is 0.
     """
     tokens = np.asarray(lengths, np.int64)
     ends = tokens.cumsum()
@@ -97,6 +100,8 @@ def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> l
     else:
         divisor = {"mean": counts, "mean_sqrt_len_tokens": counts**0.5, "max": counts**0}[pooling]
         weights = np.where(place >= of_skipped, np.repeat(1 / divisor, tokens), 0)
+    if pooling not in ("cls", "max"):
+        weights = np.where(np.repeat(skipped < tokens, tokens), weights, 0)
     weights, bounds = weights.astype(np.float32), ends.tolist()
     return [weights[begin:end] for begin, end in zip([0, *bounds], bounds, strict=False)]
 

@@ -36,7 +36,7 @@ class _Kind:
     are a layer's names from gate or up to down, `norms` after attention and MLP. `masked` are the
     names of `masked_head`, `heads` those that are no plain classifier of the pooler's output or of
     each token. `unread` are parts of other classes' checkpoints. `fields` are HF's names of sizes
-    where they differ.
+    where they differ. Where there is a norm at the `end`, those of layers are before sub-layers.
     """
 
     name: str
@@ -54,6 +54,9 @@ class _Kind:
     ignored: tuple[str, ...] = ("classifier_dropout",)
     pooler: str | None = "pooler.dense"
     bias: bool = True
+    up_bias: bool | None = None  # of the MLP's first projection, where it is not `bias`
+    end: str | None = None
+    embed_norm: bool = True
     types: bool = True
     counts: bool = False  # positions are those of ids that are no padding
     pad: int | None = None  # the id that has no position, where no config says it
@@ -63,6 +66,7 @@ class _Kind:
     masked_activation: Activation | None = None
     renames: tuple[tuple[str, str], ...] = ()
     packed: str | None = None  # where files may have queries, keys and values as one
+    packed_up: str | None = None  # where they may have up and gate as one, in this order
 
 
 _OLD_NORMS = ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")
@@ -75,11 +79,72 @@ _ROBERTAS: dict[str, Any] = {
     "counts": True,
 }
 _MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
+_DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2vec_text."}
+_BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
+_BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
+_XL: dict[str, Any] = {**_ROBERTAS, "name": "XLMRobertaXL", "end": "encoder.LayerNorm"}
+_LATER: dict[str, Any] = {  # as transformers names parts since 5
+    "layer": "layers.{i}.",
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": "self_attn.o_proj",
+    "norms": ("post_attention_layernorm", "post_mlp_layernorm"),
+    "unread": ("lm_head.",),
+    "masked_activation": "gelu",
+    "rope": True,
+}
+_GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _KINDS = {
     "bert": _Kind("Bert", "bert.", _BERT_MASKED, unread=("cls.",)),
     "roberta": _Kind("Roberta", **_ROBERTAS),
     "xlm-roberta": _Kind("XLMRoberta", **_ROBERTAS),
     "camembert": _Kind("Camembert", **_ROBERTAS),
+    "data2vec-text": _Kind(**_DATA2VEC),
+    "roberta-prelayernorm": _Kind(
+        **_BEFORE, norms=("attention.LayerNorm", "intermediate.LayerNorm")
+    ),
+    "xlm-roberta-xl": _Kind(
+        **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=False
+    ),
+    "megatron-bert": _Kind(
+        *("MegatronBert", "bert.", _BERT_MASKED),
+        norms=("attention.ln", "ln"),
+        end="encoder.ln",
+        embed_norm=False,
+        unread=("cls.",),
+    ),
+    "ernie": _Kind(
+        *("Ernie", "ernie.", _BERT_MASKED),
+        unread=("cls.",),
+        ignored=("classifier_dropout", "task_type_vocab_size", "pool_act"),
+    ),
+    "gte": _Kind(
+        *("Gte", "gte.", (*_ROBERTA_MASKED[:3], "lm_head.decoder.bias")),
+        **_LATER,
+        mlp=_GATED,
+        up_bias=False,
+        classes=_HEADS[:2],
+        # Of files that the makers' own code wrote, and transformers writes too.
+        renames=(
+            *(("gte.", "new."), ("layers.", "encoder.layer.")),
+            *(("self_attn.o_proj", "attention.o_proj"), ("lm_head.layer_norm", "lm_head.norm")),
+            *(("post_attention_layernorm", "attn_ln"), ("post_mlp_layernorm", "mlp_ln")),
+        ),
+        packed="attention.qkv_proj",
+        packed_up="mlp.up_gate_proj",
+    ),
+    "jina_embeddings_v3": _Kind(
+        *("JinaEmbeddingsV3", "roberta.", _ROBERTA_MASKED),
+        **_LATER,
+        mlp=("mlp.fc1", "mlp.fc2"),
+        heads=_ROBERTA,
+        classes=(*_HEADS[:2], _SPAN),
+        renames=(
+            *(("embeddings.LayerNorm", "emb_ln"), ("layers.", "encoder.layers.")),
+            *(("self_attn.o_proj", "mixer.out_proj"), ("post_attention_layernorm", "norm1")),
+            ("post_mlp_layernorm", "norm2"),
+        ),
+        packed="mixer.Wqkv",
+    ),
     "distilbert": _Kind(
         *("DistilBert", "distilbert."),
         ("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"),
@@ -173,7 +238,7 @@ _KINDS = {
             *(("mlp.down_proj", "mlp.fc2"), ("post_attention_layernorm", "norm1")),
             ("post_mlp_layernorm", "norm2"),
         ),
-        packed="attn.Wqkv.weight",
+        packed="attn.Wqkv",
     ),
 }
 CLASSES = {
@@ -208,6 +273,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
     )
     count = fields.layers(named("num_hidden_layers"))
+    fields.require("use_task_id", False)
     width = embed if kind.factored is None else fields.size("embedding_size")
     factored = width != embed or fields.family == "albert"
     groups = [None] * count if fields.family != "albert" else _groups(fields, count)
@@ -219,19 +285,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "post"),) * len(groups),
+        layers=(Layer(attention, mlp, norm, "pre" if kind.end else "post"),) * len(groups),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
-        token_types=fields.size("type_vocab_size") if kind.types else 0,
+        token_types=_token_types(fields) if kind.types else 0,
         embed_width=width if factored else None,
         factored=factored,
-        embed_norm=norm,
+        embed_norm=norm if kind.embed_norm else None,
+        final_norm=norm if kind.end else None,
         head=head,
     )
     table = WeightTable(
         spec,
-        (*_embeddings(kind, spec, norm), *head_rows),
+        (*_embeddings(kind, spec, norm), *_final_norm(kind, norm), *head_rows),
         tuple(_layer(kind, norm, attention.bias, group) for group in groups),
         base=kind.base,
         renames=(*kind.renames, *_OLD_NORMS),
@@ -251,6 +318,16 @@ def _refuse(fields: ConfigFields) -> None:
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+
+
+def _token_types(fields: ConfigFields) -> int:
+    """Kinds of tokens; some of gte's files have none."""
+    is_none = fields.family == "gte" and fields.take("type_vocab_size") == 0
+    return 0 if is_none else fields.size("type_vocab_size")
+
+
+def _final_norm(kind: _Kind, norm: Norm) -> list[Row]:
+    return make.norm(norm, "final_norm", kind.base + kind.end) if kind.end else []
 
 
 def _pad(fields: ConfigFields) -> int:
@@ -287,15 +364,15 @@ def _layer(
     *first, down = kind.mlp
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
     if kind.packed:
-        whole = Source(hf + kind.packed, ("q+k+v", "embed"))
-        rows = [replace(rows[0], others=(whole,)), *rows[1:]]
+        rows = _or_packed(rows, hf + kind.packed, "q+k+v")
     rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
+    up_bias = kind.bias if kind.up_bias is None else kind.up_bias
     if len(first) > 1:
-        rows += make.joined(
-            "up", hf + "{p}", dict(zip(("gate", "up"), first, strict=True)), kind.bias
-        )
+        parts: dict[str, str] = dict(zip(("gate", "up"), first, strict=True))
+        up = make.joined("up", hf + "{p}", parts, up_bias)
+        rows += up if kind.packed_up is None else _or_packed(up, hf + kind.packed_up, "up+gate/1")
     else:
-        rows += make.linear("up", hf + first[0], "ffn embed", kind.bias)
+        rows += make.linear("up", hf + first[0], "ffn embed", up_bias)
     inner = "embed up" if len(first) > 1 else "embed ffn"
     rows += make.linear("down", hf + down, inner, kind.bias)
     for ours, theirs in zip(("attn_norm", "mlp_norm"), kind.norms, strict=True):
@@ -303,6 +380,15 @@ def _layer(
     if bias is not None:
         rows.append(make.relative_bias(bias, f"{kind.base}{kind.bias_table}"))
     return tuple(rows)
+
+
+def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:
+    """A projection of several, which files may have as one, with its `layout`."""
+    axes = {"weight": (layout, "embed"), "bias": (layout,)}
+    return [
+        replace(own, others=(Source(f"{theirs}.{part}", axes[part]),))
+        for own, part in zip(rows, axes, strict=False)
+    ]
 
 
 def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
@@ -317,7 +403,8 @@ def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables
     ]
-    rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm", width)
+    if kind.embed_norm:
+        rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm", width)
     if spec.factored:
         rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
     return rows
