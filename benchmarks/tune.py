@@ -67,6 +67,8 @@ class Part(NamedTuple):
     tp: int
     quant: str | None = None
     cache_codes: str | None = None
+    rows: tuple[int, ...] = ROWS
+    products: bool = False
     ep: int = 1
 
     @property
@@ -106,8 +108,9 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
         model = random_model(open_model(f"{part.shape}:{layers}"), dtype)
         runner = init_inference(model, backend="torch", dtype=dtype, quant=part.quant).runner
         return runner.spec, runner.params
-    spec = replace(spec, layers=spec.layers[:layers])
-    table = replace(table, spec=spec, layers=table.layers[:layers])
+    if spec.encoder is None:
+        spec = replace(spec, layers=spec.layers[:layers])
+        table = replace(table, spec=spec, layers=table.layers[:layers])
     shard = make_plan(table, part.tp * part.ep, expert_parts=part.ep).shards[0]
     spec = shard.spec
     attention = {layer.attention for layer in spec.layers}
@@ -117,7 +120,7 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
 
     frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
-    params = Params({}, [{} for _ in spec.layers], frequencies, slopes)
+    params = Params({}, [{} for _ in spec.all_layers], frequencies, slopes)
     for row in shard.table.rows:
         group = params.outer if row.layer is None else params.layers[row.layer]
         if part.quant and row.local_name in ("experts.up.weight", "experts.down.weight"):
@@ -135,7 +138,8 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
 def cases_of(part: Part, device: torch.device) -> list[TuningCase]:
     """What its steps ask of the kernels."""
     spec, params = make_params(part, SHAPES[part.shape].dtype, device)
-    asked = ROWS, REACHES, PROMPTS if part.quant or not part.in_codes else ()
+    nothing_else = part.products or (part.in_codes and not part.quant)
+    asked = part.rows, () if part.products else REACHES, () if nothing_else else PROMPTS
     cases = tuning_cases(spec, params, ShareOps(device, part.ep), *asked, part.cache_codes)
     return [case for case in cases if part.asks_for(case.key)]
 
@@ -190,6 +194,8 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: a list of 23")
     parser.add_argument("--tp", action="append", type=int, help="devices that share it; default: 1")
     parser.add_argument("--ep", type=int, default=1, help="parts that experts are shared out in")
+    parser.add_argument("--rows", action="append", type=int, help=f"default: {ROWS}")
+    parser.add_argument("--products", action="store_true", help="leave attention out")
     parser.add_argument("--quant", help="tune products of random codes of this scheme")
     parser.add_argument("--kv-cache-dtype", help="tune attention over a cache in these codes")
     parser.add_argument("--out", type=Path, required=True)
@@ -199,7 +205,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quant and (arguments.tp or arguments.ep > 1):
         parser.error("--quant makes the codes of one device; leave --tp and --ep out")
-    codes = arguments.quant, arguments.kv_cache_dtype
+    what = arguments.quant, arguments.kv_cache_dtype, tuple(arguments.rows or ROWS)
+    what = *what, arguments.products, arguments.ep
     started = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     machine = Machine.of(device)
@@ -211,7 +218,7 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, processes) as pool:
         shapes = product(arguments.shape or NAMES, arguments.tp or [1])
-        for part in (Part(*one, *codes, arguments.ep) for one in shapes):
+        for part in (Part(*one, *what) for one in shapes):
             cases = [p for p in cases_of(part, device) if p.key not in table]
             # Before, not beside, the measurements: it runs the kernels as well.
             jobs = pool.map(partial(compile_candidates, part), [p.key for p in cases])

@@ -1,7 +1,7 @@
 """The caller's arrays: which framework they are of, to NumPy, and back to that framework."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import ml_dtypes
@@ -48,6 +48,30 @@ def to_numpy(value: Any) -> np.ndarray:
             return host.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return host.numpy()
     return np.asarray(value)
+
+
+def on_its_way(value: Any) -> Callable[[], np.ndarray]:
+    """`value` as `to_numpy` gives it, later: a copy from the device begins now.
+
+    The function that is returned waits for the copy, and for no work that is queued after it.
+    """
+    kind = kind_of(value)
+    if kind == "torch" and value.is_cuda:
+        import torch
+
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value.detach(), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(value.device))
+
+        def wait() -> np.ndarray:
+            copied.synchronize()
+            return to_numpy(host)
+
+        return wait
+    if kind == "jax":
+        value.copy_to_host_async()
+    return lambda: to_numpy(value)
 
 
 def from_numpy(array: np.ndarray, kind: Kind) -> Any:

@@ -444,7 +444,10 @@ def test_generate_notices_a_forgotten_prompt(run, folder):
         (("MODEL", ""), "The prompt is empty"),
         (("MODEL", "x", "--max-new-tokens", 500), "fewer new tokens or shorten the prompt."),
         (("MODEL", "x", "--dtype", "int3"), "--dtype int3: a model computes in"),
-        (("MODEL", "x", "--quant", "int5"), "input should be 'int8', 'int4', 'fp8', 'nvfp4', "),
+        (
+            ("MODEL", "x", "--quant", "int5"),
+            "input should be 'int8', 'int4', 'fp8', 'nvfp4', 'mxfp4', ",
+        ),
         (("MODEL", "x", "--temperature", 0), "expected a number above 0"),
         (("MODEL", "x", "--max-new-tokens", 0), "--max-new-tokens 0"),
         (("MODEL", "x", "--stop", ""), "--stop ['']; expected non-empty strings"),
@@ -513,7 +516,7 @@ def test_quant_is_what_the_config_field_is(run, folder, monkeypatch):
         *[{"float32", "fp4", "int8", "head"}] * 2,
     ]
     message = one_message(run("parity", folder, "--quant", "q4"))
-    assert "--quant q4: input should be 'int8', 'int4', 'fp8', 'nvfp4', 'int8_w8a8' or" in message
+    assert "--quant q4: input should be 'int8', 'int4', 'fp8', 'nvfp4', 'mxfp4', " in message
 
 
 def seen(make, reports):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,7 +143,17 @@ def test_scales_of_nvfp4_are_those_of_compressed_tensors():
     assert np.sqrt(((values - matrix) ** 2).mean() / (matrix**2).mean()) < 0.12
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nvfp4"])
+def test_scales_of_mxfp4_are_those_of_compressed_tensors():
+    matrix = weights(width=160) * np.float32(2) ** np.arange(-100, 95, 15, np.float32)[:, None]
+    matrix[3, :32] = 0
+    made = quantize(matrix, SCHEMES["mxfp4"])
+    most = abs(matrix).reshape(13, 5, 32).max(-1)
+    expected = generate_mx_scales(torch.tensor(most)).clamp(0, 254).numpy()
+    assert np.array_equal(made.scale.view(np.uint8)[most > 0], expected[most > 0])
+    assert not made.codes[3, :32].any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nvfp4", "mxfp4"])
 def test_slices_and_transposes_are_parts_of_the_whole(name, monkeypatch):
     matrix = weights(37, 81)
     one = Quantizing(Plain(w=matrix), "w", SCHEMES[name])
@@ -153,7 +164,7 @@ def test_slices_and_transposes_are_parts_of_the_whole(name, monkeypatch):
     part = other.codes(slice(5, 9), slice(3, 70))
     assert np.array_equal(part, one.codes(slice(0, 37), slice(0, 81))[5:9, 3:70])
     error = np.sqrt(((whole - matrix) ** 2).sum() / (matrix**2).sum())
-    assert error < {"int8": 0.02, "int4": 0.13, "fp8": 0.04, "nvfp4": 0.13}[name]
+    assert error < {"int8": 0.02, "int4": 0.13, "fp8": 0.04, "nvfp4": 0.13, "mxfp4": 0.16}[name]
 
 
 def test_rows_are_quantized_in_several_threads_at_once(monkeypatch):

@@ -103,7 +103,7 @@ def hashes(engine):
     ("name", "asked"),
     [
         *(("llama-gqa", asked) for asked in ASKED),
-        *(("gpt2", asked) for asked in ("int8", "nvfp4")),
+        *(("gpt2", asked) for asked in ("int8", "mxfp4")),
         *(pytest.param("gpt2", asked, marks=pytest.mark.slow) for asked in ("int4", "fp8")),
     ],
     ids=str,

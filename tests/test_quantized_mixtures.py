@@ -13,6 +13,7 @@ from dualinfer.checkpoint.sources import TorchSource, open_checkpoint
 from dualinfer.checkpoint.stacked import StackedSource
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
+from dualinfer.parallel.sharding import fit_row, whole
 from dualinfer.quantization.codes import dequantize
 from dualinfer.quantization.quantize import SCHEMES
 from dualinfer.quantization.recipe import Recipe
@@ -116,6 +117,10 @@ def test_experts_that_lie_turned_are_quantized_row_by_row():
     source, plan = opened(model, "int8")
     rows = {row.local_name: row for row, _ in plan.rows if row.layer == 1}
     assert rows["experts.up.weight"].scheme is not None
+    _, grouped = opened(model, "mxfp4")
+    for own in (row for row, _ in grouped.rows if row.local_name.startswith("experts.")):
+        # That gates and ups lie by turns along the rows cuts no group of columns.
+        assert fit_row(own, [whole(grouped.table)]).blocks == own.blocks
     experts = model.model.layers[1].mlp.experts
     for part in ("gate_up_proj", "down_proj"):
         matrix = source.matrix(f"model.layers.1.mlp.experts.2.{part}.weight")

@@ -60,18 +60,18 @@ def check_by_compressed_tensors(folder):
         scheme = QuantizationScheme(**{k: v for k, v in group.items() if v is not None})
         theirs = compressor.decompress(parts, scheme)["weight"].float().numpy()
         ours = dequantize(open_matrix(f"{name}.weight"))
-        limit = 1e-2 if "nvfp4" in group["format"] else 1e-6  # made in bfloat16
+        limit = 1e-2 if "fp4" in group["format"] else 1e-6  # made in bfloat16
         assert relative_rms(ours, theirs) < limit, name
 
 
-@pytest.mark.parametrize("asked", ["int8", "fp8", "nvfp4", INT4, ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("asked", ["int8", "fp8", "nvfp4", "mxfp4", INT4, ASYMMETRIC], ids=str)
 def test_transformers_loads_the_same_values(asked, model, tmp_path):
     """And engines of both backends the same bytes."""
     folder, ids = tmp_path / "out", random_ids(2, 9)
     with engine(model, quant=asked) as made:
         expected, held = np.asarray(made(ids).logits), hashes(made)
         made.save_pretrained(folder)
-    if asked not in ("nvfp4", ASYMMETRIC):  # which transformers 5.23 cannot run in float32
+    if asked not in ("nvfp4", "mxfp4", ASYMMETRIC):  # which transformers 5.23 cannot run in float32
         # It dequantizes by the first group alone; running compressed it knows all of them.
         theirs = logits_of_hf(folder, ids, dequantize=asked == "int8")
         assert relative_rms(expected, theirs) < 1e-5

@@ -19,6 +19,12 @@ def bucket(count: int, smallest: int = 1) -> int:
     return max(smallest, 1 << (max(count, 1) - 1).bit_length())
 
 
+def bucket_of_rows(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: rows, which may cost more than one more size."""
+    whole = bucket(count)
+    return whole * 3 // 4 if whole > 2 and count <= whole * 3 // 4 else whole
+
+
 class LiveSlots:
     """The host's book of a runner's live slots: what each serves, and how far its cache may reach.
 

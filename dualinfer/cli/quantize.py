@@ -25,7 +25,9 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="int8, int4, fp8, nvfp4, int8_w8a8 or fp8_w8a8.", show_default=True
+            metavar="NAME",
+            help="int8, int4, fp8, nvfp4, mxfp4, int8_w8a8 or fp8_w8a8.",
+            show_default=True,
         ),
     ] = "int4",
     groups: Annotated[

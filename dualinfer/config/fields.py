@@ -129,10 +129,10 @@ class InferenceConfig(StaleFields):
     `keep_module_on_host`. DeepSpeed's init_inference never reads it."""
 
     quant: QuantizationConfig | None = None
-    """Weights quantized while the model is loaded: "int8", "int4", "fp8", "nvfp4", with inputs
-    "int8_w8a8" or "fp8_w8a8", or a block of what is asked for. {} asks for nothing. In module mode
-    the linear layers of a torch module become quantized in place; a Flax module is refused.
-    DeepSpeed never reads it."""
+    """Weights quantized while the model is loaded: "int8", "int4", "fp8", "nvfp4", "mxfp4", with
+    inputs "int8_w8a8" or "fp8_w8a8", or a block of what is asked for. {} asks for nothing. In
+    module mode the linear layers of a torch module become quantized in place; a Flax module is
+    refused. DeepSpeed never reads it."""
 
     kv_cache_dtype: Annotated[str | None, BeforeValidator(cache_codes)] = None
     """What the cache keeps keys and values in: "fp8_e4m3" ("fp8") or "int8", codes of 8 bits with

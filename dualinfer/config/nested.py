@@ -186,10 +186,10 @@ class QuantizationConfig(Model):
     """False: nothing is quantized, whatever the rest says."""
 
     scheme: Annotated[
-        Literal["int8", "int4", "fp8", "nvfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
+        Literal["int8", "int4", "fp8", "nvfp4", "mxfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
     ] = None
     """How weights are quantized, in a word, in the place of `weight`: int8 and fp8 with a scale for
-    each row, int4 in groups of 64, nvfp4 in groups of 16. With `_w8a8` inputs of products become
+    each row, int4 in groups of 64, nvfp4 of 16, mxfp4 of 32. With `_w8a8` inputs of products become
     codes of the same kind, too, a scale for each token. `quant="int4"` is short for it."""
 
     activation: ActivationQuantConfig = ActivationQuantConfig()

@@ -1,14 +1,15 @@
 """`engine.embed`: one vector of each text, of texts packed into rows without padding."""
 
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 
-from ..arrays import kind_of, to_numpy
+from ..arrays import kind_of, on_its_way
 from ..errors import (
     ArgumentError,
     CheckpointError,
@@ -123,7 +124,7 @@ class EmbeddingCalls(InferenceEngine):
                         "passed. Pass texts, or ids that have the prompt in front."
                     )
                 single, skip, ids = False, 0, self._check_rows(given)
-            weights = [pooling_weights(how.pooling, len(row), skip) for row in ids]
+            weights = pooling_weights(how.pooling, list(map(len, ids)), skip)
             call.meet(lambda: (ids, weights, batch_size))
             parts = self._passes(ids, weights, batch_size, how.pooling == "max")
             vectors = _gathered(parts, len(ids))
@@ -199,12 +200,12 @@ class EmbeddingCalls(InferenceEngine):
             if rows is None:
                 rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
         else:
-            array = check_ids(given, "input_ids", spec.vocab)
-            visible = check_mask(mask, (array.shape[0], array.shape[1]))
+            padded = check_ids(given, "input_ids", spec.vocab)
+            visible = check_mask(mask, (padded.shape[0], padded.shape[1]))
             rows = (
-                list(array)
+                list(padded)
                 if visible is None
-                else [row[keep] for row, keep in zip(array, visible, strict=True)]
+                else [row[keep] for row, keep in zip(padded, visible, strict=True)]
             )
         for i, row in enumerate(rows):
             if not len(row):
@@ -228,16 +229,16 @@ class EmbeddingCalls(InferenceEngine):
         kind = getattr(device, "platform", getattr(device, "type", "cpu"))
         tokens = _TOKENS_ON_HOST if kind == "cpu" else _TOKENS
         lengths, spec = [len(row) for row in ids], self._spec
-        waiting: deque[tuple[Pass, Any]] = deque()
+        waiting: deque[tuple[Pass, Callable[[], np.ndarray]]] = deque()
         for one in make_passes(lengths, tokens, batch_size, spec.can_pack):
-            inputs = make_inputs(spec, ids, weights, one, largest)
+            inputs = make_inputs(spec, ids, weights, one, largest, kind != "cpu")
             result = self._profiler.run(self.runner.forward, inputs)["embeddings"]
-            waiting.append((one, result))
+            waiting.append((one, on_its_way(result)))
             if len(waiting) > _AHEAD:
                 first, vectors = waiting.popleft()
-                yield first, to_numpy(vectors)
+                yield first, vectors()
         for first, vectors in waiting:
-            yield first, to_numpy(vectors)
+            yield first, vectors()
 
 
 def _gathered(parts: Iterator[tuple[Pass, np.ndarray]], count: int) -> np.ndarray:
@@ -256,10 +257,16 @@ def _flat_rows(given: Any, vocab: int) -> list[np.ndarray] | None:
     if not all(type(row) is list and row for row in given):
         return None
     flat = list(chain.from_iterable(given))
-    if set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) >= vocab:
+    if set(map(type, flat)) != {int}:
         return None
-    ends = np.cumsum([len(row) for row in given])
-    return np.split(np.asarray(flat, np.int32), ends[:-1])
+    try:
+        ids = np.frombuffer(array("q", flat), np.int64)  # three times as quick as NumPy's own
+    except OverflowError:
+        return None
+    if ids.min() < 0 or ids.max() >= vocab:
+        return None
+    ids, ends = ids.astype(np.int32), list(accumulate(map(len, given)))
+    return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _is_text(given: Any) -> bool:

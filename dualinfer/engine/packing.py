@@ -3,12 +3,13 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from ..backends.base import ForwardInputs
-from ..backends.slots import bucket
+from ..backends.slots import bucket, bucket_of_rows
 from ..model.spec import ModelSpec
 from .inputs import default_positions
 
@@ -81,25 +82,39 @@ def make_inputs(
     weights: Sequence[np.ndarray],
     one: Pass,
     largest: bool,
+    pads: bool,
 ) -> ForwardInputs:
-    """The inputs of one pass over ids int32 [T] of each text, pooled by float32 weights [T]."""
-    shape = len(one.rows), one.width
+    """The inputs of one pass over ids int32 [T] of each text, pooled by float32 weights [T].
+
+    One that `pads` has as many rows as other passes, so that what was compiled or captured for
+    those serves it.
+    """
+    count = len(one.rows)
+    shape = bucket_of_rows(count) if pads else count, one.width
+    members = list(chain.from_iterable(one.rows))
+    texts_of_row = np.array([len(row) for row in one.rows])
+    lengths = np.array([len(texts[i]) for i in members])
+    flat = np.concatenate([texts[i] for i in members])
+    # Texts follow one another in their row, and each fills the front of a row of its own here.
+    alone = np.arange(lengths.max()) < lengths[:, None]
+    own_ids = np.zeros(alone.shape, np.int32)
+    own_ids[alone] = flat
+    begins = lengths.cumsum() - lengths
+    first = texts_of_row.cumsum() - texts_of_row
+    to_row = np.arange(count) * one.width - begins[first]
+    at = np.repeat(np.repeat(to_row, texts_of_row), lengths) + np.arange(len(flat))
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     pooled = np.zeros(shape, np.float32)
-    for r, row in enumerate(one.rows):
-        at = 0
-        for number, i in enumerate(row):
-            own = texts[i][None]
-            here = slice(at, at + own.shape[1])
-            ids[r, here], pooled[r, here] = own[0], weights[i]
-            positions[r, here] = default_positions(spec, own.shape, own, None)[0]
-            segments[r, here] = number
-            at = here.stop
-        segments[r, at:] = len(row)  # what fills a row up sees itself alone
+    segments[:count] = texts_of_row[:, None]  # what fills a row up sees itself alone
+    ids.flat[at] = flat
+    positions.flat[at] = default_positions(spec, alone.shape, own_ids, None)[alone]
+    number = np.arange(len(members)) - np.repeat(first, texts_of_row)
+    segments.flat[at] = np.repeat(number, lengths)
+    pooled.flat[at] = np.concatenate([weights[i] for i in members])
     types = (
         np.zeros(shape, np.int32) if spec.token_types and not spec.token_types_from_vocab else None
     )
-    count = bucket(max(map(len, one.rows)))
+    most = bucket(int(texts_of_row.max()))
     return ForwardInputs(
-        *(ids, positions, None, types, segments), weights=pooled, texts=count, largest=largest
+        *(ids, positions, None, types, segments), weights=pooled, texts=most, largest=largest
     )

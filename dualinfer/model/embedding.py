@@ -1,6 +1,6 @@
 """What makes one vector of a text's hidden states: pooling, dense layers, normalizing, prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -77,25 +77,28 @@ def check_pooling(pooling: Any) -> str:
     return pooling
 
 
-def pooling_weights(pooling: str, tokens: int, skipped: int = 0) -> np.ndarray:
-    """float32 [tokens]: what each token of a text counts, those of a `skipped` prompt nothing.
+def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> list[np.ndarray]:
+    """float32 [T] for each length T: what each token of a text counts, a `skipped` prompt nothing.
 
     sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part.
     """
-    skipped = skipped if skipped < tokens else 0
-    weights = np.zeros(tokens)
-    count = tokens - skipped
+    tokens = np.asarray(lengths, np.int64)
+    ends = tokens.cumsum()
+    skips = np.where(skipped < tokens, skipped, 0)
+    place = np.arange(tokens.sum()) - np.repeat(ends - tokens, tokens)
+    of_skipped, counts = np.repeat(skips, tokens), tokens - skips
     if pooling == "cls":
-        weights[skipped] = 1
+        weights = (place == of_skipped).astype(float)
     elif pooling == "lasttoken":
-        weights[-1] = 1
+        weights = (place == np.repeat(tokens - 1, tokens)).astype(float)
     elif pooling == "weightedmean":
-        weights[skipped:] = np.arange(skipped + 1, tokens + 1)
-        weights /= weights.sum()
+        total = (tokens * (tokens + 1) - skips * (skips + 1)) / 2
+        weights = np.where(place >= of_skipped, (place + 1) / np.repeat(total, tokens), 0)
     else:
-        divisor = {"mean": count, "mean_sqrt_len_tokens": count**0.5, "max": 1}[pooling]
-        weights[skipped:] = 1 / divisor
-    return weights.astype(np.float32)
+        divisor = {"mean": counts, "mean_sqrt_len_tokens": counts**0.5, "max": counts**0}[pooling]
+        weights = np.where(place >= of_skipped, np.repeat(1 / divisor, tokens), 0)
+    weights, bounds = weights.astype(np.float32), ends.tolist()
+    return [weights[begin:end] for begin, end in zip([0, *bounds], bounds, strict=False)]
 
 
 def normalized(x: np.ndarray) -> np.ndarray:

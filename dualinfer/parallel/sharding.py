@@ -368,7 +368,12 @@ def _uncut(
     if block == 0 and per_row:
         return 1
     spec, edges = shards[0].table.spec, [block]
-    groups = {g for source in row.sources for a in source.axes if (g := _interleaved(a)[1])}
+    groups = {
+        group
+        for source in row.sources
+        for joined, group, _ in map(_interleaved, source.axes)
+        if group and not {*names}.isdisjoint(joined.split("+"))
+    }
     for shard in shards:
         for name in names:
             share = shard.share(name, row.layer)

@@ -22,7 +22,7 @@ from .scheme import Activation, BlockScheme
 
 T = TypeVar("T")
 
-# By the short names; scales have the dtype of the weights, but for those of nvfp4.
+# By the short names; scales have the dtype of the weights, but for those of 4-bit floats.
 SCHEMES = {
     "int8": BlockScheme("int8"),
     "int4": BlockScheme("int4", columns=64),
@@ -30,6 +30,7 @@ SCHEMES = {
     "int8_w8a8": BlockScheme("int8", activation=Activation("int8")),
     "fp8_w8a8": BlockScheme("fp8_e4m3", activation=Activation("fp8_e4m3")),
     "nvfp4": BlockScheme("fp4_e2m1", columns=16, scale_dtype="float8_e4m3fn", outer=True),
+    "mxfp4": BlockScheme("fp4_e2m1", columns=32, scale_dtype="float8_e8m0fnu"),
 }
 _AT_ONCE = 1 << 18  # elements that are quantized at once, with what is tried: they stay in caches
 _THREADS = min(16, os.cpu_count() or 1)
@@ -67,7 +68,6 @@ def quantize(
     number.
     """
     assert scheme.rows == 1 and not scheme.groups and (outer is not None) == scheme.outer
-    assert scheme.scale_dtype != "float8_e8m0fnu"  # whose scales are found in another way
     how = _Quantizer(scheme, outer)
     count, width = rows.shape
     size = scheme.columns or max(width, 1)
@@ -125,6 +125,8 @@ class _Quantizer:
             least, size = -most, most / np.float32((self._high - self._low) / 2)
         if not (np.isfinite(least).all() and np.isfinite(most).all()):
             raise FloatingPointError
+        if self._scheme.scale_dtype == "float8_e8m0fnu":
+            return _power_of_two(most), None
         scale = self._held(size if self._outer is None else size / self._outer)
         zero = self._zero(least, scale, 1.0)
         if self._scheme.codes in ("int4", "uint4"):
@@ -196,6 +198,15 @@ class _Quantizer:
             fitted = np.einsum("ngc,ngc->ng", x, codes) / np.where(squares == 0, 1, squares)
             keep(self._held(np.where(fitted > 0, fitted, scale)), zero)
         return scale, zero
+
+
+def _power_of_two(most: np.ndarray) -> np.ndarray:
+    """The scale of fp4 codes whose largest value is `most`, float32 from 2**-127 to 2**125.
+
+    As compressed-tensors has it: what is largest becomes 3.5 to 7 scales, of which 6 can be said.
+    """
+    power = (most.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
+    return np.clip(power.view(np.float32), 2.0**-125, 2.0**127) / np.float32(4)
 
 
 def _along(fold: np.ufunc, x: np.ndarray) -> np.ndarray:

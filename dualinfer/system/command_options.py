@@ -11,8 +11,8 @@ QuantOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="int8, int4, fp8 or nvfp4: quantize the weights while they are loaded; int8_w8a8 or "
-        "fp8_w8a8: inputs, too; unset: as the checkpoint has them.",
+        help="int8, int4, fp8, nvfp4 or mxfp4: quantize the weights while they are loaded; "
+        "int8_w8a8 or fp8_w8a8: inputs, too; unset: as the checkpoint has them.",
     ),
 ]
 

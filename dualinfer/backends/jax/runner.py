@@ -1,6 +1,7 @@
 """The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
 import contextlib
+import math
 import operator
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, bucket_of_rows, encoded_bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -145,7 +146,8 @@ class JaxRunner:
         """
         self._check()
         batch, tokens = inputs.shape
-        size = bucket(batch), bucket(tokens, SMALLEST_PROMPT)
+        rows = bucket_of_rows(batch) if inputs.texts else bucket(batch)
+        size = rows, bucket(tokens, SMALLEST_PROMPT)
         mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
         hides = mask is None and not self.spec.causal and inputs.segments is None
         if hides and size != (batch, tokens):
@@ -179,8 +181,9 @@ class JaxRunner:
                 values = self.spec.vocab * places // size[1]
             values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
             width = size[1] + (bucket(read, SMALLEST_PROMPT) if read else 0)
-            rows = max(1, self._most_tokens_of(width, values) // bucket(width))
-            outputs = self._outputs([*padded, kept, *sources], size, keep, min(rows, size[0]), how)
+            at_once = max(1, self._most_tokens_of(width, values) // bucket(width))
+            at_once = rows if at_once >= rows else math.gcd(at_once, rows)
+            outputs = self._outputs([*padded, kept, *sources], size, keep, at_once, how)
         is_whole = (*size, places) == (batch, tokens, count) and not read
         head = self.spec.head
         flat = head is not None and head.kind in ("span", "replaced")

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ... import decoder
+from ...arrays import on_its_way
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
@@ -31,39 +32,34 @@ from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
-from .prompts import MOST_REPLAYED, Prompts
+from .prompts import Prompts
 from .sampler import SlotState
 from .streaming import LayerStream
 from .threads import few_threads, threads_note
+
+# Parameters times tokens of a pass over texts. One of 5e12 takes an H100 about 15 ms, and its
+# launches from Python as long.
+_MOST_REPLAYED = 1 << 44
+_STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
 
 
 class PendingTokens:
     """Tokens on their way to the host; on CUDA the copy runs beside later steps."""
 
     def __init__(self, tokens: torch.Tensor, ops: PlainOps):
-        self._copied, self._exchange, self._given_up = None, ops.exchange, None
+        self._exchange, self._given_up = ops.exchange, None
         if tokens.is_cuda:
-            self._tokens = _to_host(tokens)
             if self._exchange is not None:
-                self._given_up = _to_host(self._exchange.given_up)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+                self._given_up = on_its_way(self._exchange.given_up)
         else:
-            self._tokens = tokens.clone()  # the next call's steps write there again
+            tokens = tokens.clone()  # the next call's steps write there again
+        self._tokens = on_its_way(tokens)
 
     def fetch(self) -> np.ndarray:
         """int32 [steps, columns]."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._exchange is not None and self._given_up is not None and self._given_up.any():
+        if self._exchange is not None and self._given_up is not None and self._given_up().any():
             raise self._exchange.error()
-        return self._tokens.numpy().astype(np.int32)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, there once the work queued so far has run."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        return self._tokens().astype(np.int32)
 
 
 class TorchRunner:
@@ -104,7 +100,7 @@ class TorchRunner:
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
-        self._texts = None  # of passes over a few short texts, which launches take longer than work
+        self._texts = None  # of passes over texts whose launches take longer than their work
         self._text_sizes: set[Hashable] = set()
         if self._calls is None and self._graphs is not None:
             name = f"embed() of {spec.architecture}"
@@ -134,14 +130,14 @@ class TorchRunner:
         if inputs.source:
             source = (source.ids, source.positions, source.mask, source.embeds, source.states)
         tensors = [
-            None if array is None else torch.from_numpy(array)
+            None if array is None else self._ready_to_upload(array)
             for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
-            if inputs.texts and inputs.positions.size <= MOST_REPLAYED:
+            if inputs.texts and self._parameters * inputs.positions.size <= _MOST_REPLAYED:
                 size = inputs.positions.shape, inputs.texts, inputs.largest
                 if size in self._text_sizes:  # one that comes a second time is worth a capture
                     graphs = graphs or self._texts
@@ -149,7 +145,8 @@ class TorchRunner:
             if graphs is not None:
                 result = graphs.run(outputs, (*tensors, *how), {})
             else:
-                result = outputs(*(None if t is None else t.to(self.device) for t in tensors), *how)
+                put = (None if t is None else self._upload(t) for t in tensors)
+                result = outputs(*put, *how)
             if inputs.choices:
                 result["logits"] = result["logits"].reshape(-1, inputs.choices)
             if inputs.labels is not None and "start_logits" in result:
@@ -165,6 +162,15 @@ class TorchRunner:
                 result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         self._check_exchange()
         return result
+
+    def _ready_to_upload(self, array: np.ndarray) -> torch.Tensor:
+        """`array` in memory from which it can be copied to the device beside the device's work."""
+        tensor = torch.from_numpy(array)
+        pins = self.device.type == "cuda" and array.nbytes > _STAGED_BYTES
+        return tensor.pin_memory() if pins else tensor
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=tensor.is_pinned())
 
     def _outputs(
         self,

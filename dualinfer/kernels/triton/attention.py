@@ -74,7 +74,8 @@ def attention(
     itemsize, pairs = q.element_size(), batch * heads
     if config is None:
         shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
-        config = attention_configs(**shape, processors=sms)[0]
+        packed = segments is not None
+        config = attention_configs(**shape, processors=sms, packed=packed)[0]
     if relative is not None and config.block_m > 64:  # a bias for each pair takes registers
         config = config._replace(block_m=64)
     if table is not None:

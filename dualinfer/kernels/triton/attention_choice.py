@@ -33,14 +33,21 @@ _SDPA_DIMS = (64, 128)  # elsewhere, too
 
 
 def attention_configs(
-    *, itemsize: int, head_dim: int, tokens: int, pairs: int, processors: int = 132
+    *,
+    itemsize: int,
+    head_dim: int,
+    tokens: int,
+    pairs: int,
+    processors: int = 132,
+    packed: bool = False,
 ) -> list[Config]:
     """Configurations worth measuring, the default first.
 
     `pairs` is sequences times query heads. Where blocks of 128 queries would leave processors
-    without work, they are smaller.
+    without work, they are smaller, and where rows are `packed` with short texts: 74 us for 32 rows
+    of 512 tokens on an H100, where blocks of 128 took 81.
     """
-    few = pairs * -(-tokens // 128) < processors
+    few = packed or pairs * -(-tokens // 128) < processors
     table = _SHORT if few else _LONG
     bound = min(dim for dim, half in table if half == (itemsize == 2) and dim >= min(head_dim, 256))
     return list(table[bound, itemsize == 2])

@@ -16,6 +16,7 @@ _FRONT = tl.constexpr(0)
 _ALL = tl.constexpr(0)
 _SOME = tl.constexpr(1)
 _ITSELF = tl.constexpr(2)
+_COUNTED = tl.constexpr(512)  # segments that are read at once
 
 
 @triton.jit
@@ -76,18 +77,22 @@ def _meant(
 
 
 @triton.jit
-def _first(segments_ptr, at, end, LATER: tl.constexpr):
-    """The first key of the segment of key `at`, or with LATER of the segment behind it."""
-    segment = tl.load(segments_ptr + at)
-    low = at * 0
-    high = end
-    while low < high:
-        middle = (low + high) // 2
-        there = tl.load(segments_ptr + middle)
-        before = there <= segment if LATER else there < segment
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
-    return low
+def _span(segments_ptr, one, other, end):
+    """From the first key of key `one`'s segment to the first one behind key `other`'s segment.
+
+    Segments do not decrease, so that counting finds both. Loads that wait for nothing take less
+    time than a search.
+    """
+    first = tl.load(segments_ptr + one)
+    last = tl.load(segments_ptr + other)
+    before = tl.zeros([_COUNTED], tl.int32)
+    through = tl.zeros([_COUNTED], tl.int32)
+    for n in range(0, end, _COUNTED):
+        columns = n + tl.arange(0, _COUNTED)
+        segment = tl.load(segments_ptr + columns, mask=columns < end, other=2147483647)
+        before += (segment < first).to(tl.int32)
+        through += (segment <= last).to(tl.int32)
+    return tl.sum(before, 0), tl.sum(through, 0)
 
 
 @triton.jit
@@ -266,9 +271,10 @@ def attention_kernel(
             hi = tl.minimum(hi, start + m + BLOCK_M - 1 + window)
             full_hi = tl.minimum(end, start + m + window) // BLOCK_N * BLOCK_N
     if segments_ptr is not None:  # keys before the first query's segment, and after the last one's
-        lo = tl.maximum(lo, _first(segments_ptr, start + m, end, 0) // BLOCK_N * BLOCK_N)
         last = tl.minimum(start + m + BLOCK_M, end) - 1
-        hi = tl.minimum(hi, _first(segments_ptr, last, end, 1))
+        own_lo, own_hi = _span(segments_ptr, start + m, last, end)
+        lo = tl.maximum(lo, own_lo // BLOCK_N * BLOCK_N)
+        hi = tl.minimum(hi, own_hi)
     if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
         full_lo = lo
         full_hi = lo
