@@ -25,6 +25,7 @@ SCHEMES: dict[str, Any] = {
     "fp8": "fp8",
     "int4, groups of 64": "int4",
     "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
 }
 
 

@@ -67,9 +67,9 @@ class Part(NamedTuple):
     tp: int
     quant: str | None = None
     cache_codes: str | None = None
+    ep: int = 1
     rows: tuple[int, ...] = ROWS
     products: bool = False
-    ep: int = 1
 
     @property
     def in_codes(self) -> tuple[str, ...]:
@@ -138,8 +138,8 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
 def cases_of(part: Part, device: torch.device) -> list[TuningCase]:
     """What its steps ask of the kernels."""
     spec, params = make_params(part, SHAPES[part.shape].dtype, device)
-    nothing_else = part.products or (part.in_codes and not part.quant)
-    asked = part.rows, () if part.products else REACHES, () if nothing_else else PROMPTS
+    prompts = PROMPTS if part.quant or not part.in_codes else ()
+    asked = (part.rows, (), ()) if part.products else (part.rows, REACHES, prompts)
     cases = tuning_cases(spec, params, ShareOps(device, part.ep), *asked, part.cache_codes)
     return [case for case in cases if part.asks_for(case.key)]
 
@@ -205,8 +205,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quant and (arguments.tp or arguments.ep > 1):
         parser.error("--quant makes the codes of one device; leave --tp and --ep out")
-    what = arguments.quant, arguments.kv_cache_dtype, tuple(arguments.rows or ROWS)
-    what = *what, arguments.products, arguments.ep
+    what = arguments.quant, arguments.kv_cache_dtype, arguments.ep
+    what = *what, tuple(arguments.rows or ROWS), arguments.products
     started = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     machine = Machine.of(device)

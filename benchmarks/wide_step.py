@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from dualinfer import init_inference
-from dualinfer.api import Opened
 from dualinfer.bench.limits import Limits, open_device
 from dualinfer.bench.random_weights import RandomSource
 from dualinfer.bench.shapes import open_model
+from dualinfer.opening import Opened
 
 SHORT, LONG, REPEATS = 8, 24, 3
 ROWS = (64, 128, 256)

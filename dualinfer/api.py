@@ -1,29 +1,24 @@
 """init_inference: model and config to the engine of the right mode."""
 
-import difflib
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import backends
-from .checkpoint.adapters import AdaptedSource, Adapter, open_adapter, open_adapters_of
-from .checkpoint.fitting import fit, wanted_by_module, wanted_by_table
-from .checkpoint.gguf import is_gguf
+from .checkpoint.adapters import AdaptedSource
+from .checkpoint.fitting import fit, wanted_by_module
+from .checkpoint.gguf_model import is_gguf
 from .checkpoint.hf_config import (
-    check_sizes,
     read_config,
     read_generation_config,
     read_other_config,
     read_written,
 )
 from .checkpoint.hub import find_adapters, find_embedding, find_model, find_weights
-from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.saving import (
     Saved,
     Written,
@@ -32,9 +27,9 @@ from .checkpoint.saving import (
     save_checkpoint,
     save_folder,
 )
-from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
+from .checkpoint.sources import open_checkpoint, open_weights
 from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
-from .config import InferenceConfig, dtype_name, make_config, serving_dtype
+from .config import InferenceConfig, dtype_name, make_config
 from .config.refusals import check_config
 from .engine.base import About
 from .engine.fused import FusedEngine
@@ -51,22 +46,27 @@ from .errors import (
     warn_caller,
 )
 from .model.embedding import TextEmbedding
-from .model.families import describe_model, knows_family
-from .model.hf_module import (
-    check_parts,
-    check_values,
-    check_wrapper,
-    class_names,
-    see_through,
-    warn_of_hooks,
-)
+from .model.families import knows_family
+from .model.hf_module import warn_of_hooks
 from .model.live import Watch
-from .model.load_plan import LoadPlan, TensorSource, make_load_plan, marks_of
+from .model.load_plan import LoadPlan, TensorSource, marks_of
 from .model.spec import ModelSpec
-from .model.weights import WeightTable
+from .opening import (
+    Described,
+    Opened,
+    count_elements,
+    describe,
+    describe_fused,
+    open_adapters,
+    overlay,
+    own_dtype,
+    refuse_checkpoint,
+    stored_dtypes,
+    unserved,
+    with_dtype,
+)
 from .parallel.agreement import Peers, in_turn
-from .quantization.formats import Opener
-from .quantization.recipe import Recipe, make_recipe
+from .quantization.recipe import make_recipe
 
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -176,32 +176,17 @@ def _choose_mode(
     return _make_fused_engine if fused else _make_module_engine, model, settings, []
 
 
-def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedError | None:
-    """Why fused mode does not serve a folder's model; None where it does, or nothing would.
-
-    The caller's `fields` are laid over those of config.json.
-    """
-    try:
-        config = _overlay(read_config(folder), fields)
-        describe_model(config.to_dict(), config.architectures)
-    except UnservedError as error:
-        return error
-    except DualinferError:  # raised where the model is described
-        return None
-    return None
-
-
 def _module_of_folder(
     folder: Path, settings: InferenceConfig, unknown: ModelError
 ) -> tuple[Any, InferenceConfig, list[str]]:
     """The HF model that config.json describes, without values yet, to be filled from the folder."""
-    _refuse_checkpoint(settings)
+    refuse_checkpoint(settings)
     names = read_written(folder).get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
         raise unknown
     try:
-        config = _overlay(read_other_config(folder), settings.config)
+        config = overlay(read_other_config(folder), settings.config)
         module = backends.make_empty_module(name, config)
         if module.can_generate():
             module.generation_config = read_generation_config(folder, module.config)
@@ -216,14 +201,6 @@ def _module_of_folder(
     update = {"checkpoint": str(folder), "config": None}
     notes = [f"module mode, with transformers' {name}: {unknown}"]
     return module, settings.model_copy(update=update), notes
-
-
-def _refuse_checkpoint(settings: InferenceConfig) -> None:
-    if settings.checkpoint is not None:
-        raise ConfigError(
-            f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder already. Pass "
-            "one of them."
-        )
 
 
 def _kind_of_model(model: Any, backend: str) -> str:
@@ -275,99 +252,6 @@ def _class_name(model: Any) -> str:
     return type(model[0] if isinstance(model, tuple) else model).__name__
 
 
-_Quantize = Callable[[Recipe, WeightTable, TensorSource], Opener]
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A HF model whose tensors lie in no folder and no module: its config, and their source.
-
-    `quantize` makes the matrices that `quant` asks for. dualinfer's own benchmarks run these.
-    """
-
-    config: Any
-    class_names: list[str]
-    source: TensorSource
-    quantize: _Quantize = quantize_by
-
-
-class _Model(NamedTuple):
-    """A HF model as fused mode needs it: its config, class names and generation defaults."""
-
-    config: Any
-    class_names: list[str] | None
-    generation_config: Any
-    open_source: Callable[[], TensorSource]
-    other_way: str
-    is_checkpoint: bool = False
-    quantize: _Quantize = quantize_by
-    own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
-
-
-_Described = tuple[InferenceConfig, _Model, ModelSpec, LoadPlan, TensorSource]
-
-
-def _describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> _Described:
-    """What is known of a model before its weights are read; `notes` gets what users should know."""
-    other_way = _other_way(model, settings)
-    if isinstance(model, Path):
-        hf_model = _from_folder(model, other_way)
-    elif isinstance(model, Opened):
-        given = model.config, model.class_names, None, lambda: model.source, other_way
-        hf_model = _Model(*given, is_checkpoint=True, quantize=model.quantize)
-    else:
-        hf_model = _from_module(model, other_way)
-    if settings.checkpoint is not None:
-        if isinstance(model, Path):
-            _refuse_checkpoint(settings)
-        source = partial(open_weights, settings.checkpoint, settings.base_dir)
-        hf_model = hf_model._replace(open_source=source)
-    hf_model = hf_model._replace(config=_overlay(hf_model.config, settings.config))
-    return _describe(hf_model, settings, notes)
-
-
-def _describe(found: _Model, settings: InferenceConfig, notes: list[str]) -> _Described:
-    try:
-        spec, table = describe_model(found.config.to_dict(), found.class_names)
-    except ModelError as error:
-        raise ModelError(f"{error} {found.other_way}") from error
-    _check_least_tokens(spec, settings)
-    if settings.kv_cache_dtype is not None and not spec.can_generate:
-        raise ConfigError(
-            f"kv_cache_dtype={settings.kv_cache_dtype!r}: {spec.architecture} does not generate "
-            "and has no cache. Leave it unset."
-        )
-    if settings.streams and spec.encoder:
-        raise ConfigError(
-            f"keep_module_on_host=True: the layers of {spec.architecture}, an encoder and a "
-            "decoder, are not streamed. Leave it unset, or use a quantized model."
-        )
-    most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
-    if asked is not None and asked > most:
-        notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
-    config, recipe = found.config.to_dict(), make_recipe(settings.quant)
-    stored_as = source = fit(found.open_source(), wanted_by_table(table, config))
-    notes.extend(source.notes)
-    adapters = [*found.own_adapters(), *_open_adapters(settings)]
-    source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
-    notes.extend(more)
-    plan = make_load_plan(table, source)
-    if not found.class_names:
-        notes.append(f"config.json names no architecture; taken as {spec.architecture}")
-    if plan.unused:
-        notes.append(f"weights without use here: {', '.join(plan.unused)}")
-    plain = [name for row, names in plan.rows if row.scheme is None for name in names]
-    held = set(stored_as.names())  # adapters give others, and in float32
-    stored = _elements(stored_as, [name for name in plain if name in held])
-    own = _own_dtype(found.config, stored) if found.is_checkpoint else None
-    return _with_dtype(settings, notes, stored, own), found, spec, plan, source
-
-
-def _open_adapters(settings: InferenceConfig) -> list[Adapter]:
-    """Those of the config, once `_find` has found them."""
-    return [open_adapter(Path(p), factor) for p, factor in (settings.adapter or {}).items()]
-
-
 def _make_fused_engine(
     model: Any, settings: InferenceConfig, peers: Peers, notes: list[str]
 ) -> FusedEngine:
@@ -378,7 +262,7 @@ def _make_fused_engine(
     with peers.together("The models and configs") as work:
         if saving:
             check_saving(saving, folder)
-        described = _describe_fused(model, settings, notes)
+        described = describe_fused(model, settings, notes)
         settings, hf_model, spec, plan, source = described
         config, own = hf_model.config, hf_model.generation_config
         saved = Saved(spec, plan, source, settings.dtype or "", config, own, folder)
@@ -422,15 +306,15 @@ def quantize_checkpoint(
     """
     source = open_checkpoint(folder)
     config = read_config(folder)
-    dtype = _own_dtype(config, _elements(source, source.names()))
+    dtype = own_dtype(config, count_elements(source, source.names()))
     settings = make_config({"quant": quant, "dtype": dtype, "adapter": adapters}, {})
-    _, hf_model, spec, plan, weights = _describe_fused(folder, settings, [])
+    _, hf_model, spec, plan, weights = describe_fused(folder, settings, [])
     own = hf_model.config, hf_model.generation_config, folder
     saved = Saved(spec, plan, weights, dtype_name(dtype), *own)
     return save_folder(out, saved, max_shard_size, seen, option="OUT")
 
 
-def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Origin:
+def _origin(model: Any, described: Described, watch: Watch | None = None) -> Origin:
     """Where the weights are read again from; a live module is held no longer than by its owner."""
     settings, hf_model, spec, plan, _ = described
     lasting = model if isinstance(model, Path | Opened) else None
@@ -438,14 +322,14 @@ def _origin(model: Any, described: _Described, watch: Watch | None = None) -> Or
 
     def read() -> tuple[ModelSpec, LoadPlan, TensorSource]:
         if filled is not None:
-            return _describe(filled, settings, [])[2:]
+            return describe(filled, settings, [])[2:]
         now = lasting if watch is None else watch.module
         if now is None:
             raise ModelError(
                 "The model that this engine was made of is gone, so that nothing can be read "
                 "again. Keep it as long as refresh() is to be called, or make a new engine."
             )
-        return _describe_fused(now, settings, [])[2:]
+        return describe_fused(now, settings, [])[2:]
 
     weights = model if isinstance(model, Path) else settings.checkpoint
     own = hf_model.config, hf_model.generation_config, weights  # and not the model
@@ -475,11 +359,11 @@ def _make_module_engine(
                     "caller's, and its weights are not changed. Merge the adapter with peft first, "
                     "or set replace_with_kernel_inject=True."
                 )
-            source = AdaptedSource(source, _open_adapters(settings))
+            source = AdaptedSource(source, open_adapters(settings))
         notes.extend(source.notes if source else ())
-        stored = _stored_dtypes(model, source)
-        dtype = _own_dtype(model.config, stored) if is_checkpoint else None
-        settings = _with_dtype(settings, notes, stored, dtype)
+        stored = stored_dtypes(model, source)
+        dtype = own_dtype(model.config, stored) if is_checkpoint else None
+        settings = with_dtype(settings, notes, stored, dtype)
         work.meet(lambda: (_class_name(model), _shared(settings)))
     with ExitStack() as stack, peers.together("Loading") as work:
         runner = backends.create_module_runner(settings, model, source, peers)
@@ -512,83 +396,6 @@ def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
     return [(name, repr(value)) for name, value in fields.items()]
 
 
-def _other_way(model: Any, settings: InferenceConfig) -> str:
-    """How to run a model that fused mode does not serve."""
-    if isinstance(model, Path):
-        return "Load it with transformers and pass the module, with backend='torch'."
-    if settings.backend == "jax":
-        return "With backend='torch' any module runs as it is."
-    return "Leave replace_with_kernel_inject unset to run the module as it is."
-
-
-def _with_dtype(
-    settings: InferenceConfig, notes: list[str], stored: Counter[str], own: str | None
-) -> InferenceConfig:
-    """The config with its dtype resolved; `own` is that of a checkpoint passed as the model.
-
-    `stored` counts the elements of each dtype.
-    """
-    if settings.dtype is not None:
-        return settings
-    dtype = backends.default_dtype(settings.backend)  # the contract's
-    if own is None:
-        notes.append(f"dtype was unset: {dtype}")
-        if dtype == "float16" and "bfloat16" in stored:
-            warn_caller(
-                "The model is bfloat16 and dtype is unset, so that it is float16 on a GPU, whose "
-                'range is smaller. Pass dtype="bf16" to keep its own.'
-            )
-        return settings.model_copy(update={"dtype": dtype})
-    name, why = serving_dtype(own, dtype)
-    try:
-        backends.check_dtype(settings.backend, name)
-        dtype = name
-    except ConfigError:  # a GPU without bfloat16
-        why = f"the checkpoint is {own}, in which the device does not compute"
-    notes.append(f"dtype was unset: {dtype}, {why}")
-    return settings.model_copy(update={"dtype": dtype})
-
-
-def _own_dtype(config: Any, stored: Counter[str]) -> str:
-    """A checkpoint's dtype, as in transformers: its config's, else that of most of its elements."""
-    own = config.to_dict().get("dtype")
-    return own or next((dtype for dtype, _ in stored.most_common()), "float32")
-
-
-def _elements(source: TensorSource, names: Iterable[str]) -> Counter[str]:
-    """How many elements of each dtype a source holds under these names."""
-    elements: Counter[str] = Counter()
-    for name in names:
-        elements[source.dtype(name)] += prod(source.shape(name))
-    return elements
-
-
-def _stored_dtypes(model: Any, source: TensorSource | None) -> Counter[str]:
-    """The dtypes of what a torch module will hold, before it is cast, by their elements."""
-    if source is not None:
-        return _elements(source, source.names())
-    elements: Counter[str] = Counter()
-    for parameter in getattr(model, "parameters", tuple)():
-        dtype = str(getattr(parameter, "dtype", "")).removeprefix("torch.")
-        elements[dtype] += prod(getattr(parameter, "shape", ()))
-    return elements
-
-
-def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:
-    """Raise ConfigError if `min_out_tokens` promises what generate would refuse."""
-    least, most = settings.min_out_tokens, spec.most_tokens(settings.max_out_tokens)
-    if least > 1 and not spec.can_generate:
-        raise ConfigError(
-            f"min_out_tokens={least}: {spec.architecture} does not generate and has no cache. "
-            "Leave it unset."
-        )
-    if least > most:
-        raise ConfigError(
-            f"min_out_tokens={least}, but {spec.architecture} takes at most {most} tokens here. "
-            "Use a smaller one."
-        )
-
-
 def _check_memory(runner: Any, settings: InferenceConfig, notes: list[str]) -> None:
     """The contract's promise: a cache of `min_out_tokens` fits, or nothing is made."""
     free = runner.free_bytes()
@@ -608,54 +415,3 @@ def _check_memory(runner: Any, settings: InferenceConfig, notes: list[str]) -> N
             f"max_out_tokens={most} needs a cache of {runner.cache_bytes_for(1, most):,} bytes for "
             f"one sequence, and {free:,} are free: long requests will be refused"
         )
-
-
-def _overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
-    """The HF config with the caller's fields laid over it; the given one stays as it is."""
-    if not fields:
-        return config
-    from transformers import AutoConfig
-
-    values = config.to_dict()
-    for name, value in fields.items():
-        if name not in values:
-            near = difflib.get_close_matches(str(name), values, 1, 0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ConfigError(f"config.{name}: the model's config has no such field{hint}")
-        if name == "model_type" and value != values[name]:
-            raise ConfigError(f"config.model_type={value!r}, but the model is a {values[name]!r}.")
-    values |= fields
-    model_type = values.pop("model_type")
-    check_sizes(model_type, values)
-    try:
-        return AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers' validation raises many kinds
-        raise ConfigError(f"config={dict(fields)!r} is not valid: {error}") from error
-
-
-def _from_module(live: Any, other_way: str) -> _Model:
-    check_wrapper(live, other_way)
-    module = see_through(live)
-    if not hasattr(getattr(module, "config", None), "to_dict"):
-        raise ModelError(
-            f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
-            f"own decoder, does not know it. {other_way}"
-        )
-    check_parts(live, other_way)
-    generation = getattr(module, "generation_config", None)
-
-    def open_source() -> TensorSource:
-        check_values(live)
-        return open_module(live)
-
-    own = module.config, class_names(module), generation, open_source, other_way
-    return _Model(*own, own_adapters=partial(open_adapters_of, live))
-
-
-def _from_folder(folder: Path, other_way: str) -> _Model:
-    folder = check_folder(folder)
-    config = read_config(folder)
-    names = config.architectures
-    source = partial(open_checkpoint, folder)
-    own = read_generation_config(folder, config)
-    return _Model(config, names, own, source, other_way, is_checkpoint=True)

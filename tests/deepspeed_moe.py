@@ -142,6 +142,19 @@ class MoE(nn.Module):
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
 
+class Feed(nn.Module):
+    """What DeepSpeed's users put in the place of a HF layer's MLP; BLOOM's adds a residual."""
+
+    def __init__(self, moe):
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x, residual=None):
+        """The layer's output without its loss and counts."""
+        y = self.moe(x)[0]
+        return y if residual is None else y + residual
+
+
 class Mlp(nn.Module):
     """Two layers of a known form."""
 

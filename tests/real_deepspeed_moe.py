@@ -5,7 +5,8 @@ r"""DeepSpeed's own MoE layers and their checkpoints, on a CPU: run by hand.
 with DeepSpeed in FOLDER as `real_deepspeed.py` says. Its layers are compared with the stand-ins of
 `deepspeed_moe.py`, which the test suite takes, and with engines over them, over one process and
 over two by gloo, which with ep_size=2 hold a part of the experts each, with what its
-save_checkpoint writes. Tried with DeepSpeed 0.19.8.
+save_checkpoint writes; and in HF models with engines of fused mode on both backends. Tried with
+DeepSpeed 0.19.8.
 """
 
 import copy
@@ -72,6 +73,45 @@ def single():
                 assert torch.isfinite(engine(ids[:1, :1])).all()  # one token, as in decoding
         errors = [error(x, expected) for x in found]
         print(case, " ".join(f"{x:.1e}" for x in errors))
+        assert max(errors) < 1e-5, case
+
+
+def fused(out):
+    """HF models with DeepSpeed's own layers, and their checkpoints, in fused mode."""
+    import numpy as np
+    import torch
+
+    from tests import test_deepspeed_moe_fused as suite
+
+    own = start(0, 1)
+    import deepspeed
+
+    suite.MoE = lambda *given, **fields: own(*given, **fields, **EXACT)
+    ids = suite.IDS.numpy()
+    for case in suite.CASES:
+        model = suite.make(case)
+        optimizer = torch.optim.SGD(
+            [
+                {"params": [p], "moe": "deepspeed_experts" in n, "name": "ep_size_1"}
+                for n, p in model.named_parameters()
+            ],
+            lr=0.0,
+        )
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+        config["zero_force_ds_cpu_optimizer"] = False
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        with torch.no_grad():
+            expected = model.eval()(suite.IDS).logits
+        place = Path(out) / case
+        engine.save_checkpoint(place, tag="step1")
+        errors = []
+        for backend in ("torch", "jax"):
+            for more in ({}, {"checkpoint": place}):
+                given = suite.make(case, seed=1) if more else model
+                with suite.serve(given, backend, **more) as served:
+                    found = torch.tensor(np.asarray(served(ids).logits))
+                    errors.append(error(found, expected))
+        print(f"fused, {case}:", " ".join(f"{x:.1e}" for x in errors))
         assert max(errors) < 1e-5, case
 
 
@@ -145,6 +185,7 @@ def main(folder):
 
     run(("single",))
     with tempfile.TemporaryDirectory() as place:
+        run(("fused", f"{place}/fused"))
         run(("shared", 0, 1, f"{place}/1", 1))
         for ep_size in (1, 2):
             run(*(("shared", rank, 2, f"{place}/2-{ep_size}", ep_size) for rank in range(2)))
@@ -155,5 +196,7 @@ if __name__ == "__main__":
         main(sys.argv[1])
     elif sys.argv[2] == "single":
         single()
+    elif sys.argv[2] == "fused":
+        fused(sys.argv[3])
     else:
         shared(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6]))

@@ -296,6 +296,7 @@ def test_filters_of_warnings_are_the_callers_own_while_a_thread_compiles():
     assert warnings.filters == before
 
 
+SLOW = pytest.mark.slow  # each is a process of its own, which imports JAX
 _KEPT = """
 import os, sys, types, warnings
 import jax, numpy as np
@@ -331,7 +332,7 @@ def entries(folder):
     return [p for p in folder.rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("cpu", marks=SLOW)])
 def test_executables_are_kept_in_a_private_folder(tmp_path, platform):
     """Those of the CPU stand for a GPU's here."""
     said, _ = kept(tmp_path, platform)
@@ -373,9 +374,9 @@ def test_each_kind_of_processor_has_a_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "environment"),
     [
-        ("cpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
+        pytest.param("cpu", {"DUALINFER_COMPILATION_CACHE": "0"}, marks=SLOW),
         ("gpu", {"DUALINFER_COMPILATION_CACHE": "0"}),
-        ("gpu", {"JAX_ENABLE_COMPILATION_CACHE": "0"}),
+        pytest.param("gpu", {"JAX_ENABLE_COMPILATION_CACHE": "0"}, marks=SLOW),
     ],
     ids=["off on a CPU", "off", "off for JAX"],
 )
@@ -399,9 +400,9 @@ def test_the_users_own_settings_stand(tmp_path):
 @pytest.mark.parametrize(
     ("which", "mode", "why"),
     [
-        ("dualinfer", 0o777, "can be written by others (mode 777"),
-        ("dualinfer/jax", 0o720, "can be written by others (mode 720"),
-        ("dualinfer/jax", 0o755, "is open to others (mode 755"),
+        pytest.param("dualinfer", 0o777, "can be written by others (mode 777", marks=SLOW),
+        pytest.param("dualinfer/jax", 0o720, "can be written by others (mode 720", marks=SLOW),
+        pytest.param("dualinfer/jax", 0o755, "is open to others (mode 755", marks=SLOW),
         ("", 0o777, "where others can put another in its place (mode 777"),
     ],
     ids=["the cache", "its part", "its part can be read", "what holds it"],

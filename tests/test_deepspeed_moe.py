@@ -12,7 +12,7 @@ from dualinfer.backends.torch.module.mixtures import MixtureLayer, Mixtures, rou
 from dualinfer.config.nested import MoEConfig
 
 from . import deepspeed_files, deepspeed_moe
-from .deepspeed_moe import Mlp, MoE, Odd, make_model
+from .deepspeed_moe import Feed, Mlp, MoE, Odd, make_model
 from .models import relative_rms
 
 EXACT = {"use_rts": False, "top2_2nd_expert_sampling": False, "eval_capacity_factor": 0.6}
@@ -342,17 +342,6 @@ def test_table_says_what_experts_become():
     assert lines["layers.*.moe.deepspeed_moe.gate.wg"].becomes == "replicated"
 
 
-class _Feed(torch.nn.Module):
-    """What DeepSpeed's users put in the place of a HF layer's MLP."""
-
-    def __init__(self, moe):
-        super().__init__()
-        self.moe = moe
-
-    def forward(self, x):
-        return self.moe(x)[0]
-
-
 def _hf(seed=0):
     import transformers as hf
 
@@ -360,7 +349,7 @@ def _hf(seed=0):
     sizes = dict(vocab_size=61, n_positions=32, n_embd=24, n_layer=2, n_head=3)
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
     block = model.transformer.h[1]
-    block.mlp = _Feed(MoE(24, block.mlp, num_experts=3, k=2, use_residual=True, drop_tokens=False))
+    block.mlp = Feed(MoE(24, block.mlp, num_experts=3, k=2, use_residual=True, drop_tokens=False))
     for name, parameter in block.named_parameters():
         torch.nn.init.normal_(parameter, std=0.5 if "wg" in name else 0.2)
     return model
@@ -381,15 +370,6 @@ def test_hf_model_with_such_layers_generates(tmp_path):
         with _serve(given, **more) as engine:
             assert relative_rms(engine(IDS).logits, expected) < 1e-5
             assert _hf_text(given, engine.generate) == text
-
-
-def test_fused_mode_refuses_such_layers_and_names_module_mode():
-    for backend in ("torch", "jax"):
-        how = {"backend": backend, "replace_with_kernel_inject": True}
-        with pytest.raises(ModelError, match=r"DeepSpeed's MoE layer.*module mode does, on torch"):
-            _serve(_hf(), **how)
-        with pytest.raises(ConfigError, match=r"moe\.drop_tokens=True.*run in module mode"):
-            _serve(_hf(), moe={"drop_tokens": True}, **how)
 
 
 def _split_hf():

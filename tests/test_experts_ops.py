@@ -22,7 +22,7 @@ from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 
 from .kernels.jax_ops import interpreted_ops  # noqa: E402
-from .models import relative_rms  # noqa: E402
+from .models import relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="the interpreter's"),
@@ -34,26 +34,31 @@ LAYERS = {
     "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), limit=1.0, offset=1.0),
     "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28, shared_gated=True),
     "deepseek": Experts(X, F, "silu", True, SIGMOID, shared=12),
+    "deepspeed": Experts(X, F, "gelu_tanh", False, Router(2, renormalized=True), blended=True),
 }
+FEW = [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)]
 
 
 def weights(layer: Experts, put: Any) -> dict[str, Any]:
-    """Of a layer, with biases where GPT-OSS has them and a bias of the choice as DeepSeek's."""
+    """Of a layer, with biases where they belong and a bias of the choice as DeepSeek's."""
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> Any:
         return put(random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5))
 
-    s = layer.shared
+    s, wide = layer.shared, F * (1 + layer.gated)
     found = {
-        "router.weight": Weight(draw(X, E), ("experts", "embed")),
-        "experts.up.weight": Weight(draw(X, 2 * F, E), ("experts", "gate+up", "embed")),
+        "router.weight": Weight(draw(layer.choices, E), ("choices", "embed")),
+        "experts.up.weight": Weight(draw(X, wide, E), ("experts", "gate+up", "embed")),
         "experts.down.weight": Weight(draw(X, E, F), ("experts", "embed", "ffn")),
         "mlp_norm.weight": draw(E),
     }
+    if layer.limit is not None or layer.blended:
+        found |= {"experts.up.bias": draw(X, wide), "experts.down.bias": draw(X, E)}
     if layer.limit is not None:
-        found |= {"experts.up.bias": draw(X, 2 * F), "experts.down.bias": draw(X, E)}
-        found |= {"router.bias": draw(X)}
+        found["router.bias"] = draw(X)
+    if layer.blended:
+        found |= {"sides.weight": Weight(draw(2, E), ("sides", "embed")), "sides.bias": draw(2)}
     if layer.router.groups > 1:
         found["router.choice_bias"] = draw(X)
     if s:
@@ -65,7 +70,7 @@ def weights(layer: Experts, put: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("tokens", [2, 40])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", slow_but([n for n in LAYERS if n != "deepspeed"], LAYERS))
 def test_kernels_give_what_plain_ops_give(name, tokens, backend):
     layer = LAYERS[name]
     if backend == "torch":
@@ -86,7 +91,7 @@ def test_kernels_give_what_plain_ops_give(name, tokens, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-@pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
+@pytest.mark.parametrize(("name", "tokens"), FEW)
 def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, tokens, backend):
     layer, split = (
         LAYERS[name],
@@ -109,7 +114,7 @@ def test_biases_and_residuals_are_added_once_after_the_sum_over_devices(name, to
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-@pytest.mark.parametrize(("name", "tokens"), [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)])
+@pytest.mark.parametrize(("name", "tokens"), [*FEW, ("deepspeed", 2)])
 def test_a_device_with_some_of_the_experts_gives_what_plain_ops_give(name, tokens, backend):
     layer, own = LAYERS[name], (1, 5)
     spec = SimpleNamespace(all_layers=[SimpleNamespace(experts=X)])

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config, read_generation_config
 from dualinfer.checkpoint.sources import open_checkpoint
-from dualinfer.engine.inputs import check_mask, make_prompts
+from dualinfer.engine.checks import check_mask
 from dualinfer.engine.options import make_options
+from dualinfer.engine.prompts import make_prompts
 from dualinfer.errors import DualinferError
 from dualinfer.model.families import describe_model
 from dualinfer.model.families.fields import INERT

@@ -1,4 +1,4 @@
-"""Encoders of images, and CLIP's of texts, against HF's own classes, on both backends."""
+"""Encoders of images, CLIP and SigLIP, against HF's own classes, on both backends."""
 
 import numpy as np
 import pytest
@@ -21,6 +21,15 @@ _TEXT = {
     **{**_SIZES, "vocab_size": 99, "max_position_embeddings": 30, "projection_dim": 20},
     **{"bos_token_id": 0, "eos_token_id": 7},
 }
+# Of the model of both, whose towers differ in width and in layers.
+_BOTH = {
+    "text_config": _TEXT,
+    "vision_config": {**_EYE, "hidden_size": 24, "num_hidden_layers": 3},
+    "projection_dim": 20,
+}
+_SIGLIP = {**_BOTH, "text_config": {**_TEXT, "projection_size": 24}}
+del _SIGLIP["projection_dim"]
+_DINO = {k: v for k, v in _EYE.items() if k not in ("intermediate_size", "projection_dim")}
 CASES = {
     "vit": ("ViTModel", _VIT),
     "vit-labels": ("ViTForImageClassification", {**_VIT, "num_labels": 3, "qkv_bias": False}),
@@ -29,6 +38,21 @@ CASES = {
     "clip-text": ("CLIPTextModel", _TEXT),
     "clip-text-projected": ("CLIPTextModelWithProjection", _TEXT),
     "clip-text-old": ("CLIPTextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
+    "clip": ("CLIPModel", _BOTH),
+    "clip-labels": ("CLIPForImageClassification", {**_BOTH, "num_labels": 3}),
+    "siglip": ("SiglipModel", _SIGLIP),
+    "siglip-labels": ("SiglipForImageClassification", {**_SIGLIP, "num_labels": 3}),
+    "siglip-text": ("SiglipTextModel", {**_TEXT, "projection_size": 20}),
+    "siglip-image": ("SiglipVisionModel", _EYE),
+    "siglip-image-bare": ("SiglipVisionModel", {**_EYE, "vision_use_head": False}),
+    "deit": ("DeiTModel", _VIT),
+    "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
+    "dinov2": ("Dinov2Model", _DINO),
+    "dinov2-gated": ("Dinov2Model", {**_DINO, "use_swiglu_ffn": True, "mlp_ratio": 3}),
+}
+QUICK = {
+    "torch": ("vit-labels", "clip", "clip-labels", "siglip", "siglip-image-bare", "dinov2-gated"),
+    "jax": ("vit-labels", "clip", "siglip"),
 }
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
 
@@ -45,19 +69,22 @@ def make(case):
 
 
 def inputs_of(case):
-    """Images, or texts padded on both sides with an end each."""
-    random = np.random.default_rng(4)
+    """Images, or texts padded on both sides with an end each; both for a model of both."""
+    random, given = np.random.default_rng(4), {}
+    fields = CASES[case][1]
     if "text" not in case:
-        fields = CASES[case][1]
+        fields = fields.get("vision_config", fields)
         size = fields["image_size"]
-        shape = 3, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
-        return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+        shape = 2, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
+        given = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+    if "text" not in case and case not in ("clip", "siglip"):
+        return given
     ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
     for row, end in enumerate((5, 9, 10)):
         ids[row, end] = 7 if case != "clip-text-old" else 98
     mask[0, 6:] = 0
     mask[1, :3] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return given | {"input_ids": ids, "attention_mask": mask}
 
 
 def of_hf(model, given, **more):
@@ -67,9 +94,12 @@ def of_hf(model, given, **more):
 
 def compare(ours, theirs, mask=None):
     """Every output in HF's order, at the real tokens where it has one for each."""
-    real = ... if mask is None else mask == 1
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
+        if isinstance(value, hf.utils.ModelOutput):
+            compare(ours[name], value, None if name == "vision_model_output" else mask)
+            continue
+        real = ... if mask is None else mask == 1
         several = isinstance(value, tuple)
         for one, other in zip(ours[name], value, strict=True) if several else [(ours[name], value)]:
             one, other = np.asarray(one), np.asarray(other)
@@ -80,9 +110,8 @@ def compare(ours, theirs, mask=None):
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, name, marks=[] if name == "torch" or quick else [pytest.mark.slow])
+        pytest.param(case, name, marks=[] if case in QUICK[name] else [pytest.mark.slow])
         for case in CASES
-        for quick in [case in ("vit-labels", "clip-image-projected", "clip-text")]
         for name in BACKENDS
     ],
 )
@@ -129,10 +158,8 @@ def test_labels_give_the_loss_and_images_may_be_the_first_argument():
     model, given = make("vit-labels"), inputs_of("vit-labels")
     pixels = torch.tensor(given["pixel_values"])
     engine = dualinfer.init_inference(model, **HOW)
-    found = engine(pixels, labels=[0, 2, 1])
-    assert (
-        relative_rms(found.loss, of_hf(model, given, labels=torch.tensor([0, 2, 1])).loss) < LIMIT
-    )
+    found = engine(pixels, labels=[0, 2])
+    assert relative_rms(found.loss, of_hf(model, given, labels=torch.tensor([0, 2])).loss) < LIMIT
     assert isinstance(found.logits, torch.Tensor)
 
 
@@ -141,20 +168,65 @@ def test_what_does_not_fit_is_refused():
     eye = dualinfer.init_inference(make("clip-image"), **HOW)
     text = dualinfer.init_inference(make("clip-text"), **HOW)
     with pytest.raises(
-        ArgumentError, match=r"\(3, 3, 15, 14\); expected \[batch, 3, 15, 15\].*not"
+        ArgumentError, match=r"\(2, 3, 15, 14\); expected \[batch, 3, 15, 15\].*interpolate"
     ):
         eye(pixel_values=images["pixel_values"][..., :-1])
     with pytest.raises(ArgumentError, match="reads pixel_values alone; attention_mask was given"):
         eye(**images, attention_mask=np.ones((3, 10)))
     with pytest.raises(ArgumentError, match="pixel_values is missing"):
         eye()
-    with pytest.raises(ArgumentError, match="does not support interpolate_pos_encoding"):
-        eye(**images, interpolate_pos_encoding=True)
+    with pytest.raises(ArgumentError, match="interpolate_pos_encoding='yes'; expected True"):
+        eye(**images, interpolate_pos_encoding="yes")
+    with pytest.raises(ArgumentError, match="interpolate_pos_encoding is of models that read im"):
+        text(**texts, interpolate_pos_encoding=True)
+    with pytest.raises(UnsupportedError, match="CLIPTextModel is not one: call the engine itself"):
+        text.get_text_features(**texts)
     with pytest.raises(ArgumentError, match="pixel_values: CLIPTextModel reads input_ids"):
         text(**texts, **images)
     with pytest.raises(UnsupportedError, match="reads images, and embed\\(\\) texts"):
         eye.embed([[3, 4]])
     assert text.embed([[3, 4, 7]]).shape == (1, 36)
+
+
+def test_a_model_of_both_gives_the_vectors_of_each_alone():
+    model, given = make("clip"), inputs_of("clip")
+    pixels = given.pop("pixel_values")
+    engine = dualinfer.init_inference(model, **HOW)
+    with torch.no_grad():
+        texts = model.get_text_features(**{k: torch.tensor(v) for k, v in given.items()})
+        images = model.get_image_features(torch.tensor(pixels))
+    compare(engine.get_text_features(**given), texts, given["attention_mask"])
+    compare(engine.get_image_features(pixels), images)
+    with pytest.raises(ArgumentError, match=r"pixel_values is missing: .*get_text_features"):
+        engine(**given)
+    with pytest.raises(ArgumentError, match="labels: CLIPModel has none"):
+        engine(**given, pixel_values=pixels, labels=[0])
+    with pytest.raises(ArgumentError, match="does not support return_loss"):
+        engine(**given, pixel_values=pixels, return_loss=True)
+    with pytest.raises(UnsupportedError, match=r"engine\.get_text_features"):
+        engine.embed([[3, 4]])
+
+
+ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("dinov2", "torch")]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(*ANY_SIZE[0],)]
+    + [pytest.param(case, name, marks=[pytest.mark.slow]) for case, name in ANY_SIZE[1:]],
+)
+def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, backend, monkeypatch):
+    if case == "deit":
+        monkeypatch.setitem(CASES, case, ("DeiTModel", {**_VIT, "image_size": 16}))
+    model, given = make(case), inputs_of(case)
+    channels = given["pixel_values"].shape[1]
+    random = np.random.default_rng(5)  # smaller than the model's own one way, larger the other
+    given["pixel_values"] = random.standard_normal((2, channels, 12, 41)).astype(np.float32)
+    how = {} if case == "dinov2" else {"interpolate_pos_encoding": True}
+    expected = of_hf(model, given, output_hidden_states=True, **how)
+    engine = dualinfer.init_inference(model, backend=backend, **HOW)
+    found = engine(**given, output_hidden_states=True, **how)
+    compare(found, expected, given.get("attention_mask"))
 
 
 def on_devices(case, backend, devices):
@@ -166,7 +238,7 @@ def on_devices(case, backend, devices):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["vit", "clip-image-projected", "clip-text-projected"])
+@pytest.mark.parametrize("case", ["vit", "clip-image-projected", "clip-text-projected", "siglip"])
 def test_two_devices_give_what_one_gives(case, backend, crew):
     if backend == "torch":
         found = crew.run(on_devices, case, backend, 2, world=2)

@@ -20,7 +20,7 @@ FLOORS: dict[str, str] = {
     "kernels": "",
     "config": "",
     "quantization": "",
-    "model": "quantization",
+    "model": "kernels.reference quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
     "backends": "kernels.triton config quantization model parallel",
@@ -30,13 +30,14 @@ FLOORS: dict[str, str] = {
     "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint backends decoder",
     "engine": "config model parallel backends",
-    "api": "config quantization model parallel checkpoint backends engine",
+    "opening": "config quantization model checkpoint backends",
+    "api": "config quantization model parallel checkpoint backends engine opening",
     "": "config embedded engine api",
-    "bench": "embedded system config quantization model parallel checkpoint backends api",
+    "bench": "embedded system config quantization model parallel checkpoint backends opening api",
     "bench.torch": "kernels.triton model backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model backends backends.jax bench",
-    "cli": "embedded system config quantization model parallel checkpoint backends engine api "
-    "bench",
+    "cli": "embedded system config quantization model parallel checkpoint backends engine opening "
+    "api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}

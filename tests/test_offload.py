@@ -18,7 +18,7 @@ from dualinfer.config import make_config
 from dualinfer.config.refusals import check_config
 from dualinfer.errors import OutOfMemoryError
 from dualinfer.model.families import describe_model
-from dualinfer.parallel.sharding import whole
+from dualinfer.parallel.shard import whole
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
 

@@ -17,7 +17,7 @@ import torch
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer import api  # noqa: E402
+from dualinfer import opening  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
 from dualinfer.backends.caches import Room, check_room  # noqa: E402
@@ -303,7 +303,7 @@ def test_each_device_reads_its_share_alone(tmp_path, monkeypatch):
             read.setdefault(name, []).append(array.shape)
             return array
 
-    monkeypatch.setattr(api, "open_checkpoint", lambda path: Watched(open_checkpoint(path)))
+    monkeypatch.setattr(opening, "open_checkpoint", lambda path: Watched(open_checkpoint(path)))
     folder = write_llama(tmp_path, 257)
     with make(folder, tensor_parallel={"tp_size": 3}) as engine:
         heads = HEADS // KV_HEADS * HEAD_DIM

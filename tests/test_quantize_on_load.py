@@ -33,7 +33,8 @@ from dualinfer.config import make_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402
 from dualinfer.model.weights import Weight, count_leaves, leaves_of, parts_of  # noqa: E402
-from dualinfer.parallel.sharding import fit_blocks, make_plan  # noqa: E402
+from dualinfer.parallel.shard import fit_blocks  # noqa: E402
+from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import BlockScheme, read_quantization  # noqa: E402
 from dualinfer.quantization import quantize as quantizers  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402

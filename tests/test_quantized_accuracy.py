@@ -12,7 +12,7 @@ _FILE = Path(__file__).parents[1] / "benchmarks" / "quantized_accuracy.py"
 _SPEC = importlib.util.spec_from_file_location("quantized_accuracy", _FILE)
 accuracy = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(accuracy)
-LIMITS = {"int8": 0.005, "fp8": 0.01, "int4": 0.03, "nvfp4": 0.04}
+LIMITS = {"int8": 0.005, "fp8": 0.01, "int4": 0.03, "nvfp4": 0.04, "mxfp4": 0.05}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dualinfer.checkpoint.sources import TorchSource, open_checkpoint
 from dualinfer.checkpoint.stacked import StackedSource
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
-from dualinfer.parallel.sharding import fit_row, whole
+from dualinfer.parallel.shard import fit_row, whole
 from dualinfer.quantization.codes import dequantize
 from dualinfer.quantization.quantize import SCHEMES
 from dualinfer.quantization.recipe import Recipe

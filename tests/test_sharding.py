@@ -9,7 +9,8 @@ import pytest
 import dualinfer
 from dualinfer.model.families import describe_model
 from dualinfer.model.weights import Row, WeightTable, join_axis, row
-from dualinfer.parallel.sharding import Share, make_plan, whole
+from dualinfer.parallel.shard import Share, whole
+from dualinfer.parallel.sharding import make_plan
 
 from .models import ALL, CASES
 

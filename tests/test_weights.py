@@ -11,7 +11,8 @@ from dualinfer.checkpoint.quantized import open_quantized
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan, marks_of
 from dualinfer.model.weights import WeightTable, join_axis, row
-from dualinfer.parallel.sharding import Found, Shard, Share, make_plan
+from dualinfer.parallel.shard import Found, Shard, Share
+from dualinfer.parallel.sharding import make_plan
 from dualinfer.quantization import BlockScheme
 from dualinfer.quantization.formats import Opener
 

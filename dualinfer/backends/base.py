@@ -31,10 +31,13 @@ class ForwardInputs:
     place of the number of labels. Of an encoder-decoder these are the decoder's, and `source` are
     the ids, or embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B,
     2 S, mel] are its embeddings. Where the encoder has run before, the source has `states` float32
-    [B, S, E], and it is not run. float32 `weights` [B, T] are those of the tokens that a head
-    pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
-    the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
-    tokens times `weights`, or the `largest` value of each element.
+    [B, S, E], and it is not run. Of a model of two towers they are texts, and `source` images,
+    which are `of_encoder`: alone they have the outputs of their own tower. float32 `blend` [T, P]
+    says what positions are, as in `contract.BlockOps.embed_given`. float32 `weights` [B, T] are
+    those of the tokens that a head pools. Of `choices` sequences in a row each, a head's scores are
+    put side by side. With `texts` the result is their embeddings alone: so many of each row, as
+    `segments` number them, the sum of tokens times `weights`, or the `largest` value of each
+    element.
     """
 
     ids: np.ndarray | None
@@ -52,6 +55,8 @@ class ForwardInputs:
     states: np.ndarray | None = None
     weights: np.ndarray | None = None
     choices: int | None = None
+    of_encoder: bool = False
+    blend: np.ndarray | None = None
     texts: int = 0
     largest: bool = False
 
@@ -167,7 +172,9 @@ class Runner(Protocol):
         `hidden_states`, when asked for, is a tuple of L+1 arrays [B, T, E] as in HF: the
         embedding, each layer's output, the last one after the final norm. With labels there is a
         `loss` as well, float32 []. An encoder-decoder has `encoder_last_hidden_state` [B, S, E],
-        and its hidden states as `decoder_hidden_states` and `encoder_hidden_states`.
+        and its hidden states as `decoder_hidden_states` and `encoder_hidden_states`. A model of two
+        towers has `logits_per_text` [N, M] of texts and images, `logits_per_image`, their vectors,
+        and each tower's outputs, `text_model_output` and `vision_model_output`.
         """
         ...
 

@@ -208,11 +208,13 @@ class BlockOps(Protocol):
         embeds: Array,
         positions: Array,
         token_types: Array | None,
+        blend: Array | None = None,
     ) -> Array:
         """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
         W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
-        what is given in the place of the first token is not read.
+        what is given in the place of learned tokens is not read. With float32 `blend` [T, P] a
+        token's position is the sum of the table's P rows times these, in the place of `positions`.
         """
         ...
 
@@ -254,6 +256,13 @@ class BlockOps(Protocol):
 
         Logits, with a bias [X] plus that, and scores are computed in float32; float32 `choice_bias`
         [X] is added to scores for the choice alone.
+        """
+        ...
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """`routing` with one more expert of each token, which has a higher number.
+
+        The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
         """
         ...
 
@@ -405,6 +414,10 @@ class Ops(BlockOps, Protocol):
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
         """
+        ...
+
+    def repeat(self, x: Array, rows: int) -> Array:
+        """x [1, ...] as [rows, ...]."""
         ...
 
     def attend_across(

@@ -6,7 +6,7 @@ from math import prod
 from ..arrays import numpy_dtype
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Leaf, Row, leaves_of, parts_of
-from ..parallel.sharding import Shard, fit_row
+from ..parallel.shard import Shard, fit_row
 from ..quantization.packing import held_width
 
 
@@ -49,14 +49,15 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
 def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
     """The part of a row that so many tokens are expected to read: of a mixture, the chosen experts.
 
-    Each token takes as if by lot: X (1 - (1 - k / X)^tokens) of X experts are chosen. 1 for a row
-    that all tokens read.
+    Each token takes as if by lot: X (1 - (1 - k / X)^tokens) of X experts are chosen, and one that
+    all tokens have is read besides. 1 for a row that all tokens read.
     """
     if row.layer is None or row.axes[:1] != ("experts",) or not row.is_weight:
         return 1.0
     mlp = spec.layers[row.layer].mlp
     assert isinstance(mlp, Experts)
-    return 1 - (1 - mlp.router.chosen / mlp.count) ** tokens
+    read = mlp.choices * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens) + mlp.blended
+    return read / mlp.count
 
 
 def _described(weights: Iterable[tuple[str, int, int]]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..config import InferenceConfig
 from ..errors import OutOfMemoryError
 from ..model.weights import Row
-from ..parallel.sharding import Shard
+from ..parallel.shard import Shard
 from .held import held_bytes
 
 DEPTH = 2  # layers that the device has buffers for: one is computed with, the next one arrives

@@ -12,7 +12,7 @@ from ..backends.held import describe_rows, held_bytes, read_share
 from ..model.load_plan import LoadPlan
 from ..model.spec import Attention, Experts
 from ..model.weights import Row
-from ..parallel.sharding import whole
+from ..parallel.shard import whole
 from ..quantization import BlockScheme
 
 _LOOKED_UP = (

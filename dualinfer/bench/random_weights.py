@@ -14,16 +14,16 @@ from zlib import crc32
 
 import numpy as np
 
-from ..api import Opened
 from ..arrays import numpy_dtype
 from ..checkpoint.files import write_tensors
-from ..checkpoint.gguf import is_gguf
+from ..checkpoint.gguf_model import is_gguf
 from ..checkpoint.quantized import open_as_held, quantize_by
 from ..checkpoint.sources import open_checkpoint
 from ..config import make_config
 from ..errors import ModelError
 from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
+from ..opening import Opened
 from ..quantization import BlockScheme, QuantizedMatrix
 from ..quantization.codes import decode
 from ..quantization.formats import Opener

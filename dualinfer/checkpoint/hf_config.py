@@ -18,7 +18,8 @@ from ..quantization import find_method, quantization_of, read_quantization
 from ..quantization.formats import modelopt
 from . import nomic
 from .files import read_json
-from .gguf import is_gguf, read_gguf_config, read_gguf_generation
+from .gguf_config import read_gguf_config, read_gguf_generation
+from .gguf_model import is_gguf
 from .kept_configs import keep
 from .meta_llama import is_meta_folder, read_meta_config
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import numpy_dtype
 from ..errors import CheckpointError, shortened
 from ..model.load_plan import LoadPlan, MadeSource, TensorSource
-from ..parallel.sharding import Shard
+from ..parallel.shard import Shard
 from .files import TensorFile, check_inside, read_json
 
 INDEX = "dualinfer.index.json"

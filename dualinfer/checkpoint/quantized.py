@@ -190,7 +190,7 @@ def open_quantized(
 
 
 # A rounded one would choose other experts, or weigh all that the shared one gives, for few bytes.
-_PLAIN = ("router.weight", "shared.gate.weight")
+_PLAIN = ("router.weight", "shared.gate.weight", "sides.weight")
 
 
 def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Opener:

@@ -14,7 +14,7 @@ from ..arrays import numpy_dtype
 from ..errors import listing, warn_caller
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.weights import Row
-from ..parallel.sharding import Found, Read, Shard
+from ..parallel.shard import Found, Read, Shard
 from ..system.progress import track_bytes
 from .pieces import Box
 

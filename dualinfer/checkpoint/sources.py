@@ -11,7 +11,8 @@ from ..model.hf_module import adapters_in_use, plain_tensors
 from ..model.load_plan import TensorSource
 from .deepspeed import open_dict, open_folder, open_json
 from .files import StoredFile, TensorFile, check_inside, read_json
-from .gguf import SUFFIX, GgufSource, find_gguf, is_gguf
+from .gguf import GgufSource
+from .gguf_model import SUFFIX, find_gguf, is_gguf
 from .meta_llama import is_meta_folder
 from .pieces import INDEX, ShardedSource
 from .torch_files import open_torch_file

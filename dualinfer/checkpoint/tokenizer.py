@@ -8,7 +8,8 @@ from typing import Any
 from ..errors import CheckpointError, shortened, shown
 from ..model.families import check_model_type
 from .files import read_json
-from .gguf import is_gguf, read_gguf_tokenizer
+from .gguf_config import read_gguf_tokenizer
+from .gguf_model import is_gguf
 from .sources import ADAPTER, check_folder
 
 # Classes that are tokenizer.json and nothing else. AutoTokenizer takes them too, after the import

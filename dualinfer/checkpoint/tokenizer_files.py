@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .gguf import is_gguf
+from .gguf_model import is_gguf
 from .tokenizer import has_tokenizer, load_tokenizer
 
 NAMES = (

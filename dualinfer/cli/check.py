@@ -23,7 +23,7 @@ from ..errors import (
 from ..model.families import default_class, served_types
 from ..system.tables import Table
 from .parity import difference, first_difference
-from .tiny import VOCAB, text_config, tiny_config
+from .tiny import VOCAB, has_towers, text_config, tiny_config
 
 _ROWS, _TOKENS, _SHORT, _NEW = 2, 17, 9, 12
 _TABLES = ("wte.weight", "shared.weight", "relative_attention_bias.weight")
@@ -110,6 +110,14 @@ class _Given(NamedTuple):
         random = np.random.default_rng(0)
         ids = random.integers(3, VOCAB, (_ROWS, _TOKENS))
         mask = np.ones_like(ids)
+        if has_towers(config):
+            images = cls.of(config.vision_config).whole
+            # CLIP reads a text's vector at the largest id, if the end of a text is 2.
+            ids = np.minimum(ids, VOCAB - 2)
+            ids[:, -1] = VOCAB - 1
+            mask[-1, :-_SHORT] = 0
+            whole = {"input_ids": ids, **images}
+            return cls(whole, {**whole, "attention_mask": mask}, whole, slice(None))
         if getattr(config, "patch_size", None) is not None and not hasattr(config, "vocab_size"):
             shape = _ROWS, config.num_channels, config.image_size, config.image_size
             images = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
@@ -220,13 +228,20 @@ def _of_backend(model: Any, backend: str, given: _Given, speaks: bool) -> dict[s
 
 def _named(whole: Any, padded: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"states": {}}
-    for stack in ("", "encoder ", "decoder "):
-        states = getattr(whole, f"{stack.strip()}_hidden_states".lstrip("_"), None)
+    stacks = {
+        stack: getattr(whole, f"{stack.strip()}_hidden_states".lstrip("_"), None)
+        for stack in ("", "encoder ", "decoder ")
+    }
+    for tower in ("text", "vision"):
+        outputs = getattr(whole, f"{tower}_model_output", None)
+        stacks[f"{tower} "] = getattr(outputs, "hidden_states", None)
+    for stack, states in stacks.items():
         for i, state in enumerate(states or ()):
             name = f"{stack}layer {i - 1}" if i else f"{stack}embedding"
             found["states"][name] = to_numpy(state)
-    if getattr(whole, "logits", None) is not None:
-        found |= {"logits": to_numpy(whole.logits), "padded": to_numpy(padded.logits)}
+    for name in ("logits", "logits_per_text"):
+        if getattr(whole, name, None) is not None:
+            found |= {"logits": to_numpy(whole[name]), "padded": to_numpy(padded[name])}
     return found
 
 

@@ -15,7 +15,7 @@ from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..backends.streaming import Streaming
 from ..checkpoint.fitting import fit, wanted_by_table
-from ..checkpoint.gguf import is_gguf
+from ..checkpoint.gguf_model import is_gguf
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held

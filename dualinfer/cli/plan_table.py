@@ -13,7 +13,8 @@ from ..config import InferenceConfig
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
-from ..parallel.sharding import Held, Shard, ShardingPlan, fit_row, make_plan, whole
+from ..parallel.shard import Held, Shard, fit_row, whole
+from ..parallel.sharding import ShardingPlan, make_plan
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def make_plan_table(
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     products = sum(2 + (layer.cross is not None) for layer in layers)
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
-    from_vocab += spec.encoder is not None and not spec.encoder.mel
+    from_vocab += spec.crosses and spec.encoder is not None and not spec.encoder.mel
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..api import unserved
 from ..checkpoint.hf_config import read_written
 from ..checkpoint.tokenizer import is_plain
 from ..errors import DualinferError
 from ..model.families import knows_family
+from ..opening import unserved
 
 OWN_PROCESS = "own process"  # the context's object where nothing but the command runs
 

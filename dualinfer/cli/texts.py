@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from .. import backends, embedded
-from ..api import init_inference, unserved
+from ..api import init_inference
 from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import Found, find_model
 from ..checkpoint.sources import is_checkpoint
@@ -27,6 +27,7 @@ from ..errors import (
     LengthError,
     UnsupportedError,
 )
+from ..opening import unserved
 from ..system.terminal import say, without_controls
 from .options import Choice, One, TextOptions, factors_of, with_text_options
 from .parity import first_difference

@@ -35,9 +35,14 @@ _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 
+def has_towers(config: Any) -> bool:
+    """True of a model that compares texts with images, which has no part that stands for all."""
+    return config.model_type in ("clip", "siglip")
+
+
 def text_config(config: Any) -> Any:
-    """The part of a HF config that describes a language model, or an encoder with its decoder."""
-    both = getattr(config, "is_encoder_decoder", False)
+    """The part of a HF config that describes a language model, or the whole of two encoders."""
+    both = getattr(config, "is_encoder_decoder", False) or has_towers(config)
     return config if both else config.get_text_config(decoder=True)
 
 
@@ -47,6 +52,14 @@ def tiny_config(config: Any) -> Any:
     Lists with an entry for each layer are cut to the first layer of each kind. Sizes that are
     there stay there, so that what a config leaves out its class still works out.
     """
+    if has_towers(config):
+        towers = {
+            name: tiny_config(getattr(config, name)).to_dict()
+            for name in ("text_config", "vision_config")
+        }
+        if config.model_type == "clip":
+            towers["projection_dim"] = _HEAD_DIM
+        return type(config)(**towers)
     values = config.to_dict()
     names = type(config).attribute_map
     heads = getattr(config, "num_attention_heads", None)
@@ -76,7 +89,9 @@ def tiny_config(config: Any) -> Any:
             values[name] = new_heads if values[name] in (None, heads) else few
     if values.get("decoder_attention_heads") is not None:
         values["decoder_attention_heads"] = new_heads // 2
-    for name in ("pooler_hidden_size", "pooler_output_size"):
+    for name in ("out_features", "out_indices", "stage_names"):  # of a backbone, by layers
+        values.pop(name, None)
+    for name in ("pooler_hidden_size", "pooler_output_size", "projection_size"):
         if name in values:
             values[name] = hidden
     if "patch_size" in values and "image_size" in values:

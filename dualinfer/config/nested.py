@@ -84,8 +84,7 @@ class MoEConfig(Model):
 
     type: Annotated[Literal["standard", "residual"], AnyCase] = "standard"
     """`standard`, or `residual`: a dense MLP beside the experts, as in DeepSpeed's layers. Where
-    it is given it is compared with the module's own layers; in fused mode `residual` is
-    refused."""
+    it is given it is compared with the module's own layers."""
 
     drop_tokens: bool = False
     """True: an expert of a DeepSpeed layer takes as many tokens as the layer's own

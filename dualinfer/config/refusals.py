@@ -150,13 +150,12 @@ def _check_module_mode(config: InferenceConfig) -> None:
 
 def _check_fused_mode(config: InferenceConfig, device: str) -> None:
     moe = config.moe
-    if moe.enabled and (moe.type != "standard" or moe.drop_tokens):
-        name, value = ("type", moe.type) if moe.type != "standard" else ("drop_tokens", True)
+    if moe.enabled and moe.drop_tokens:
         reason = (
-            "fused mode's families have no such MoE layers. DeepSpeed's run in module mode: pass "
-            "the live module with backend='torch', and leave replace_with_kernel_inject unset."
+            "fused mode drops no token. DeepSpeed's MoE layers do so in module mode: pass the live "
+            "module with backend='torch', and leave replace_with_kernel_inject unset."
         )
-        _refuse(f"moe.{name}", value, reason)
+        _refuse("moe.drop_tokens", True, reason)
     if config.injection_policy:
         way = "Leave it unset, or pass the live module with backend='torch'."
         if config.replace_with_kernel_inject and config.backend == "torch":

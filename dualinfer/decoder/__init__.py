@@ -8,7 +8,7 @@ the cache, one token from the cache) is the `attend` function that the runner pa
 from .blocks import Attend, cross_keys
 from .encoder import across_whole, encoded
 from .forward import hidden_states
-from .head import embeddings, last_hidden_state, logits, outputs, pooled
+from .head import embeddings, joined_towers, last_hidden_state, logits, outputs, pooled
 
 __all__ = [
     "Attend",
@@ -17,6 +17,7 @@ __all__ = [
     "embeddings",
     "encoded",
     "hidden_states",
+    "joined_towers",
     "last_hidden_state",
     "logits",
     "outputs",

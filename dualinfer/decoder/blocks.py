@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Experts, Layer
+from ..model.spec import XIELU, Experts, Layer, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
+_SIDES = Router(2)  # the softmax of two numbers
 
 
 def block(
@@ -82,6 +83,9 @@ def block(
     if layer.parallel:
         total = attention(norm("attn_norm"), x, spend=False)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
+    if layer.scaled:
+        x = ops.add(x, attention(norm("attn_norm"), None, spend=False) * w["attn_scale"])
+        return ops.add(x, mlp(x, norm("mlp_norm"), None) * w["mlp_scale"])
     if layer.residual_scale != 1 and layer.placement == "pre":
         x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
         return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
@@ -129,6 +133,9 @@ def mixture(
         choice_bias=w.get("router.choice_bias"),
         norm=norm,
     )
+    if experts.blended:
+        sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
+        routing = ops.blend(routing, sides, experts.count - 1)
     partial = None
     if experts.shared and not ops.adds_shared(x, experts, w):
         by = Neighbours(None, norm, experts.activation, experts.gated)

@@ -18,10 +18,12 @@ def hidden_states(
     x: Array | None = None,
     embeds: Array | None = None,
     across: Attend | None = None,
+    blend: Array | None = None,
 ) -> list[Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
-    With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read.
+    With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
+    [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
@@ -32,7 +34,7 @@ def hidden_states(
         if embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)
         else:
-            x = ops.embed_given(spec, params.outer, embeds, *where)
+            x = ops.embed_given(spec, params.outer, embeds, *where, blend)
         if spec.embed_norm:
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
         if spec.factored:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..model.spec import Head, ModelSpec, Pooled
+from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Ops, Params
+from ..model.spec import Head, ModelSpec, Pooled, Probe
 
 
 def outputs(
     spec: ModelSpec,
     params: Params,
-    ops: BlockOps,
+    ops: Ops,
     states: list[Array],
     keep: bool,
     kept: Array | None = None,
@@ -31,25 +31,44 @@ def outputs(
             result["pooler_output"] = pooled(params, ops, last)
         if spec.pooled is not None:
             assert weights is not None
-            result |= _of_token(spec.pooled, params, ops, last, weights)
+            name = spec.pooled.name or "pooler_output"
+            result[name] = _vector(spec.pooled, params, ops, last, weights)
     elif not spec.has_logits:
         result |= _scores(spec.head, params, ops, last, weights)
     if keep:
-        name = "decoder_hidden_states" if spec.encoder else "hidden_states"
+        name = "decoder_hidden_states" if spec.crosses else "hidden_states"
         result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
     return result
 
 
-def _of_token(
-    own: Pooled, params: Params, ops: BlockOps, x: Array, weights: Array
-) -> dict[str, Array]:
-    """HF's output by name of the token that `weights` [B, T] choose of x [B, T, E]."""
+def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
+    """One vector [B, W] of each sequence of x [B, T, E], of what `weights` [B, T] choose."""
+    w = params.outer
+    if own.probe is not None:
+        return _probed(own.probe, params, ops, x, weights)
     y = ops.like(ops.pool(x, weights), x)[:, 0]
     if own.norm is not None:
-        y = ops.norm(y, NormOf.named(own.norm, params.outer, "pooled_norm"))
-    if own.projected is None:
-        return {"pooler_output": y}
-    return {own.projected: ops.linear(y, params.outer["projection.weight"])}
+        y = ops.norm(y, NormOf.named(own.norm, w, "pooled_norm"))
+    if "projection.weight" not in w:
+        return y
+    return ops.linear(y, w["projection.weight"], Neighbours(w.get("projection.bias")))
+
+
+def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
+    """What a learned query makes of the tokens whose weight is not 0."""
+    w, queries = params.outer, probe.attention.qkv_sizes[0]
+
+    def project(x: Array) -> Array:
+        return ops.linear(x, w["probe.qkv.weight"], Neighbours(w["probe.qkv.bias"]))
+
+    query = ops.repeat(project(w["probe.token"][None, None]), x.shape[0])[..., :queries]
+    mask = weights >= weights[:, :1]  # rows that a bucket added see all
+    y, _ = ops.attend_across(probe.attention, query, project(x)[..., queries:], mask)
+    y = ops.linear(y, w["probe.out.weight"], Neighbours(w["probe.out.bias"]))
+    norm = NormOf.named(probe.norm, w, "probe.norm")
+    by = Neighbours(w["probe.up.bias"], norm, probe.activation)
+    h = ops.linear(y, w["probe.up.weight"], by)
+    return ops.linear(h, w["probe.down.weight"], Neighbours(w["probe.down.bias"], residual=y))[:, 0]
 
 
 def _scores(
@@ -75,6 +94,23 @@ def _scores(
     if head.kind == "span":
         return {"start_logits": scores[..., 0], "end_logits": scores[..., 1]}
     return {"logits": scores[..., 0] if head.kind == "replaced" else scores}
+
+
+def joined_towers(
+    texts: dict[str, Any], images: dict[str, Any], scores: Array, text: Array, image: Array
+) -> dict[str, Any]:
+    """HF's outputs of a model of two towers: of each its own, and `scores` [N, M] of both.
+
+    `text` [N, W] and `image` [M, W] are their vectors of length 1.
+    """
+    return {
+        "logits_per_image": scores.T,
+        "logits_per_text": scores,
+        "text_embeds": text,
+        "image_embeds": image,
+        "text_model_output": texts,
+        "vision_model_output": images,
+    }
 
 
 def embeddings(

@@ -27,7 +27,7 @@ from ..model.embedding import (
 )
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
-from .inputs import by_name, check_ids, check_mask
+from .checks import by_name, check_ids, check_mask
 from .packing import Pass, make_inputs, make_passes
 from .text import encode
 
@@ -89,6 +89,11 @@ class EmbeddingCalls(InferenceEngine):
             raise ArgumentError(
                 f"embed does not support {', '.join(sorted(unsupported))}. Supported: pooling, "
                 "normalize, prompt, prompt_name, batch_size, max_length, tokenizer."
+            )
+        if self._spec.towers:
+            raise UnsupportedError(
+                f"embed: {self._spec.architecture} has vectors of its own making. Call "
+                "engine.get_text_features() or get_image_features(): their pooler_output."
             )
         if self._spec.encoder is not None:
             raise UnsupportedError(

@@ -2,29 +2,22 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import kind_of, to_kind, to_numpy
-from ..backends.base import NO_TOKEN, Request, Runner, Sampling
-from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, shown, warn_caller
-from ..model.outputs import FIELDS, make_generate_outputs, make_outputs
+from ..arrays import kind_of, to_kind
+from ..backends.base import Request, Runner
+from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
+from ..model.outputs import make_generate_outputs, make_outputs
 from .base import CLOSED, About
+from .checks import by_name, is_zero
 from .embedding import EmbeddingCalls
-from .images import make_image_inputs, refuse_images
-from .inputs import (
-    Prompts,
-    by_name,
-    is_zero,
-    make_embedded,
-    make_forward_inputs,
-    make_prompts,
-    refuse_arguments,
-)
+from .images import make_image_inputs, make_tower_inputs, refuse_images
+from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
 from .options import (
     GenerationArguments,
@@ -37,7 +30,9 @@ from .options import (
     with_arguments,
 )
 from .origin import Origin
+from .prompts import Prompts, make_embedded, make_prompts
 from .report import Report
+from .requests import make_requests, make_seeds
 from .source import (
     NAMES,
     encoder_states,
@@ -50,9 +45,8 @@ from .source import (
 )
 from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
+from .towers import TowerCalls, as_fields
 
-_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-_HIDDEN = ("suppress_tokens", "begin_suppress_tokens")
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -68,7 +62,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(EmbeddingCalls):
+class FusedEngine(EmbeddingCalls, TowerCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -131,6 +125,7 @@ class FusedEngine(EmbeddingCalls):
         input_features: Any = None,
         encoder_outputs: Any = None,
         pixel_values: Any = None,
+        interpolate_pos_encoding: bool | None = False,
         labels: Any = None,
         start_positions: Any = None,
         end_positions: Any = None,
@@ -157,7 +152,9 @@ class FusedEngine(EmbeddingCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], an encoder of images `pixel_values` [B, C, H, W]. `encoder_outputs` are what an
+        frames], an encoder of images `pixel_values` [B, C, H, W], of any size with
+        `interpolate_pos_encoding`. A model of texts and images reads both, and gives
+        `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
         encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
         that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
         then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
@@ -176,16 +173,16 @@ class FusedEngine(EmbeddingCalls):
         given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         refuse_names(self._spec, beside)
-        refuse_images(self._spec, pixel_values)
+        refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
         if head is not None and head.kind == "span":
             arguments |= spans
         else:
             unsupported |= {name: value for name, value in spans.items() if value is not None}
-        if self._spec.encoder:
+        if self._spec.crosses:
             arguments |= beside
-        if self._spec.patches:
+        if self._spec.patches or self._spec.towers:
             arguments["pixel_values"] = pixel_values
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
@@ -207,11 +204,13 @@ class FusedEngine(EmbeddingCalls):
             }
             values = dict(call.inputs)
             ends = tuple(values.pop(name, None) for name in spans)
-            if self._spec.encoder:
+            if self._spec.crosses:
                 pad = getattr(self._config, "pad_token_id", None)
                 inputs = make_pair_inputs(self._spec, values, pad=pad, ends=ends, **how)
-            elif self._spec.patches:
-                inputs = make_image_inputs(self._spec, call.inputs, **how)
+            elif self._spec.towers or self._spec.patches:
+                make = make_tower_inputs if self._spec.towers else make_image_inputs
+                how["interpolate"] = interpolate_pos_encoding
+                inputs = make(self._spec, call.inputs, **how)
             else:
                 how |= {"may_pack": not use_cache, "ends": ends}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
@@ -221,13 +220,7 @@ class FusedEngine(EmbeddingCalls):
         names = "input_ids", "inputs_embeds", "input_features", "encoder_outputs", "pixel_values"
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
-        fields = {
-            name: tuple(to_kind(v, kind) for v in results[name])
-            if isinstance(results[name], tuple)
-            else to_kind(results[name], kind)
-            for name in FIELDS  # a jitted function returns its dict sorted
-            if name in results
-        }
+        fields = as_fields(results, kind)
         if isinstance(encoder_outputs, Mapping):  # as in HF they come back
             names = "encoder_hidden_states", "hidden_states"
             kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))
@@ -502,57 +495,9 @@ class FusedEngine(EmbeddingCalls):
             )
         self._check_length(prompts, new_tokens)
         options.check_sequences(len(prompts.rows))
-        seeds = self._seeds(seed, len(prompts.rows))
-        names, first, last = options.stepwise, None, None
-        if prompts.block.shape[1] > 1:  # HF forces the second token alone
-            names = [name for name in names if name != "forced_bos_token_id"]
-        hidden: list[tuple[int, ...]] = [(), ()]
-        # These the host need not do with the logits of each step.
-        if {*names} <= {*_FORCED, *_HIDDEN} and (new_tokens > 1 or _FORCED[0] not in names):
-            first, last = (options.forced(name) if name in names else None for name in _FORCED)
-            hidden = [options.hidden(name, spec.vocab) if name in names else () for name in _HIDDEN]
-            known = first not in options.eos_token_ids and NO_TOKEN not in (
-                first,
-                last,
-                *sum(hidden, ()),
-            )
-            known &= first is None or prompts.embeds is None  # which have no row for that token
-            if known:
-                names = []
-            else:
-                first = last = None
-                hidden = [(), ()]
-        sources = source.rows if source else [None] * len(seeds)
-        requests = [
-            Request(
-                tokens=row,
-                max_new_tokens=new_tokens,
-                min_new_tokens=least_tokens,
-                eos_ids=options.eos_token_ids,
-                sampling=Sampling(
-                    options.do_sample,
-                    options.temperature,
-                    options.top_k,
-                    options.top_p,
-                    options.min_p,
-                    options.repetition_penalty,
-                    row_seed,
-                    index,
-                ),
-                embeds=vectors,
-                source=read,
-                is_encoded=is_encoded,
-                encoded=_encoded(read, is_encoded),
-                first=first,
-                last=last,
-                hidden=hidden[0],
-                hidden_at_first=hidden[1],
-            )
-            for row, vectors, read, row_seed in zip(
-                prompts.rows, prompts.embeds or [None] * len(seeds), sources, seeds, strict=True
-            )
-            for index in range(count)
-        ]
+        seeds = make_seeds(seed, len(prompts.rows))
+        how = options, new_tokens, least_tokens, seeds
+        requests, names = make_requests(spec, prompts, source, is_encoded, *how)
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
         rules = None
         if names:
@@ -575,27 +520,6 @@ class FusedEngine(EmbeddingCalls):
             f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
             f"{shorter(way)}"
         )
-
-    def _seeds(self, seed: Any, prompts: int) -> list[int]:
-        """The caller's seed of each prompt; 0 where they are yet to be drawn, or of no use."""
-        if seed is None:
-            return [0] * prompts
-        if kind_of(seed) == "jax" and not str(seed.dtype).startswith("int"):
-            raise ArgumentError(
-                f"seed is a JAX array of {seed.dtype}, as keys are; expected an int, or one for "
-                "each prompt."
-            )
-        if kind_of(seed) not in (None, "list"):
-            seed = to_numpy(seed).tolist()
-        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * prompts
-        if len(seeds) != prompts:
-            raise ArgumentError(f"seed has {len(seeds)} values for {prompts} prompts.")
-        for value in seeds:
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ArgumentError(f"seed={shown(value)}; expected an int.")
-            if not 0 <= value.__index__() < 2**64:
-                raise ArgumentError(f"seed={shown(value)}; expected an int from 0 to 2**64 - 1.")
-        return [value.__index__() for value in seeds]
 
     def _streamed(self, tokens: np.ndarray) -> Any:
         """Tokens as a streamer expects them: torch on the torch backend, else NumPy."""
@@ -622,13 +546,6 @@ class FusedEngine(EmbeddingCalls):
     def _let_go(self) -> None:
         self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
         self._origin.close()
-
-
-def _encoded(source: np.ndarray | None, is_encoded: bool) -> int:
-    """Places of what an encoder gives, of ids, or of a spectrogram with two rows for each."""
-    if source is None:
-        return 0
-    return len(source) // (2 if source.ndim > 1 and not is_encoded else 1)
 
 
 def _longest(criteria: Any) -> dict[str, Any]:

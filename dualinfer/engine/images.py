@@ -1,6 +1,7 @@
-"""What an encoder of images reads: the pixels of each patch as a token."""
+"""What encoders of images, and models of images and texts, read: each patch's pixels as a token."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -9,14 +10,73 @@ import numpy as np
 from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, shown
-from ..model.spec import ModelSpec
-from .inputs import check_labels, check_numbers, loss_kind, pooling_weights, read_array
+from ..model.spec import ModelSpec, Patches
+from .checks import read_array
+from .inputs import make_forward_inputs, pooling_weights
+from .labels import check_labels, check_numbers, loss_kind
 
 
-def refuse_images(spec: ModelSpec, pixels: Any) -> None:
+def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
     """Raise ArgumentError where a model that reads ids is given images."""
-    if pixels is not None and spec.patches is None:
+    if spec.patches is not None or spec.towers:
+        return
+    if pixels is not None:
         raise ArgumentError(f"pixel_values: {spec.architecture} reads input_ids. Leave it out.")
+    if interpolate:
+        raise ArgumentError(
+            f"interpolate_pos_encoding is of models that read images, and {spec.architecture} "
+            "reads input_ids. Leave it out."
+        )
+
+
+def make_tower_inputs(
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    *,
+    interpolate: Any,
+    output_hidden_states: bool,
+    logits_to_keep: Any,
+    loss_count: Any,
+    problem: Any = None,
+) -> ForwardInputs:
+    """One forward pass of a model of texts and images, of HF's arguments by name.
+
+    Raises ArgumentError for what does not fit, and for one of the two without the other.
+    """
+    for name, way in (("input_ids", "get_image_features"), ("pixel_values", "get_text_features")):
+        if given.get(name) is None:
+            raise ArgumentError(
+                f"{name} is missing: {spec.architecture} compares texts with images. Pass "
+                f"input_ids and pixel_values, or call engine.{way}() for the others' vectors."
+            )
+    if given.get("labels") is not None or given.get("token_type_ids") is not None:
+        asked = "labels" if given.get("labels") is not None else "token_type_ids"
+        raise ArgumentError(f"{asked}: {spec.architecture} has none in HF. Leave them out.")
+    if given.get("inputs_embeds") is not None:
+        raise ArgumentError(f"inputs_embeds: {spec.architecture} reads input_ids. Pass these.")
+    how = {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
+    how["output_hidden_states"] = output_hidden_states
+    texts = make_text_tower_inputs(spec, given, how)
+    images = make_image_tower_inputs(spec, given, interpolate, how)
+    return replace(texts, source=images)
+
+
+def make_text_tower_inputs(
+    spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]
+) -> ForwardInputs:
+    """The inputs of the tower of texts alone."""
+    what = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids"), None
+    return make_forward_inputs(spec, *what, may_pack=False, **how)
+
+
+def make_image_tower_inputs(
+    spec: ModelSpec, given: Mapping[str, Any], interpolate: Any, how: Mapping[str, Any]
+) -> ForwardInputs:
+    """The inputs of the tower of images alone."""
+    assert spec.encoder is not None
+    pixels = {"input_ids": None, "pixel_values": given.get("pixel_values")}
+    images = make_image_inputs(spec.encoder, pixels, interpolate=interpolate, **how)
+    return replace(images, of_encoder=True)
 
 
 def make_image_inputs(
@@ -27,10 +87,12 @@ def make_image_inputs(
     logits_to_keep: Any,
     loss_count: Any,
     problem: Any = None,
+    interpolate: Any = False,
 ) -> ForwardInputs:
     """One forward pass of an encoder of images, of HF's arguments by name.
 
-    HF's first argument may be the images too. Raises ArgumentError for what does not fit.
+    HF's first argument may be the images too. With `interpolate` they may have any size. Raises
+    ArgumentError for what does not fit.
     """
     patches = spec.patches
     assert patches is not None
@@ -47,27 +109,38 @@ def make_image_inputs(
             f"logits_to_keep and num_items_in_batch are of language models, and "
             f"{spec.architecture} reads images. Leave them out."
         )
+    if not isinstance(interpolate, bool | None):
+        raise ArgumentError(
+            f"interpolate_pos_encoding={shown(interpolate)}; expected True or False."
+        )
+    any_size, size = interpolate or patches.any_size, patches.size
     channels, high, wide = patches.image
-    expected = f"[batch, {channels}, {high}, {wide}]"
+    expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
     if pixels is None or kind_of(pixels) is None:
         what = "missing" if pixels is None else f"a {type(pixels).__name__}"
         raise ArgumentError(f"pixel_values is {what}; expected an array {expected}.")
     array = read_array(pixels, "pixel_values", "images differ in shape.")
     array = array[None] if array.ndim == 3 else array
-    if array.shape[1:] != patches.image or not array.size:
-        raise ArgumentError(
-            f"pixel_values has shape {array.shape}; expected {expected}. HF's image processor "
-            "makes images of that size; positions are not interpolated for others."
-        )
+    fits = array.ndim == 4 and array.shape[1] == channels and array.size > 0
+    if not fits or not (any_size or array.shape[1:] == patches.image):
+        way = "" if any_size else " Pass interpolate_pos_encoding=True for images of another size."
+        raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
     if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f":
         raise ArgumentError(
             f"pixel_values has dtype {array.dtype}; expected floats, as HF's image processor gives."
         )
-    batch, (rows, columns), size = len(array), patches.grid, patches.size
+    rows, columns = array.shape[2] // size[0], array.shape[3] // size[1]
+    if not rows or not columns:
+        raise ArgumentError(
+            f"pixel_values has shape {array.shape}, less than one patch of {size[0]} by {size[1]}."
+        )
+    batch = len(array)
+    array = array[:, :, : rows * size[0], : columns * size[1]]  # as HF's convolution does
     cut = array.astype(np.float32).reshape(batch, channels, rows, size[0], columns, size[1])
     cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
-    tokens = np.pad(cut, ((0, 0), (1, 0), (0, 0)))  # the first is learned
+    tokens = np.pad(cut, ((0, 0), (patches.learned, 0), (0, 0)))
     shape = batch, tokens.shape[1]
+    blend = None if (rows, columns) == patches.grid else _blend(spec, patches, (rows, columns))
     labels, targets = given.get("labels"), None
     loss = loss_kind(spec, labels, problem)
     if loss != "classes":
@@ -81,5 +154,45 @@ def make_image_inputs(
         embeds=tokens,
         labels=targets,
         loss=loss,
+        blend=blend,
         weights=pooling_weights(spec, shape, None, None),
     )
+
+
+def _blend(spec: ModelSpec, patches: Patches, grid: tuple[int, int]) -> np.ndarray:
+    """float32 [T, P]: how positions of a grid of patches are made of the model's own.
+
+    Learned tokens keep theirs. Patches have those that HF interpolates, which takes the model's
+    grid to be square.
+    """
+    if patches.grid[0] != patches.grid[1]:
+        raise ArgumentError(
+            f"pixel_values of {grid[0]} by {grid[1]} patches: positions of {spec.architecture}, "
+            f"which are for {patches.grid[0]} by {patches.grid[1]}, are interpolated in HF of "
+            "square images alone. Pass images of the model's own size."
+        )
+    high, wide = (_bicubic(new, old) for new, old in zip(grid, patches.grid, strict=True))
+    kept = patches.learned
+    blend = np.zeros((kept + grid[0] * grid[1], kept + high.shape[1] * wide.shape[1]), np.float32)
+    blend[:kept, :kept] = np.eye(kept)
+    blend[kept:, kept:] = np.kron(high, wide)
+    return blend
+
+
+def _bicubic(new: int, old: int) -> np.ndarray:
+    """float32 [new, old]: weights of bicubic interpolation along an axis, as torch has them.
+
+    `torch.nn.functional.interpolate` without aligned corners: a is -0.75, and what lies outside is
+    the element at the edge.
+    """
+    a, weights = np.float32(-0.75), np.zeros((new, old), np.float32)
+    at = np.float32(old / new) * (np.arange(new, dtype=np.float32) + np.float32(0.5))
+    at -= np.float32(0.5)
+    first = np.floor(at).astype(np.int64)
+    for offset in range(-1, 3):
+        x = np.abs(at - first.astype(np.float32) - np.float32(offset))
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        place = np.clip(first + offset, 0, old - 1)
+        np.add.at(weights, (np.arange(new), place), np.where(x <= 1, near, far))
+    return weights

@@ -12,7 +12,7 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError
 from .base import About, InferenceEngine
-from .inputs import by_name, check_ids, make_prompts, read_array
+from .checks import by_name, check_ids, read_array
 from .options import (
     DEFAULT_NEW_TOKENS,
     check_beams,
@@ -21,6 +21,7 @@ from .options import (
     over_limit,
     refuse_outputs,
 )
+from .prompts import make_prompts
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 

@@ -11,7 +11,9 @@ from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
-from .inputs import Prompts, check_ids, check_mask, make_forward_inputs, make_prompts, read_array
+from .checks import check_ids, check_mask, read_array
+from .inputs import make_forward_inputs
+from .prompts import Prompts, make_prompts
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
@@ -20,12 +22,12 @@ NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encod
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
     asked = [name for name in NAMES if given.get(name) is not None]
-    if asked and spec.encoder is None:
+    if asked and not spec.crosses:
         raise ArgumentError(
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
             "Leave it out."
         )
-    if given.get(NAMES[2]) is not None and spec.encoder and not spec.encoder.mel:
+    if given.get(NAMES[2]) is not None and spec.crosses and spec.encoder and not spec.encoder.mel:
         raise ArgumentError(
             f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
         )

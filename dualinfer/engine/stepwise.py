@@ -11,9 +11,9 @@ from ..arrays import from_numpy, kind_of, to_jax, to_kind, to_numpy
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, UnsupportedError, shown
 from ..parallel.spmd import Turns
-from .inputs import Prompts
 from .loop import Loop, StopStrings
 from .options import GenerationOptions
+from .prompts import Prompts
 
 
 class Rules:

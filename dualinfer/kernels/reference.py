@@ -199,6 +199,16 @@ def _sparse(logits: Array, experts: Array, jitter: float) -> Array:
     return np.array([found[x] for x in experts])
 
 
+def blend(experts: Array, weights: Array, sides: Array, expert: int) -> tuple[Array, Array]:
+    """Experts [..., k] and weights with `expert` behind, whose weight is sides [..., 1].
+
+    The others' are times sides [..., 0].
+    """
+    own = np.full((*experts.shape[:-1], 1), expert, np.int32)
+    both = np.concatenate([weights * sides[..., :1], sides[..., 1:]], -1)
+    return np.concatenate([experts, own], -1), both.astype(np.float32)
+
+
 def experts(
     x: Array,
     up: Array,

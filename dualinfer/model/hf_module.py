@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import CheckpointError, ModelError, listing, warn_caller
+from .deepspeed_moe import MoeLayer, find_layers
 
 _ACCELERATE = "accelerate.hooks"
 _ROUNDED = 1e-2  # what half precision may make of a number, relatively
@@ -181,24 +182,23 @@ def _check_adapters(module: Any, other_way: str) -> None:
         )
 
 
-def check_parts(module: Any, other_way: str) -> None:
-    """Raise ModelError where a part of a HF module is not what its config makes."""
+def check_parts(module: Any, other_way: str) -> list[MoeLayer]:
+    """Raise ModelError where a part of a HF module is not what its config makes.
+
+    DeepSpeed's MoE layers in the place of MLPs may be there, and are what comes back.
+    """
     kind = type(module).__name__
     parts = list(plain_parts(module))
     for name, part in parts:
         what = f"{name} of this" if name else "This"
         if "forward" in vars(part) and not _is_own_method(part, vars(part)["forward"]):
             _check_forward(part, f"{what} {kind}", other_way)
-        if type(part).__name__ == "MOELayer" and hasattr(part, "experts"):
-            raise ModelError(
-                f"{name} of this {kind} is DeepSpeed's MoE layer, which fused mode does not run; "
-                f"module mode does, on torch. {other_way}"
-            )
     _check_attention(module, other_way)
     expected = _made_by_config(module)
+    mixtures = find_layers(dict(parts), expected, kind, other_way)
     for name, part in parts:
         other = expected.get(name)
-        if not name or other is None:
+        if not name or other is None or any(own.covers(name) for own in mixtures):
             continue
         found, wanted = type(part).__name__, type(other).__name__
         if type(part) is type(other):
@@ -216,6 +216,7 @@ def check_parts(module: Any, other_way: str) -> None:
             f"{name} of this {kind} is {found}, and {wanted} by its config, which fused mode goes "
             f"by. {other_way}"
         )
+    return mixtures
 
 
 def _path(cls: type) -> str:

@@ -226,6 +226,11 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     ]
     if problems:
         hint = prefix_hint((c for name in missing for c in table.candidates(name)), extra)
+        if any(".deepspeed_experts." in name for name in extra):
+            hint = (
+                " What is left over is of DeepSpeed's MoE layers, of which the config does not "
+                "tell: make the module that has them, and pass it with this as checkpoint=."
+            )
         raise CheckpointError(
             f"The weights of {source.description} do not fit its config: {'; '.join(problems)}."
             f"{hint}"

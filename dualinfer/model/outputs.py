@@ -6,8 +6,9 @@ from typing import Any
 
 # In HF's order.
 FIELDS = (
-    *("loss", "logits", "start_logits", "end_logits"),
-    *("text_embeds", "image_embeds", "last_hidden_state", "pooler_output", "hidden_states"),
+    *("loss", "logits", "start_logits", "end_logits", "logits_per_image", "logits_per_text"),
+    *("text_embeds", "image_embeds", "text_model_output", "vision_model_output"),
+    *("last_hidden_state", "pooler_output", "hidden_states"),
     *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
 )
 

@@ -257,7 +257,9 @@ class Experts:
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
     result is times the logistic function of a product of its own (Qwen2-MoE). Where a mixture
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
-    (Llama 4).
+    (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
+    have: its weight, and what those of the chosen ones are times, are the softmax of a product of
+    their own (DeepSpeed's residual layers, arXiv:2201.05596).
     """
 
     count: int
@@ -270,18 +272,33 @@ class Experts:
     limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
+    blended: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Experts that a router tells apart."""
+        return self.count - self.blended
+
+    @property
+    def per_token(self) -> int:
+        """Experts of a token, without the one of width `shared`."""
+        return self.router.chosen + self.blended
 
 
 @dataclass(frozen=True)
 class Patches:
-    """What an encoder of images reads: a token of each patch, behind one that is learned.
+    """What an encoder of images reads: a token of each patch, behind `learned` ones.
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
+    Of other images positions are interpolated, where a caller asks for it, or without being asked
+    in a model for `any_size` (DINOv2).
     """
 
     channels: int
     size: tuple[int, int]
     grid: tuple[int, int]
+    learned: int = 1
+    any_size: bool = False
 
     @property
     def width(self) -> int:
@@ -294,20 +311,40 @@ class Patches:
         high, wide = (n * size for n, size in zip(self.grid, self.size, strict=True))
         return self.channels, high, wide
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image."""
+        return self.learned + self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A learned query that pools the tokens of an image (SigLIP): attention, then an MLP of `ffn`.
+
+    The MLP reads the attention's result by the model's `norm`, and adds to it.
+    """
+
+    attention: Attention
+    ffn: int
+    activation: Activation
+    norm: Norm
+
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a model without a head makes of one token of its last hidden state.
+    """What a model without a head makes of its last hidden state.
 
-    It is the `first` one, or the `end`: the first with the id `end_id`, or with the largest id if
-    that is None. After a `norm`, if there is one, it is HF's pooler_output, or by the product with
-    a projection the output `projected`.
+    It is that of the `first` token, of the `final` one, padding too, or of the `end`: the first
+    with the id `end_id`, or with the largest id if that is None; or what a `probe` makes of all.
+    After a `norm` and a projection, where there are these, it is HF's pooler_output, or the output
+    `name`.
     """
 
-    pooling: Literal["first", "end"]
+    pooling: Literal["first", "final", "end", "all"]
     norm: Norm | None = None
-    projected: Literal["text_embeds", "image_embeds"] | None = None
+    name: Literal["text_embeds", "image_embeds"] | None = None
     end_id: int | None = None
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -320,7 +357,8 @@ class Layer:
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`. A `bare` block,
+    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
+    block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
     always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
@@ -332,6 +370,7 @@ class Layer:
     shared_norm: bool = False
     residual_scale: float = 1.0
     cross: Attention | None = None
+    scaled: bool = False
     bare: bool = False
 
     @property
@@ -351,8 +390,9 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`; of
-    an encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads.
+    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`, or
+    of an image's `patches` without the learned tokens; of an encoder-decoder the decoder's at the
+    place of the last id `eos` that the encoder reads.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -361,7 +401,7 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean", "eos"] | None = None
+    pooling: Literal["first", "real", "last", "mean", "eos", "patches"] | None = None
     late: bool = False
     eos: int | None = None
 
@@ -386,10 +426,12 @@ class ModelSpec:
     after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
     begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
-    shifted, where it is given none. With `patches` it reads images in the place of ids, and has no
-    vocabulary. HF's hidden states of a model with `raw_states` end before the final norm.
-    `projected` is the width of what `pooled` projects to. With `mel` it reads log-mel spectrograms
-    of so many bins in the place of ids, two frames for each position, by two convolutions.
+    shifted, where it is given none. With `towers` the encoder is one beside this one: neither
+    attends to the other, and what they give says how near texts are to images (CLIP). With
+    `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of a
+    model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
+    projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
+    frames for each position, by two convolutions.
     """
 
     family: str
@@ -416,6 +458,7 @@ class ModelSpec:
     encoder: "ModelSpec | None" = None
     start: int | None = None
     repeats: bool = False
+    towers: bool = False
     mel: int = 0
     projected: int = 0
     patches: Patches | None = None
@@ -452,6 +495,10 @@ class ModelSpec:
         return -(-size // int(block or 1))
 
     def _extent(self, axis: str, layer: int | None) -> int:
+        if self.encoder and axis.startswith("source_"):
+            return self.encoder.extent(axis.removeprefix("source_"))
+        if self.encoder and layer is not None and layer >= len(self.layers):
+            return self.encoder.extent(axis, layer - len(self.layers))
         outer = {
             "vocab": self.vocab,
             "embed": self.embed,
@@ -466,16 +513,18 @@ class ModelSpec:
         }
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
-            outer["channels"] = self.patches.channels
+            outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
+        if self.pooled is not None and self.pooled.probe is not None:
+            probe = self.pooled.probe
+            outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:
-            outer["source_positions"] = self.encoder.extent("positions")
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
-        attention, mlp = self.all_layers[layer].attention, self.all_layers[layer].mlp
+        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
@@ -486,10 +535,15 @@ class ModelSpec:
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
-            # What a router tells apart, which every device knows of, and what devices share out.
-            inner |= dict.fromkeys(("choices", "experts"), mlp.count)
+            # What devices share out, what each of them knows of, and what a router tells apart.
+            inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def crosses(self) -> bool:
+        """True if this is a decoder that attends across to what its encoder gives."""
+        return self.encoder is not None and not self.towers
 
     @property
     def frames(self) -> int:

@@ -11,8 +11,28 @@ from .sharding import ShardingPlan, split_evenly
 
 def parts_of_experts(moe: MoEConfig, spec: ModelSpec, size: int) -> int:
     """As `parts_of`, of the model that a spec describes."""
-    counts = [layer.experts for layer in spec.all_layers if layer.experts]
-    return parts_of(moe, counts, spec.architecture, size)
+    mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, Experts)]
+    check_type(moe, [own.blended for own in mixtures], spec.architecture)
+    return parts_of(moe, [own.choices for own in mixtures], spec.architecture, size)
+
+
+def check_type(moe: MoEConfig, residual: Sequence[bool], architecture: str) -> None:
+    """Raise ConfigError where `moe.type` is given and is not that of a model's MoE layers.
+
+    `residual` says of each whether it has a dense MLP beside the experts.
+    """
+    if not moe.enabled or "type" not in moe.model_fields_set:
+        return
+    if not residual and moe.type == "residual":
+        raise ConfigError(f"moe.type='residual': {architecture} has no experts. Leave it unset.")
+    if sum(residual) != (len(residual) if moe.type == "residual" else 0):
+        own = f"of the {len(residual)} MoE layers of {architecture} {sum(residual)} are residual"
+        other = "residual" if moe.type == "standard" else "standard"
+        is_mixed = len(set(residual)) > 1
+        way = "Leave it unset" if is_mixed else f"Use {other!r}"
+        raise ConfigError(
+            f"moe.type={moe.type!r}: {own}, with a dense MLP beside the experts. {way}."
+        )
 
 
 def parts_of(moe: MoEConfig, counts: Sequence[int], architecture: str, size: int) -> int:
@@ -74,40 +94,44 @@ def describe_experts(plan: ShardingPlan) -> list[str]:
     first = mixtures[0]
     assert isinstance(first, Experts)
     chosen, parts, size = first.router.chosen, plan.expert_parts, plan.size
+    dense = ", one of which is the dense MLP of all tokens" if first.blended else ""
     if parts == 1:
         return [
             f"experts (ep_size 1): each of {size} devices has a share of the width of all "
-            f"{first.count}, so that they work evenly whatever a token chooses, which decoding "
-            "wants most"
+            f"{first.count}{dense}, so that they work evenly whatever a token chooses, which "
+            "decoding wants most"
         ]
     shares = [share.real for share in split_evenly(first.count, parts, 1)]
     held = ", ".join(f"{shares.count(n)} of {n}" for n in sorted(set(shares), reverse=True))
     within = size // parts
     how = f", the width of each cut for {within} devices" if within > 1 else ", whole ones"
-    most = most_chosen(shares, chosen)
+    most = most_chosen(shares, chosen, first.blended)
+    faster = first.per_token * within / most
     return [
-        f"experts (ep_size {parts}): {first.count} in {parts} parts ({held}){how}. Of {chosen} "
-        f"that a token chooses as if by lot the part with the most has {most:.2f} on average: the "
-        f"experts of one token take 1/{chosen * within / most:.2f} of one device's time, and cut "
-        f"by width alone (ep_size 1) 1/{size}"
+        f"experts (ep_size {parts}): {first.count} in {parts} parts ({held}){how}{dense}. Of "
+        f"{chosen} that a token chooses as if by lot the part with the most has {most:.2f} on "
+        f"average: the experts of one token take 1/{faster:.2f} of one device's time, and cut by "
+        f"width alone (ep_size 1) 1/{size}"
     ]
 
 
-def most_chosen(shares: Sequence[int], chosen: int) -> float:
-    """The most of `chosen` experts that one part has, expected where a token takes as if by lot.
+def most_chosen(shares: Sequence[int], chosen: int, always: bool = False) -> float:
+    """The most of a token's experts that one part has, expected where it takes as if by lot.
 
-    `shares` are the experts of each part.
+    `shares` are the experts of each part. A token takes `chosen` of them, and with `always` the
+    last part's last one besides.
     """
-    everything = comb(sum(shares), chosen)
+    *others, last = shares
+    everything = comb(sum(shares) - always, chosen)
 
     def ways(limit: int) -> int:
         """In how many ways no part has more than `limit`."""
         found = [1] + [0] * chosen  # by how many are chosen
-        for own in shares:
+        for own, room in [*((n, limit) for n in others), (last - always, limit - always)]:
             found = [
-                sum(found[k - j] * comb(own, j) for j in range(min(k, limit) + 1))
+                sum(found[k - j] * comb(own, j) for j in range(min(k, room) + 1))
                 for k in range(chosen + 1)
             ]
         return found[chosen]
 
-    return sum(1 - ways(limit) / everything for limit in range(chosen))
+    return sum(1 - ways(limit) / everything for limit in range(chosen + always))

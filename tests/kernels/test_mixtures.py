@@ -62,6 +62,16 @@ def test_a_router_chooses_as_the_reference_does(case, name):
     assert (np.diff(experts, axis=-1) > 0).all()
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_expert_of_all_tokens_is_blended_with_those_chosen(name):
+    own, (experts, weights) = backend(name), (np.array([[0, 3], [2, 4]], np.int32), normal(1, 2, 2))
+    sides = normal(2, 2, 2)
+    found = own.ops.blend(Routing(own.put(experts), own.put(weights)), own.put(sides), 5)
+    numbers, factors = reference.blend(experts, weights, sides, 5)
+    np.testing.assert_array_equal(np.asarray(found.experts), numbers)
+    assert relative_rms(found.weights, factors) < 1e-6 and numbers[0].tolist() == [0, 3, 5]
+
+
 GATED = Experts(7, 11, "silu", True, Router(3))
 MIXTURES = {
     "gated": GATED,

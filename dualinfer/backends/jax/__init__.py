@@ -13,7 +13,8 @@ from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.agreement import Peers
 from ...parallel.experts import describe_experts, parts_of_experts
-from ...parallel.sharding import ShardingPlan, fit_blocks, make_plan
+from ...parallel.shard import fit_blocks
+from ...parallel.sharding import ShardingPlan, make_plan
 from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
 from ..streaming import Streaming, check_host, choose_layers

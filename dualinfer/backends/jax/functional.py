@@ -67,7 +67,7 @@ def _pooling_weights(
     spec: ModelSpec, ids: jax.Array, visible: jax.Array | None
 ) -> jax.Array | None:
     """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
-    pooling = spec.head.pooling if spec.head else None
+    pooling = spec.head.pooling if spec.head else spec.pooled and spec.pooled.pooling
     if pooling is None:
         return None
     real = jnp.ones(ids.shape, bool) if visible is None else visible
@@ -80,6 +80,12 @@ def _pooling_weights(
     elif pooling == "last":
         is_real = True if spec.pad_id is None else ids != spec.pad_id
         at = (is_real * count + jnp.zeros_like(ids)).argmax(1)
+    elif pooling == "final":
+        at += ids.shape[1] - 1
+    elif pooling == "end":
+        assert spec.pooled is not None
+        end = spec.pooled.end_id
+        at = (ids if end is None else ids == end).argmax(1)
     return (count == at[:, None]).astype(jnp.float32)
 
 

@@ -25,7 +25,8 @@ from ...model.weights import (
     put_leaf,
     with_parts,
 )
-from ...parallel.sharding import Found, Shard, ShardingPlan, fit_blocks
+from ...parallel.shard import Found, Shard, fit_blocks
+from ...parallel.sharding import ShardingPlan
 from ...quantization.packing import padding
 from ..streaming import Streaming
 from .mesh import Place

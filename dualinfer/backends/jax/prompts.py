@@ -21,7 +21,7 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
         a, mlp = layer.attention, layer.mlp
         up = mlp.ffn * (3 if mlp.gated else 2)
         if isinstance(mlp, Experts):  # hidden values and results of all pairs lie side by side
-            up = mlp.router.chosen * (mlp.ffn + spec.embed) + 3 * mlp.shared
+            up = mlp.per_token * (mlp.ffn + spec.embed) + 3 * mlp.shared
         values = 2 * spec.embed + sum(a.qkv_sizes) + a.heads * a.head_dim + up + outputs
         most = max(most, values * itemsize + (8 * a.heads * width if scores else 0))
     return bucket(min(_MOST_TOKENS, MOST_BYTES // most) // 2 + 1)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import decoder
 from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
@@ -20,18 +21,21 @@ from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, bucket_of_rows, encoded_bucket, sampling_rows
+from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming
 from . import ahead
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
+from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
+from .outputs import cut, make_loss
 from .packing import pack, unpack
+from .padding import pad_inputs
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import most_tokens, panels
@@ -47,7 +51,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Steps, cut, loss, loss_of_numbers
+from .steps import Steps
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -145,102 +149,45 @@ class JaxRunner:
         so.
         """
         self._check()
+        spec = self.spec
+        if spec.towers and inputs.source is not None:
+            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+            w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
+            vectors = texts["pooler_output"], images["pooler_output"]
+            found = primitives.contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
+            return decoder.joined_towers(texts, images, *found)
+        if inputs.of_encoder and spec.encoder is not None:
+            spec = spec.encoder
         batch, tokens = inputs.shape
-        rows = bucket_of_rows(batch) if inputs.texts else bucket(batch)
-        size = rows, bucket(tokens, SMALLEST_PROMPT)
-        mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
-        hides = mask is None and not self.spec.causal and inputs.segments is None
-        if hides and size != (batch, tokens):
-            mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
-        # What is so by default is made on the device.
-        counted = np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape))
-        # The largest of a row says how long it is, which padding must not be.
-        if mask is None and counted and not self.spec.turns_by_length:
-            positions = None
-        if types is not None and not self.spec.token_types_from_vocab and not types.any():
-            types = None
-        arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
-        read, sources = self._padded_source(inputs.source, size[0])
-        count = tokens if inputs.kept is None else len(inputs.kept)
-        places = size[1] if inputs.kept is None else bucket(count)  # of logits in a row
-
-        def pad(array: np.ndarray, fill: int = 0, width: int = size[1]) -> np.ndarray:
-            padded = np.full((size[0], width, *array.shape[2:]), fill, array.dtype)
-            padded[:batch, : array.shape[1]] = array
-            return padded
-
-        # Padding is a segment of its own, behind the others.
-        own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
-        padded = [None if x is None else pad(x, own if x is inputs.segments else 0) for x in arrays]
-        kept = inputs.kept if inputs.kept is None else np.resize(inputs.kept, places)
+        padded = pad_inputs(spec, inputs)
+        size, places, read = padded.size, padded.places, padded.read
         keep = inputs.output_hidden_states
-        how = {"texts": inputs.texts, "largest": inputs.largest} if inputs.texts else {}
+        how: dict[str, Any] = {}
+        if inputs.texts:
+            how = {"texts": inputs.texts, "largest": inputs.largest}
+        elif inputs.of_encoder:
+            how = {"of_encoder": True}
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = self.spec.embed
-            if self.spec.has_logits and not inputs.texts:
-                values = self.spec.vocab * places // size[1]
-            values += (len(self.spec.all_layers) + 1) * self.spec.embed if keep else 0
-            width = size[1] + (bucket(read, SMALLEST_PROMPT) if read else 0)
+            values = spec.embed
+            if spec.has_logits and not inputs.texts:
+                values = spec.vocab * places // size[1]
+            values += (len(spec.all_layers) + 1) * spec.embed if keep else 0
+            width = size[1] + padded.width
             at_once = max(1, self._most_tokens_of(width, values) // bucket(width))
-            at_once = rows if at_once >= rows else math.gcd(at_once, rows)
-            outputs = self._outputs([*padded, kept, *sources], size, keep, at_once, how)
+            at_once = size[0] if at_once >= size[0] else math.gcd(at_once, size[0])
+            outputs = self._outputs(padded.arrays, size, keep, at_once, how)
+        count = tokens if inputs.kept is None else len(inputs.kept)
         is_whole = (*size, places) == (batch, tokens, count) and not read
-        head = self.spec.head
+        head = spec.head
         flat = head is not None and head.kind in ("span", "replaced")
         cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
         result = self._place.local(cut_back)
         if inputs.choices:
             result = {**result, "logits": result["logits"].reshape(-1, inputs.choices)}
-        if inputs.labels is not None and "start_logits" in result:
-            ends = result["start_logits"], result["end_logits"]
-            parts = [loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
-            result["loss"] = (parts[0] + parts[1]) / 2
-        elif inputs.labels is not None and inputs.loss != "classes":
-            several = inputs.loss == "several"
-            result["loss"] = loss_of_numbers(result["logits"], inputs.labels, several)
-        elif inputs.labels is not None:
-            labels, scores = inputs.labels, result["logits"]
-            if labels.ndim == 2:  # in buckets, so that few sizes are compiled
-                labels = pad(labels, NO_LABEL, places)
-                scores = self._place.local(outputs["logits"])
-            result["loss"] = loss(scores, labels, inputs.loss_count)
+        if inputs.labels is not None:
+            logits = self._place.local(outputs.get("logits"))
+            result["loss"] = make_loss(inputs, padded, result, logits)
         return result
-
-    def _padded_source(
-        self, source: ForwardInputs | None, rows: int
-    ) -> tuple[int | None, list[np.ndarray | None]]:
-        """What an encoder reads, in buckets for so many rows, and how many tokens that really are.
-
-        Ids, positions, mask, embeddings and what it gave before; what is so by default is made on
-        the device.
-        """
-        if source is None:
-            return None, [None] * 5
-        batch, tokens = source.shape
-        width, mask = bucket(tokens, SMALLEST_PROMPT), source.mask
-        if source.states is None and self.spec.encoder and self.spec.encoder.mel:
-            assert source.embeds is not None
-            frames = np.zeros((rows, *source.embeds.shape[1:]), np.float32)
-            frames[:batch] = source.embeds
-            return tokens, [None, None, None, frames, None]
-        if mask is None and (batch, tokens) != (rows, width):
-            mask = np.ones((batch, tokens), bool)
-
-        def pad(array: np.ndarray) -> np.ndarray:
-            padded = np.zeros((rows, width, *array.shape[2:]), array.dtype)
-            padded[:batch, :tokens] = array
-            return padded
-
-        positions = source.positions
-        if np.array_equal(positions, np.broadcast_to(np.arange(tokens), positions.shape)):
-            positions = None
-        arrays = [source.ids, positions, mask, source.embeds, source.states]
-        if source.states is not None:
-            arrays[:2] = None, None
-        padded = [None if x is None else pad(x) for x in arrays]
-        if padded[2] is not None:
-            padded[2][batch:] = True  # rows that see nothing are no numbers
-        return tokens, padded
 
     def _outputs(
         self,
@@ -253,13 +200,14 @@ class JaxRunner:
         """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
         arrays = self._place.operands(arrays)
         outputs: Any = None
-        for layers in [None] if keep or rows < size[0] else self.steps.parts:
+        is_whole = keep or rows < size[0] or "of_encoder" in how
+        for layers in [None] if is_whole else self.steps.parts:
             step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
             given = tuple(None if x is None else x.shape for x in arrays)
             outputs, flags = self._executables.run(
-                ("forward", size, given, keep, layers, rows, *how.values()),
+                ("forward", size, given, keep, layers, rows, *how.items()),
                 self._of_leaves(step),
                 self._leaves,
                 *arrays,

@@ -1,6 +1,5 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,13 +10,13 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
-from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN
+from ..base import MAX_STEPS, NO_TOKEN
 from .cache import Cache
-from .executables import jit_few
 from .ops.plain import PlainOps
 from .params import Params
 from .sampler import SlotState, book, mark
 
+BY_ROW = 7  # of the arrays that `forward` takes, the first, which have a row for each sequence
 _BLOCK = 8
 _PARTS = 2
 
@@ -54,6 +53,7 @@ class Steps:
         segments: jax.Array | None,
         embeds: jax.Array | None = None,
         weights: jax.Array | None = None,
+        blend: jax.Array | None = None,
         kept: jax.Array | None = None,
         source: jax.Array | None = None,
         source_positions: jax.Array | None = None,
@@ -65,6 +65,7 @@ class Steps:
         keep: bool,
         texts: int = 0,
         largest: bool = False,
+        of_encoder: bool = False,
         layers: range | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
@@ -80,31 +81,34 @@ class Steps:
         assert given is not None
         shape = batch, length = given.shape[:2]
         ops = self.ops.using(self._scratch(params, batch))
-        model = self.spec, params, ops
+        spec = self.spec
+        if of_encoder and spec.encoder is not None:
+            params, spec = params.of_encoder(len(spec.layers)), spec.encoder
+        model = spec, params, ops
         counted = None if mask is None else positions
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length), shape)
-        if token_types is None and self.spec.token_types and not self.spec.token_types_from_vocab:
+        if token_types is None and spec.token_types and not spec.token_types_from_vocab:
             token_types = jnp.zeros(shape, jnp.int32)
         if embeds is not None:
-            name = "embed.weight" if self.spec.patches is None else "patches.kernel"
+            name = "embed.weight" if spec.patches is None else "patches.kernel"
             embeds = embeds.astype(params.outer[name].dtype)
         last = None
-        if mask is not None and self.spec.turns_by_length:
+        if mask is not None and spec.turns_by_length:
             last = jnp.where(mask, positions, 0).max(1)
-        angles = ops.angles(self.spec, params, positions, last)
+        angles = ops.angles(spec, params, positions, last)
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = ops.layer_attention(self.spec, params, i)
+            layer = ops.layer_attention(spec, params, i)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
-        across, of_encoder = None, {}
+        across, more = None, {}
         read = source if source_embeds is None else source_embeds
         if source_states is not None:
             states = source_states.astype(params.outer["embed.weight"].dtype)
             across = decoder.across_whole(*model, states, source_mask)
-            of_encoder = {"encoder_last_hidden_state": states}
+            more = {"encoder_last_hidden_state": states}
         elif read is not None:
             if source_positions is None:
                 places = read.shape[1] // 2 if self.reads_frames else read.shape[1]
@@ -114,11 +118,11 @@ class Steps:
             what = source, source_positions, source_mask, source_embeds
             encoded = decoder.encoded(*model, *what, keep)
             across = decoder.across_whole(*model, encoded[-1], source_mask)
-            of_encoder = {"encoder_last_hidden_state": encoded[-1]}
+            more = {"encoder_last_hidden_state": encoded[-1]}
             if keep:
-                of_encoder["encoder_hidden_states"] = tuple(encoded)
+                more["encoder_hidden_states"] = tuple(encoded)
         args = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*args, keep, layers, x, embeds, across)
+        states = decoder.hidden_states(*args, keep, layers, x, embeds, across, blend)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()
@@ -127,7 +131,7 @@ class Steps:
             how = texts, largest
             result = decoder.embeddings(*model, states[-1], weights, segments, how)
             return result, ops.given_up()
-        result = {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
+        result = {**decoder.outputs(*model, states, keep, kept, weights), **more}
         if keep and x is not None:
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
@@ -137,10 +141,10 @@ class Steps:
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
         # The last is the x of a part, and this is the whole pass.
-        by_row, kept = [*arrays[:7], *arrays[8:-1]], arrays[7]
+        by_row, common = [*arrays[:BY_ROW], *arrays[BY_ROW + 2 : -1]], arrays[BY_ROW : BY_ROW + 2]
 
         def some(part: list[Any]) -> Any:
-            inputs: Any = (*part[:7], kept, *part[7:])
+            inputs: Any = (*part[:BY_ROW], *common, *part[BY_ROW:])
             return self.forward(params, *inputs, keep=keep, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
@@ -417,43 +421,3 @@ def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:
         for name, column in state._asdict().items()
     }
     return SlotState(**merged)
-
-
-@jit_few
-def cut(
-    batch: int, tokens: int, kept: int | None = None, read: int | None = None, flat: bool = False
-) -> Callable[[Any], Any]:
-    """Outputs without the rows and tokens that a bucket added; logits of the `kept` tokens.
-
-    Those of an encoder have the tokens that it `read`. With `flat` there is one score of a token,
-    not several.
-    """
-
-    def part(name: str, value: Any) -> Any:
-        count = tokens if kept is None or name != "logits" else kept
-        count = read if name.startswith("encoder_") else count
-        axes = int(not (flat and name.endswith("logits")))
-        return jax.tree.map(lambda x: x[(slice(batch), slice(count))[: x.ndim - axes]], value)
-
-    return lambda outputs: {name: part(name, value) for name, value in outputs.items()}
-
-
-@jax.jit
-def loss(logits: jax.Array, labels: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
-    real = labels != NO_LABEL
-    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    found = jnp.take_along_axis(scores, jnp.where(real, labels, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.where(real, found, 0).sum() / (real.sum() if count is None else count)
-
-
-@partial(jax.jit, static_argnums=2)
-def loss_of_numbers(logits: jax.Array, wanted: jax.Array, several: bool) -> jax.Array:
-    """Mean float32 [] over logits and `wanted` [B, labels]: of squared differences, or `several`.
-
-    These are cross-entropies of a yes or no for each label.
-    """
-    x = logits.astype(jnp.float32)
-    if several:
-        return (jax.nn.softplus(x) - x * wanted).mean()
-    return jnp.square(x - wanted).mean()

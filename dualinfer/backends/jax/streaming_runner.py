@@ -17,6 +17,7 @@ from .params import Params
 from .pending import PendingSteps, PendingTokens
 from .runner import JaxRunner, Part, Step
 from .sampler import mode_of
+from .steps import BY_ROW
 from .streaming import LayerStream
 
 
@@ -66,8 +67,8 @@ class StreamingRunner(JaxRunner):
         """See `JaxRunner`; where it takes fewer rows at a time, one pass after another."""
         passes = []
         for first in range(0, size[0], rows):
-            some = [None if x is None else x[first : first + rows] for x in arrays[:-1]]
-            given = self._place.operands([*some, arrays[-1]])
+            some = [None if x is None else x[first : first + rows] for x in arrays[:BY_ROW]]
+            given = self._place.operands([*some, *arrays[BY_ROW:]])
             passes.append(self._whole_pass(given, keep, how))
         if len(passes) == 1:
             return passes[0]

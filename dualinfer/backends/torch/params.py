@@ -22,7 +22,7 @@ from ...model.weights import (
     put_leaf,
     with_parts,
 )
-from ...parallel.sharding import Found, Shard, fit_blocks
+from ...parallel.shard import Found, Shard, fit_blocks
 from ...quantization.packing import padding
 from ..streaming import Streaming
 from .streaming import pack

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...parallel.agreement import Peers
-from ...parallel.sharding import Shard
+from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..caches import Room, cache_specs, describe_caches, served
@@ -27,6 +28,7 @@ from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
+from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.primitives import SCHEMES
 from .params import Params, refresh_params
@@ -125,16 +127,22 @@ class TorchRunner:
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
+        if self.spec.towers and inputs.source is not None:
+            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+            vectors, w = (texts["pooler_output"], images["pooler_output"]), self.params.outer
+            scale = w["logit_scale"], w.get("logit_bias")
+            with self._own_settings(inputs.positions.size):
+                return decoder.joined_towers(texts, images, *primitives.contrast(*vectors, *scale))
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
         source: Any = inputs.source or (None,) * 5
         if inputs.source:
             source = (source.ids, source.positions, source.mask, source.embeds, source.states)
+        more = inputs.embeds, inputs.blend, inputs.kept, inputs.weights, *source
         tensors = [
-            None if array is None else self._ready_to_upload(array)
-            for array in (*arrays, inputs.embeds, inputs.kept, inputs.weights, *source)
+            None if array is None else self._ready_to_upload(array) for array in (*arrays, *more)
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        how = inputs.output_hidden_states, inputs.texts, inputs.largest
+        how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
             if inputs.texts and self._parameters * inputs.positions.size <= _MOST_REPLAYED:
@@ -180,6 +188,7 @@ class TorchRunner:
         mask: torch.Tensor | None,
         segments: torch.Tensor | None,
         embeds: torch.Tensor | None,
+        blend: torch.Tensor | None,
         kept: torch.Tensor | None,
         weights: torch.Tensor | None,
         source: torch.Tensor | None,
@@ -190,24 +199,27 @@ class TorchRunner:
         keep: bool,
         texts: int,
         largest: bool,
+        of_encoder: bool,
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
-        params = self._passed
-        model = self.spec, params, self.ops
+        spec, params = self.spec, self._passed
+        if of_encoder and spec.encoder is not None:
+            params, spec = params.of_encoder(len(spec.layers)), spec.encoder
+        model = spec, params, self.ops
         last = None
-        if mask is not None and self.spec.turns_by_length:
+        if mask is not None and spec.turns_by_length:
             last = positions.where(mask, 0).amax(1)
-        angles = self.ops.angles(self.spec, params, positions, last)
+        angles = self.ops.angles(spec, params, positions, last)
         counted = None if mask is None else positions
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, params, i)
+            layer = self.ops.layer_attention(spec, params, i)
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
         embeds = None if embeds is None else embeds.to(self.dtype)
-        given: dict[str, Any] = {"keep": keep, "embeds": embeds}
-        of_encoder: dict[str, Any] = {}
+        given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
+        more: dict[str, Any] = {}
         if source_positions is not None:
             if source_states is not None:
                 encoded = [source_states.to(self.dtype)]
@@ -216,14 +228,14 @@ class TorchRunner:
                 read = source, source_positions, source_mask, vectors
                 encoded = decoder.encoded(*model, *read, keep)
             given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
-            of_encoder = {"encoder_last_hidden_state": encoded[-1]}
+            more = {"encoder_last_hidden_state": encoded[-1]}
             if keep and source_states is None:
-                of_encoder["encoder_hidden_states"] = tuple(encoded)
+                more["encoder_hidden_states"] = tuple(encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
         if texts:
             assert weights is not None and segments is not None
             return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
-        return {**decoder.outputs(*model, states, keep, kept, weights), **of_encoder}
+        return {**decoder.outputs(*model, states, keep, kept, weights), **more}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
         """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""

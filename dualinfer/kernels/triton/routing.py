@@ -55,7 +55,7 @@ def serves(router: Any, total: int) -> bool:
 def serves_all(spec: Any) -> bool:
     """Whether the kernels know all routers of a `model.spec.ModelSpec`."""
     mixtures = (layer.mlp for layer in spec.all_layers if layer.experts)
-    return all(serves(own.router, own.count) for own in mixtures)
+    return all(serves(own.router, own.choices) for own in mixtures)
 
 
 def arguments(router: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from . import (
     opt,
     relatives,
     t5,
+    vit,
     whisper,
 )
 from .fields import ConfigFields
@@ -39,7 +40,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert, deberta, clip),
+        *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES

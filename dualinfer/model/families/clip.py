@@ -1,102 +1,211 @@
-"""CLIP's encoders of texts and of images, and ViT. HF source: models/clip, models/vit."""
+"""CLIP and SigLIP: encoders of texts and of images, each alone or both as one model.
 
+HF sources: models/clip, models/siglip.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled, Probe
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, make_head
 
 CLASSES = {
+    "clip": ("CLIPModel", "CLIPForImageClassification"),
     "clip_text_model": ("CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "vit": ("ViTModel", "ViTForImageClassification"),
+    "siglip": ("SiglipModel", "SiglipForImageClassification"),
+    "siglip_text_model": ("SiglipTextModel",),
+    "siglip_vision_model": ("SiglipVisionModel",),
 }
-# Names of layers' parts in files that are older than transformers 5.
-_OLD = (
-    *(("layers.", "encoder.layer."), ("attention.q_proj", "attention.attention.query")),
-    *(("attention.k_proj", "attention.attention.key"), ("mlp.fc1", "intermediate.dense")),
-    *(("attention.v_proj", "attention.attention.value"), ("mlp.fc2", "output.dense")),
-    ("attention.o_proj", "attention.output.dense"),
-)
+_TEXT, _VISION = "text_model.", "vision_model."
+_UNUSED = (r"embeddings\.position_ids$", r"^logit_(scale|bias)$")
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of an encoder of texts or of images."""
+    """Spec and weight table of an encoder of texts or of images, or of a model of both."""
+    if fields.family.endswith("_text_model"):
+        spec, outer, layer = _text(fields, architecture)
+        return spec, _table(spec, outer, layer, _TEXT)
+    if fields.family.endswith("_vision_model"):
+        spec, outer, layer = _vision(fields, architecture)
+        return spec, _table(spec, outer, layer, _VISION)
+    text, images = (_part(fields, f"{name}_config") for name in ("text", "vision"))
+    fields.ignore("initializer_factor", "logit_scale_init_value")
+    image_spec, image_rows, image_layer = _vision(images, architecture)
+    images.finish()
+    if architecture.endswith("ForImageClassification"):
+        is_clip = fields.family == "clip"
+        pooling, unread = ("patches", "post_layernorm") if is_clip else ("mean", "head")
+        head, rows = make_head(fields, "sequence", Classifier("classifier"), pooling)
+        if is_clip:
+            fields.ignore("projection_dim")
+        spec = replace(image_spec, family=fields.family, head=head, pooled=None)
+        read = [own for own in image_rows if not own.name.startswith(("pooled", "probe"))]
+        unused = rf"^{_TEXT}", r"^(text|visual)_projection\.", rf"^{_VISION}{unread}\."
+        return spec, _table(spec, [*read, *rows], image_layer, "", unused)
+    spec, outer, layer = _text(text, architecture)
+    text.finish()
+    width = fields.size("projection_dim") if fields.family == "clip" else image_spec.embed
+    if fields.family == "clip":
+        spec, image_spec = (replace(one, projected=width) for one in (spec, image_spec))
+        outer += make.linear("projection", "text_projection", "projected embed", bias=False)
+        image_rows += make.linear("projection", "visual_projection", "projected embed", bias=False)
+    elif spec.projected != width or image_spec.pooled is None:
+        raise ModelError(
+            f"config.json has a text tower of {spec.projected} numbers (projection_size) and a "
+            f"vision tower of {width}, without a head if vision_use_head is false; the vectors of "
+            "both must be as wide."
+        )
+    spec = replace(spec, family=fields.family, encoder=image_spec, towers=True)
+    stored = "one" if fields.family == "siglip" else ""
+    names = ("logit_scale", "logit_bias") if fields.family == "siglip" else ("logit_scale",)
+    outer += [row(name, "", (name, stored)) for name in names]
+    layers = (tuple(layer),) * len(spec.layers) + (tuple(image_layer),) * len(image_spec.layers)
+    table = _table(spec, [*outer, *map(_of_encoder, image_rows)], layer, "")
+    return spec, replace(table, layers=layers, unused=_UNUSED[:1])
+
+
+def _part(fields: ConfigFields, name: str) -> ConfigFields:
+    """The config of one tower."""
+    values = fields.take(name)
+    if not isinstance(values, Mapping):
+        raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
+    return ConfigFields(f"{fields.family}_{name.replace('config', 'model')}", values)
+
+
+def _of_encoder(own: Row) -> Row:
+    """A row of the second tower as one of the whole model."""
+
+    def axes(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(f"source_{name}" for name in names)
+
+    sources = tuple(replace(source, axes=axes(source.axes)) for source in own.sources)
+    return replace(own, name=f"encoder.{own.name}", axes=axes(own.axes), sources=sources)
+
+
+def _table(
+    spec: ModelSpec, outer: list[Row], layer: list[Row], base: str, unused: tuple[str, ...] = ()
+) -> WeightTable:
+    unused = (*_UNUSED, *unused)
+    if base and not spec.projected:
+        unused = (*unused, r"^(text|visual)_projection\.")
+    layers = (tuple(layer),) * len(spec.layers)
+    return WeightTable(spec, tuple(outer), layers, base=base, unused=unused)
+
+
+def _stack(fields: ConfigFields, architecture: str, hf: str, causal: bool) -> Any:
+    """What both kinds of towers have: the spec of the layers, and a layer's rows."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
-    fields.ignore("attention_dropout", "initializer_factor", "projection_dim", "encoder_stride")
-    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
-    reads, is_vit = fields.family != "clip_text_model", fields.family == "vit"
+    fields.ignore("attention_dropout", "dropout", "initializer_factor")
     norm = Norm("layer", fields.number("layer_norm_eps"))
-    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=not reads)
+    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=causal)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)
-    patches = _patches(fields) if reads else None
-    if patches is None:
-        positions = fields.size("max_position_embeddings")
-    else:
-        positions = 1 + patches.grid[0] * patches.grid[1]
-    projects = architecture.endswith("WithProjection")
-    base = {"clip_text_model": "text_model.", "clip_vision_model": "vision_model."}
-    hf = base.get(fields.family, "vit.")
-    head, pooled, outer = None, None, _embeddings(fields.family, hf)
-    final = f"{hf}layernorm" if is_vit else f"{hf}final_layer_norm"
-    has_final = is_vit or not reads
-    if has_final:
-        outer += make.norm(norm, "final_norm", final)
-    if reads and not is_vit:
-        outer += make.norm(norm, "embed_norm", f"{hf}pre_layrnorm")
-        outer += make.norm(norm, "pooled_norm", f"{hf}post_layernorm")
-        pooled = Pooled("first", norm, "image_embeds" if projects else None)
-    elif not reads:
-        pooled = Pooled("end", None, "text_embeds" if projects else None, _end(fields))
-    fields.ignore("pooler_output_size", "pooler_act")
-    if architecture == "ViTForImageClassification":
-        head, rows = make_head(fields, "sequence", Classifier("classifier"), "first")
-        outer += rows
-    elif is_vit:
-        fields.require("pooler_output_size", embed)
-        fields.require("pooler_act", "tanh")
-        outer += make.linear("pooler", f"{hf}pooler.dense", "embed embed_in")
-    if projects:
-        name = "visual_projection" if reads else "text_projection"
-        outer += make.linear("projection", name, "projected embed", bias=False)
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
-        vocab=0 if reads else fields.size("vocab_size"),
+        vocab=0,
         embed=embed,
         layers=(Layer(attention, mlp, norm, "pre"),) * fields.layers("num_hidden_layers"),
-        max_positions=positions,
-        learned_positions=positions,
+        max_positions=1,
         packs=False,
-        embed_norm=norm if reads and not is_vit else None,
-        final_norm=norm if has_final else None,
-        head=head,
-        projected=fields.size("projection_dim") if projects else 0,
-        patches=patches,
-        pooled=pooled,
         raw_states=True,
     )
-    biased = fields.flag("qkv_bias", True)
-    layer = _layer(f"{hf}layers.{{i}}." if is_vit else f"{hf}encoder.layers.{{i}}.", norm, biased)
-    unused = [r"embeddings\.(position_ids|mask_token)$", "logit_scale"]
-    unused += [] if projects else [r"^(text|visual)_projection\."]
-    unused += [r"^(vit\.)?pooler\."] if head else [r"^classifier\."]
-    return spec, WeightTable(
-        spec,
-        tuple(outer),
-        (tuple(layer),) * len(spec.layers),
-        base=hf,
-        renames=_OLD if is_vit else (),
-        unused=tuple(unused),
-        optional="pooler.",  # HF builds a base model without one too
-    )
+    layer = f"{hf}encoder.layers.{{i}}."
+    rows = [
+        *make.norm(norm, "attn_norm", f"{layer}layer_norm1"),
+        *make.joined("qkv", layer + "self_attn.{p}", make.QKV, bias=True),
+        *make.linear("out", f"{layer}self_attn.out_proj", "embed q"),
+        *make.norm(norm, "mlp_norm", f"{layer}layer_norm2"),
+        *make.linear("up", f"{layer}mlp.fc1", "ffn embed"),
+        *make.linear("down", f"{layer}mlp.fc2", "embed ffn"),
+    ]
+    return spec, rows
 
 
-def _patches(fields: ConfigFields) -> Patches:
-    """How images are cut."""
+def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row], list[Row]]:
+    """Spec, outer rows and a layer's rows of an encoder of texts."""
+    is_clip, hf = fields.family.startswith("clip"), _TEXT
+    spec, layer = _stack(fields, architecture, hf, causal=is_clip)
+    norm, positions = spec.layers[0].norm, fields.size("max_position_embeddings")
+    projects = architecture.endswith("WithProjection")
+    name = "text_embeds" if projects else None
+    pooled = Pooled("end", None, name, _end(fields)) if is_clip else Pooled("final")
+    width = projects and fields.size("projection_dim")
+    if not is_clip:
+        width = fields.size("projection_size", spec.embed)
+    fields.ignore("projection_dim")
+    tables = ("embed", "vocab", "token"), ("positions", "positions", "position")
+    rows = [
+        row(f"{o}.weight", f"{x} embed", (f"{hf}embeddings.{n}_embedding.weight", f"{x} embed"))
+        for o, x, n in tables
+    ]
+    rows += make.norm(norm, "final_norm", f"{hf}final_layer_norm")
+    if projects:
+        rows += make.linear("projection", "text_projection", "projected embed", bias=False)
+    elif not is_clip:
+        rows += make.linear("projection", f"{hf}head", "projected embed")
+    spec = replace(spec, vocab=fields.size("vocab_size"), final_norm=norm, pooled=pooled)
+    spec = replace(spec, max_positions=positions, learned_positions=positions)
+    return replace(spec, projected=width or 0), rows, layer
+
+
+def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row], list[Row]]:
+    """Spec, outer rows and a layer's rows of an encoder of images."""
+    is_clip, hf = fields.family.startswith("clip"), _VISION
+    spec, layer = _stack(fields, architecture, hf, causal=False)
+    norm = spec.layers[0].norm
+    patches = make_patches(fields, learned=int(is_clip))
+    projects = architecture.endswith("WithProjection")
+    width = fields.size("projection_dim") if projects else 0
+    fields.ignore("projection_dim")
+    spec = replace(spec, max_positions=patches.tokens, learned_positions=patches.tokens)
+    spec = replace(spec, patches=patches, projected=width)
+    at, table = f"{hf}embeddings.", "positions embed"
+    rows = [
+        row("positions.weight", table, (f"{at}position_embedding.weight", table)),
+        *kernel(f"{at}patch_embedding", bias=not is_clip),
+    ]
+    if is_clip:
+        rows.append(row("class_token", "embed", (f"{at}class_embedding", "embed")))
+        rows += make.norm(norm, "embed_norm", f"{hf}pre_layrnorm")
+        rows += make.norm(norm, "pooled_norm", f"{hf}post_layernorm")
+        if projects:
+            rows += make.linear("projection", "visual_projection", "projected embed", bias=False)
+        pooled = Pooled("first", norm, "image_embeds" if projects else None)
+        return replace(spec, embed_norm=norm, pooled=pooled), rows, layer
+    rows += make.norm(norm, "final_norm", f"{hf}post_layernorm")
+    pooled = None
+    if fields.flag("vision_use_head", True):
+        attention, ffn = spec.layers[0].attention, fields.size("intermediate_size")
+        probe = Probe(attention, ffn, fields.activation("hidden_act"), norm)
+        pooled = Pooled("all", probe=probe)
+        rows += _probe(norm, f"{hf}head.")
+    return replace(spec, final_norm=norm, pooled=pooled), rows, layer
+
+
+def _probe(norm: Norm, hf: str) -> list[Row]:
+    """The rows of the head that pools by a learned query."""
+    return [
+        row("probe.token", "embed", (f"{hf}probe", "one one embed")),
+        row(
+            *("probe.qkv.weight", "probe_qkv embed"),
+            (f"{hf}attention.in_proj_weight", "probe_qkv embed"),
+        ),
+        row("probe.qkv.bias", "probe_qkv", (f"{hf}attention.in_proj_bias", "probe_qkv")),
+        *make.linear("probe.out", f"{hf}attention.out_proj", "embed embed_in"),
+        *make.norm(norm, "probe.norm", f"{hf}layernorm"),
+        *make.linear("probe.up", f"{hf}mlp.fc1", "probe_ffn embed"),
+        *make.linear("probe.down", f"{hf}mlp.fc2", "embed probe_ffn"),
+    ]
+
+
+def make_patches(fields: ConfigFields, learned: int) -> Patches:
+    """How images are cut, with so many learned tokens in front."""
 
     def pair(name: str) -> tuple[int, int]:
         value: Any = fields.take(name)
@@ -107,11 +216,18 @@ def _patches(fields: ConfigFields) -> Patches:
 
     image, size = pair("image_size"), pair("patch_size")
     grid = image[0] // size[0], image[1] // size[1]
-    if (grid[0] * size[0], grid[1] * size[1]) != image:
+    if 0 in grid or (grid[0] * size[0], grid[1] * size[1]) != image:
         raise ModelError(
             f"config.json has image_size={shown(image)}, no multiple of patch_size={shown(size)}."
         )
-    return Patches(fields.size("num_channels"), size, grid)
+    return Patches(fields.size("num_channels"), size, grid, learned)
+
+
+def kernel(hf: str, bias: bool) -> list[Row]:
+    """The convolution that makes a token of each patch."""
+    axes = "embed channels high wide"
+    rows = [row("patches.kernel", axes, (f"{hf}.weight", axes))]
+    return rows + ([row("patches.bias", "embed", (f"{hf}.bias", "embed"))] if bias else [])
 
 
 def _end(fields: ConfigFields) -> int | None:
@@ -120,45 +236,3 @@ def _end(fields: ConfigFields) -> int | None:
     if type(end) is not int or end < 0:
         raise ModelError(f"config.json has eos_token_id={shown(end)}; expected one id.")
     return None if end == 2 else end
-
-
-def _embeddings(family: str, hf: str) -> list[Row]:
-    at, axes = f"{hf}embeddings.", "embed channels high wide"
-    if family == "clip_text_model":
-        tables = ("embed", "vocab", "token"), ("positions", "positions", "position")
-        return [
-            row(f"{ours}.weight", f"{x} embed", (f"{at}{name}_embedding.weight", f"{x} embed"))
-            for ours, x, name in tables
-        ]
-    if family == "clip_vision_model":
-        places = row(
-            *("positions.weight", "positions embed"),
-            (f"{at}position_embedding.weight", "positions embed"),
-        )
-        first = row("class_token", "embed", (f"{at}class_embedding", "embed"))
-        kernel = f"{at}patch_embedding.weight"
-        return [places, first, row("patches.kernel", axes, (kernel, axes))]
-    hf = f"{at}patch_embeddings.projection."
-    return [
-        row(
-            *("positions.weight", "positions embed"),
-            (f"{at}position_embeddings", "one positions embed"),
-        ),
-        row("class_token", "embed", (f"{at}cls_token", "one one embed")),
-        row("patches.kernel", axes, (f"{hf}weight", axes)),
-        row("patches.bias", "embed", (f"{hf}bias", "embed")),
-    ]
-
-
-def _layer(hf: str, norm: Norm, biased: bool) -> list[Row]:
-    is_vit = ".encoder." not in hf
-    attention = f"{hf}attention." if is_vit else f"{hf}self_attn."
-    norms = ("layernorm_before", "layernorm_after") if is_vit else ("layer_norm1", "layer_norm2")
-    return [
-        *make.norm(norm, "attn_norm", hf + norms[0]),
-        *make.joined("qkv", attention + "{p}", make.QKV, biased),
-        *make.linear("out", f"{attention}{'o_proj' if is_vit else 'out_proj'}", "embed q"),
-        *make.norm(norm, "mlp_norm", hf + norms[1]),
-        *make.linear("up", f"{hf}mlp.fc1", "ffn embed"),
-        *make.linear("down", f"{hf}mlp.fc2", "embed ffn"),
-    ]

@@ -73,6 +73,15 @@ def _sparse(scores: jax.Array, router: Router) -> Routing:
     return Routing(experts.astype(jnp.int32), ordered * router.scale)
 
 
+@jax.named_scope("router")
+def blend(routing: Routing, sides: jax.Array, expert: int) -> Routing:
+    """Experts and weights with `expert` behind; see `BlockOps.blend`. sides [..., 2] float32."""
+    experts, weights = routing
+    own = jnp.full_like(experts[..., :1], expert)
+    both = jnp.concatenate((weights * sides[..., :1], sides[..., 1:]), -1)
+    return Routing(jnp.concatenate((experts, own), -1), both)
+
+
 @jax.named_scope("experts")
 def experts(
     x: jax.Array,

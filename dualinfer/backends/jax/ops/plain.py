@@ -114,15 +114,18 @@ class PlainOps:
         embeds: jax.Array,
         positions: jax.Array,
         token_types: jax.Array | None,
+        blend: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.embed_given`."""
         if spec.patches is not None:
-            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
-            first = jnp.broadcast_to(w["class_token"], (len(y), 1, y.shape[-1]))
-            embeds = jnp.concatenate((first, y[:, 1:]), axis=1)
+            embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            if learned := spec.patches.learned:
+                shape = len(embeds), learned, embeds.shape[-1]
+                first = jnp.broadcast_to(w["class_token"], shape)
+                embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
-        return self._with_positions(spec, w, embeds, positions, token_types)
+        return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def _with_positions(
         self,
@@ -131,6 +134,7 @@ class PlainOps:
         x: jax.Array,
         positions: jax.Array,
         token_types: jax.Array | None,
+        blend: jax.Array | None = None,
     ) -> jax.Array:
         """Embedded tokens in the layers' width, plus their types and positions."""
         if spec.embed_width and not spec.factored:
@@ -140,6 +144,8 @@ class PlainOps:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
+        if blend is not None:
+            return x + primitives.blend(blend, w["positions.weight"])[None].astype(x.dtype)
         if spec.learned_positions:
             x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
         return x
@@ -171,6 +177,10 @@ class PlainOps:
     ) -> jax.Array:
         """See `contract.BlockOps.pool`."""
         return primitives.pool(x, weights, segments, count, largest)
+
+    def repeat(self, x: jax.Array, rows: int) -> jax.Array:
+        """See `contract.BlockOps.repeat`."""
+        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
 
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""
@@ -224,6 +234,10 @@ class PlainOps:
         """See `contract.BlockOps.route`."""
         rows = self.norm(x, norm) if norm else x
         return mixtures.route(rows, weight, router, bias, choice_bias)
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """See `contract.BlockOps.blend`."""
+        return mixtures.blend(routing, sides.weights, expert)
 
     def experts(
         self,

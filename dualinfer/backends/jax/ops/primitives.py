@@ -313,6 +313,23 @@ def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Arra
     return y.astype(x.dtype)
 
 
+@jax.named_scope("blend")
+def blend(by: jax.Array, weight: Weight) -> jax.Array:
+    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
+    rows = embed(jnp.arange(by.shape[1]), weight).astype(jnp.float32)
+    return jnp.matmul(by, rows, precision=lax.Precision.HIGHEST)
+
+
+@jax.jit
+def contrast(
+    texts: jax.Array, images: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cosines [N, M] of texts [N, E] and images [M, E] times e^scale, plus bias; unit vectors."""
+    texts, images = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (texts, images))
+    scores = jnp.matmul(texts, images.T, precision=lax.Precision.HIGHEST) * jnp.exp(scale)
+    return scores if bias is None else scores + bias, texts, images
+
+
 @jax.named_scope("attention")
 def attention(
     q: jax.Array,

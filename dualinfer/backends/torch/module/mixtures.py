@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from ....config.nested import MoEConfig
-from ....errors import ConfigError, ModelError, UnsupportedError, shown
-from ....parallel.experts import parts_of
+from ....errors import ConfigError, ModelError, shown
+from ....model.deepspeed_moe import check_dispatch, describe_layers, draws_second, is_dispatch
+from ....parallel.experts import check_type, parts_of
 
 
 class Summing(Protocol):
@@ -233,7 +234,7 @@ class Mixtures:
                     continue
                 original: Any = part.original if isinstance(part, MixtureLayer) else part
                 if id(original) not in made:
-                    _check_layer(f"{path}.{key}".lstrip("."), original)
+                    check_dispatch(f"{path}.{key}".lstrip("."), original)
                     made[id(original)] = original, MixtureLayer(original, drops)
                 layer = made[id(original)][1]
                 self.found.append(Mixture(path, owner, key, original, layer))
@@ -259,7 +260,7 @@ class Mixtures:
         counts = [mixture.layer.count for mixture in self.found]
         parts = parts_of(moe, counts, self.kind, size)
         if moe.enabled:
-            self._check_type(moe)
+            check_type(moe, [m.is_residual for m in self.found], f"the {self.kind}")
             self._check_drops(moe)
             for name in ("ep_group", "ep_mp_group"):
                 if getattr(moe, name) is not None:
@@ -297,19 +298,6 @@ class Mixtures:
                     f"alone, and the {self.kind} has none. Leave it unset, or set "
                     "replace_with_kernel_inject=True if fused mode serves the model."
                 )
-
-    def _check_type(self, moe: MoEConfig) -> None:
-        if "type" not in moe.model_fields_set:
-            return
-        residual = sum(mixture.is_residual for mixture in self.found)
-        expected = len(self.found) if moe.type == "residual" else 0
-        if residual != expected:
-            own = f"of the {len(self.found)} MoE layers of the {self.kind} {residual} are residual"
-            other = "residual" if moe.type == "standard" else "standard"
-            way = f"Use {other!r}" if residual in (0, len(self.found)) else "Leave it unset"
-            raise ConfigError(
-                f"moe.type={moe.type!r}: {own}, with a dense MLP beside the experts. {way}."
-            )
 
     def _check_drops(self, moe: MoEConfig) -> None:
         """Raise ConfigError where DeepSpeed's own choice of what is dropped is left to chance."""
@@ -376,60 +364,13 @@ class Mixtures:
         """For the report."""
         if not self.found:
             return []
-        counts = sorted({m.layer.count for m in self.found})
         drops = sum(m.layer.drops for m in self.found)
-        noisy = [
-            m.path
-            for m in self.found
-            if m.layer.gate.k == 2 and getattr(m.layer.gate, "top2_2nd_expert_sampling", True)
-        ]
-        how = f"tokens over capacity are dropped in {drops}" if drops else "no token is dropped"
-        more = ", second experts are not drawn" if noisy else ""
-        return [
-            f"DeepSpeed's MoE layers: {len(self.found)} of "
-            f"{' or '.join(map(str, counts))} experts, run without its dispatch; {how}{more}"
-        ]
-
-
-def _defined_by(part: Any, name: str) -> bool:
-    """True if the class of that name, and none that inherits it, has the part's forward."""
-    kind = next((c for c in type(part).__mro__ if "forward" in vars(c)), None)
-    return kind is not None and kind.__name__ == name and "forward" not in vars(part)
+        drawn = any(draws_second(m.layer.gate) for m in self.found)
+        return [describe_layers([m.layer.count for m in self.found], drops, drawn)]
 
 
 def _is_dispatch(part: Any) -> bool:
-    if isinstance(part, MixtureLayer):
-        return part.seam is None
-    if not isinstance(part, nn.Module) or not _defined_by(part, "MOELayer"):
-        return False
-    gate, experts = (part._modules.get(name) for name in ("gate", "experts"))
-    return (
-        _defined_by(gate, "TopKGate")
-        and _defined_by(experts, "Experts")
-        and isinstance(getattr(gate, "wg", None), nn.Module)
-        and isinstance(getattr(experts, "deepspeed_experts", None), nn.ModuleList)
-        and hasattr(gate, "k")
-    )
-
-
-def _check_layer(path: str, part: Any) -> None:
-    """Raise for a layer whose parts do not fit, or that has what would not be called."""
-    count, here = int(part.gate.wg.weight.shape[0]), len(part.experts.deepspeed_experts)
-    if not here or count % here:
-        raise ModelError(
-            f"{path} has a gate for {count} experts and holds {here}. Expected all, or an even "
-            "part of them; load the layer again."
-        )
-    k = part.gate.k
-    if not isinstance(k, int) or not 1 <= k <= count:
-        raise ModelError(f"{path}.gate has k={k!r}; expected 1 to its {count} experts.")
-    for name, own in (("gate", part.gate), ("gate.wg", part.gate.wg), ("experts", part.experts)):
-        if own._forward_hooks or own._forward_pre_hooks or "forward" in vars(own):
-            raise UnsupportedError(
-                f"{path}.{name} has hooks or a forward set on it, and dualinfer, which runs "
-                "DeepSpeed's MoE layers without its dispatch, does not call it. Remove them, or "
-                f"set them on {path} or on the experts."
-            )
+    return part.seam is None if isinstance(part, MixtureLayer) else is_dispatch(part)
 
 
 def mixture_layers(module: nn.Module) -> Sequence[tuple[str, MixtureLayer]]:

@@ -71,6 +71,15 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True)[1][..., :count]
 
 
+@named("router")
+def blend(routing: Routing, sides: torch.Tensor, expert: int) -> Routing:
+    """Experts and weights with `expert` behind; see `BlockOps.blend`. sides [..., 2] float32."""
+    experts, weights = routing
+    own = experts.new_full((*experts.shape[:-1], 1), expert)
+    both = torch.cat((weights * sides[..., :1], sides[..., 1:]), -1)
+    return Routing(torch.cat((experts, own), -1), both)
+
+
 @named("experts")
 def experts(
     x: torch.Tensor,

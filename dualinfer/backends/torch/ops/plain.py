@@ -88,15 +88,17 @@ class PlainOps:
         embeds: torch.Tensor,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
+        blend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.embed_given`."""
         if spec.patches is not None:
-            y = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
-            first = w["class_token"].expand(len(y), 1, -1)
-            embeds = torch.cat((first, y[:, 1:]), dim=1)
+            embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            if learned := spec.patches.learned:
+                first = w["class_token"].expand(len(embeds), learned, -1)
+                embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
-        return self._with_positions(spec, w, embeds, positions, token_types)
+        return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def _with_positions(
         self,
@@ -105,6 +107,7 @@ class PlainOps:
         x: torch.Tensor,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
+        blend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embedded tokens in the layers' width, plus their types and positions."""
         if spec.embed_width and not spec.factored:
@@ -114,6 +117,8 @@ class PlainOps:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
+        if blend is not None:
+            return x + primitives.blend(blend, w["positions.weight"])[None].to(x.dtype)
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
             x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])
@@ -149,6 +154,10 @@ class PlainOps:
     ) -> torch.Tensor:
         """See `contract.BlockOps.pool`."""
         return primitives.pool(x, weights, segments, count, largest)
+
+    def repeat(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """See `contract.BlockOps.repeat`."""
+        return x.expand(rows, *x.shape[1:])
 
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""
@@ -201,6 +210,10 @@ class PlainOps:
     ) -> Routing:
         """See `contract.BlockOps.route`."""
         return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """See `contract.BlockOps.blend`."""
+        return mixtures.blend(routing, sides.weights, expert)
 
     def experts(
         self,

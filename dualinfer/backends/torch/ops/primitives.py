@@ -284,6 +284,23 @@ def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) ->
     return F.linear(x, kernel.flatten(1), bias)
 
 
+@named("blend")
+def blend(by: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
+    rows = embed(torch.arange(by.shape[1], device=by.device), weight)
+    return by @ rows.float()
+
+
+@named("contrast")
+def contrast(
+    texts: torch.Tensor, images: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cosines [N, M] of texts [N, E] and images [M, E] times e^scale, plus bias; unit vectors."""
+    texts, images = (x / x.norm(dim=-1, keepdim=True) for x in (texts, images))
+    scores = texts @ images.T * scale.exp()
+    return scores if bias is None else scores + bias, texts, images
+
+
 @named("attention")
 def attention(
     q: torch.Tensor,

@@ -145,6 +145,7 @@ class _Recorder:
         embeds: torch.Tensor,
         positions: torch.Tensor,
         token_types: torch.Tensor | None,
+        blend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.embed(spec, w, positions, positions, token_types)
 
@@ -185,6 +186,9 @@ class _Recorder:
             self.routers.setdefault(key, []).append(_Router(weight, router, beside))
         shape = *x.shape[:-1], router.chosen
         return Routing(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape))
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        return routing
 
     def experts(
         self,

@@ -1,0 +1,94 @@
+"""Inputs of whole sequences in buckets, so that few sizes are compiled."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...model.spec import ModelSpec
+from ..base import ForwardInputs
+from ..slots import bucket, bucket_of_rows
+from .sampler import SMALLEST_PROMPT
+
+Array = np.ndarray | None
+
+
+class Padded(NamedTuple):
+    """Inputs that fill a bucket of `size`, rows and tokens: the arrays of `Steps.forward`.
+
+    Of a row in it `places` tokens have logits. An encoder really reads `read` tokens, of `width` in
+    the bucket; None and 0 where there is none. What is so by default is None, and made on the
+    device.
+    """
+
+    size: tuple[int, int]
+    places: int
+    read: int | None
+    width: int
+    arrays: list[Array]
+
+
+def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
+    """The inputs of a forward pass in their bucket."""
+    batch, tokens = inputs.shape
+    rows = bucket_of_rows(batch) if inputs.texts else bucket(batch)
+    size = rows, bucket(tokens, SMALLEST_PROMPT)
+    mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
+    hides = mask is None and not spec.causal and inputs.segments is None
+    if hides and size != (batch, tokens):
+        mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
+    # The largest of a row says how long it is, which padding must not be.
+    if mask is None and _counts_up(positions) and not spec.turns_by_length:
+        positions = None
+    if types is not None and not spec.token_types_from_vocab and not types.any():
+        types = None
+    arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
+    read, sources = None, [None] * 5
+    if inputs.source is not None:
+        read, sources = inputs.source.shape[1], _pad_source(spec, inputs.source, size[0])
+    places = size[1] if inputs.kept is None else bucket(len(inputs.kept))
+    # Padding is a segment of its own, behind the others.
+    own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
+    padded = [
+        None if x is None else fill_up(x, size, own if x is inputs.segments else 0) for x in arrays
+    ]
+    kept = None if inputs.kept is None else np.resize(inputs.kept, places)
+    blend = inputs.blend
+    if blend is not None:
+        blend = np.pad(blend, ((0, size[1] - len(blend)), (0, 0)))
+    width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
+    return Padded(size, places, read, width, [*padded, blend, kept, *sources])
+
+
+def fill_up(array: np.ndarray, size: tuple[int, int], fill: int = 0) -> np.ndarray:
+    """The array [B, T, ...] at the beginning of one of `size`, filled up."""
+    padded = np.full((*size, *array.shape[2:]), fill, array.dtype)
+    padded[: array.shape[0], : array.shape[1]] = array
+    return padded
+
+
+def _counts_up(positions: np.ndarray) -> bool:
+    return np.array_equal(
+        positions, np.broadcast_to(np.arange(positions.shape[1]), positions.shape)
+    )
+
+
+def _pad_source(spec: ModelSpec, source: ForwardInputs, rows: int) -> list[Array]:
+    """What an encoder reads, for so many rows.
+
+    Ids, positions, mask, embeddings and what it gave before.
+    """
+    batch, tokens = source.shape
+    size, mask = (rows, bucket(tokens, SMALLEST_PROMPT)), source.mask
+    if source.states is None and spec.encoder and spec.encoder.mel:
+        assert source.embeds is not None
+        return [None, None, None, fill_up(source.embeds, (rows, source.embeds.shape[1])), None]
+    if mask is None and (batch, tokens) != size:
+        mask = np.ones((batch, tokens), bool)
+    positions = None if _counts_up(source.positions) else source.positions
+    arrays = [source.ids, positions, mask, source.embeds, source.states]
+    if source.states is not None:
+        arrays[:2] = None, None
+    padded = [None if x is None else fill_up(x, size) for x in arrays]
+    if padded[2] is not None:
+        padded[2][batch:] = True  # rows that see nothing are no numbers
+    return padded

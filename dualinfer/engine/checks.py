@@ -1,0 +1,122 @@
+"""The caller's arrays, checked and brought into host memory: ids, masks, embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import kind_of, to_numpy
+from ..errors import ArgumentError, shown
+
+
+def by_name(inputs: Any) -> dict[str, Any] | None:
+    """What a HF tokenizer has made, its ids, mask and token types by name; None for other values.
+
+    Raises ArgumentError for a str, since the way from a text is another.
+    """
+    if isinstance(inputs, str):
+        raise ArgumentError(
+            f"input_ids is a str ({shown(inputs)}); expected token ids. For text in and text out "
+            "call engine.generate_text(...) or engine.stream_text(...), or tokenize it first: "
+            'engine.generate(**tokenizer(text, return_tensors="np")).'
+        )
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+        return None
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return {name: inputs.get(name) for name in names}
+
+
+def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
+    """The caller's array in host memory; ArgumentError with `ragged` for lists without a shape."""
+    try:
+        return to_numpy(value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error}") from error
+    except Exception as error:  # of the array's framework, or of the objects in a list
+        if kind_of(value) == "list" and isinstance(error, ValueError):
+            raise ArgumentError(f"{name}: {ragged}") from error
+        raise ArgumentError(
+            f"{name} cannot be read as an array: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
+    """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
+    if kind_of(ids) is None:
+        if by_name(ids) is not None:
+            raise ArgumentError(
+                f"{name} is a {type(ids).__name__}, as a tokenizer gives it. Pass it as **inputs."
+            )
+        raise ArgumentError(
+            f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
+            "or a list."
+        )
+    array = read_array(ids, name, "rows differ in length; pad them and give a mask.")
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2:
+        raise ArgumentError(f"{name} has shape {array.shape}; expected [batch, tokens].")
+    if array.size == 0:
+        raise ArgumentError(f"{name} has shape {array.shape}: there is no token in it.")
+    outside = (array < 0) | (array >= vocab)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise ArgumentError(
+            f"{name}[{row}, {column}] is {array[row, column]}, outside the {what} of {vocab} "
+            f"(0 to {vocab - 1})."
+        )
+    return array.astype(np.int32)
+
+
+def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
+    """An attention mask of `shape` as bool; None where it is None."""
+    if mask is None:
+        return None
+    if kind_of(mask) is None:
+        raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
+    array = read_array(mask, "attention_mask", "rows differ in length.")
+    if array.ndim == 1 and shape[0] == 1:
+        array = array[None]
+    if array.ndim == 4:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}: a mask of its own for each query is not "
+            f"supported, since attention is fused. Pass {shape}, 1 where a token is real; "
+            "position_ids that start anew separate packed sequences. Module mode takes such a mask."
+        )
+    if array.shape != shape:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}; expected {shape}, that of the prompts."
+        )
+    if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
+        array = array.astype(np.float32)
+    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
+        raise ArgumentError("attention_mask holds other values than 0 and 1.")
+    return array != 0
+
+
+def check_embeds(embeds: Any, width: int) -> np.ndarray:
+    """Embeddings [B, T, width] (or [T, width], taken as one row) as float32."""
+    if kind_of(embeds) is None:
+        raise ArgumentError(
+            f"inputs_embeds is a {type(embeds).__name__}; expected a torch, NumPy or JAX array."
+        )
+    array = read_array(embeds, "inputs_embeds", "rows differ in length; pad them and give a mask.")
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3 or array.shape[2] != width or not array.size:
+        raise ArgumentError(
+            f"inputs_embeds has shape {array.shape}; expected [batch, tokens, {width}]."
+        )
+    if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind not in "fiu":
+        raise ArgumentError(f"inputs_embeds has dtype {array.dtype}; expected floats.")
+    return array.astype(np.float32)
+
+
+def is_zero(ids: Any) -> bool:
+    """True for token types that say nothing."""
+    if kind_of(ids) is None:
+        return False
+    return not np.any(read_array(ids, "token_type_ids", "rows differ in length."))

@@ -1,0 +1,132 @@
+"""ViT and its relatives DeiT and DINOv2. HF sources: models/vit, models/deit, models/dinov2."""
+
+from dataclasses import replace
+
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Pooled
+from ..weights import Row, Source, WeightTable, row
+from . import rows as make
+from .clip import kernel, make_patches
+from .fields import ConfigFields
+from .heads import Classifier, make_head
+
+CLASSES = {
+    "vit": ("ViTModel", "ViTForImageClassification"),
+    "deit": ("DeiTModel", "DeiTForImageClassification"),
+    "dinov2": ("Dinov2Model",),
+}
+# Names of layers' parts in files that are older than transformers 5.
+_OLD = (
+    *(("layers.", "encoder.layer."), ("attention.q_proj", "attention.attention.query")),
+    *(("attention.k_proj", "attention.attention.key"), ("mlp.fc1", "intermediate.dense")),
+    *(("attention.v_proj", "attention.attention.value"), ("mlp.fc2", "output.dense")),
+    ("attention.o_proj", "attention.output.dense"),
+)
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a ViT."""
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    fields.ignore("encoder_stride", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    is_dino, hf = fields.family == "dinov2", f"{fields.family}."
+    norm = Norm("layer", fields.number("layer_norm_eps"))
+    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False)
+    mlp = _dino_mlp(fields, embed) if is_dino else None
+    if mlp is None:
+        activation = fields.activation("hidden_act")
+        mlp = Mlp(fields.size("intermediate_size"), activation, gated=False)
+    patches = make_patches(fields, learned=2 if fields.family == "deit" else 1)
+    patches = replace(patches, any_size=is_dino)
+    outer = [*_embeddings(fields.family, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
+    head, pooled = None, Pooled("first") if is_dino else None
+    if architecture.endswith("ForImageClassification"):
+        head, rows = make_head(fields, "sequence", Classifier("classifier"), "first")
+        outer += rows
+        fields.ignore("pooler_output_size", "pooler_act")
+    elif not is_dino:
+        fields.require("pooler_output_size", embed)
+        fields.require("pooler_act", "tanh")
+        outer += make.linear("pooler", f"{hf}pooler.dense", "embed embed_in")
+    layer = Layer(attention, mlp, norm, "pre", scaled=is_dino)
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=0,
+        embed=embed,
+        layers=(layer,) * fields.layers("num_hidden_layers"),
+        max_positions=patches.tokens,
+        learned_positions=patches.tokens,
+        packs=False,
+        final_norm=norm,
+        head=head,
+        patches=patches,
+        pooled=pooled,
+        raw_states=True,
+    )
+    rows = _layer(layer, f"{hf}encoder.layer.{{i}}." if is_dino else f"{hf}layers.{{i}}.", fields)
+    return spec, WeightTable(
+        spec,
+        tuple(outer),
+        (tuple(rows),) * len(spec.layers),
+        base=hf,
+        renames=_OLD[1:] if is_dino else _OLD,
+        unused=(r"embeddings\.mask_token$", rf"^({hf})?pooler\." if head else r"^classifier\."),
+        optional="pooler.",  # HF builds a base model without one too
+    )
+
+
+def _dino_mlp(fields: ConfigFields, embed: int) -> Mlp:
+    """The MLP of DINOv2, whose width is a multiple of the embedding's, or 2/3 of that if gated."""
+    fields.ignore("layerscale_value", "drop_path_rate", "use_mask_token")
+    # Of a backbone, which is another class.
+    fields.ignore("apply_layernorm", "reshape_hidden_states", "stage_names")
+    fields.ignore("out_features", "out_indices")
+    width, activation = embed * fields.size("mlp_ratio"), fields.activation("hidden_act")
+    if not fields.flag("use_swiglu_ffn", False):
+        return Mlp(width, activation, gated=False)
+    return Mlp((int(width * 2 / 3) + 7) // 8 * 8, "silu", gated=True)
+
+
+def _embeddings(family: str, hf: str) -> list[Row]:
+    at, stored = f"{hf}embeddings.", "one one embed"
+    first = row("class_token", "embed", (f"{at}cls_token", stored))
+    if family == "deit":
+        names = f"{at}cls_token", f"{at}distillation_token"
+        sources = tuple(Source(n, tuple(stored.split()), index=i) for i, n in enumerate(names))
+        first = Row("class_token", ("learned", "embed"), sources)
+    table = "positions embed"
+    places = row("positions.weight", table, (f"{at}position_embeddings", f"one {table}"))
+    return [places, first, *kernel(f"{at}patch_embeddings.projection", bias=True)]
+
+
+def _layer(layer: Layer, hf: str, fields: ConfigFields) -> list[Row]:
+    attention, norm, mlp = f"{hf}attention.", layer.norm, f"{hf}mlp."
+    assert isinstance(layer.mlp, Mlp)
+    names = ("norm1", "norm2") if layer.scaled else ("layernorm_before", "layernorm_after")
+    rows = [
+        *make.norm(norm, "attn_norm", hf + names[0]),
+        *make.joined("qkv", attention + "{p}", make.QKV, fields.flag("qkv_bias", True)),
+        *make.linear("out", f"{attention}o_proj", "embed q"),
+        *make.norm(norm, "mlp_norm", hf + names[1]),
+    ]
+    if layer.scaled:
+        for ours, theirs in (("attn", "layer_scale1"), ("mlp", "layer_scale2")):
+            rows.append(row(f"{ours}_scale", "embed", (f"{hf}{theirs}.lambda1", "embed")))
+    if not layer.mlp.gated:
+        return [
+            *rows,
+            *make.linear("up", f"{mlp}fc1", "ffn embed"),
+            *make.linear("down", f"{mlp}fc2", "embed ffn"),
+        ]
+    up = make.joined("up", mlp + "{p}", make.GATE_UP, bias=True)
+    old = ("weight", ("gate+up", "embed")), ("bias", ("gate+up",))
+    up = [
+        replace(own, others=(Source(f"{mlp}weights_in.{part}", axes),))
+        for own, (part, axes) in zip(up, old, strict=True)
+    ]
+    down = [
+        replace(own, others=(replace(own.sources[0], name=f"{mlp}weights_out.{part}"),))
+        for own, part in zip(
+            make.linear("down", f"{mlp}down_proj", "embed up"), ("weight", "bias"), strict=True
+        )
+    ]
+    return [*rows, *up, *down]

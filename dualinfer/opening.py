@@ -1,0 +1,289 @@
+"""A model as an engine needs it, before its weights are read: spec, plan, source and dtype."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import backends
+from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
+from .checkpoint.fitting import fit, wanted_by_table
+from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
+from .checkpoint.quantized import open_as_held, quantize_by
+from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
+from .config import InferenceConfig, serving_dtype
+from .errors import ConfigError, DualinferError, ModelError, UnservedError, warn_caller
+from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
+from .model.families import describe_model
+from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
+from .model.load_plan import LoadPlan, TensorSource, make_load_plan
+from .model.spec import ModelSpec
+from .model.weights import WeightTable
+from .quantization.formats import Opener
+from .quantization.recipe import Recipe, make_recipe
+
+_Quantize = Callable[[Recipe, WeightTable, TensorSource], Opener]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A HF model whose tensors lie in no folder and no module: its config, and their source.
+
+    `quantize` makes the matrices that `quant` asks for. dualinfer's own benchmarks run these.
+    """
+
+    config: Any
+    class_names: list[str]
+    source: TensorSource
+    quantize: _Quantize = quantize_by
+
+
+class HFModel(NamedTuple):
+    """A HF model as fused mode needs it: its config, class names and generation defaults."""
+
+    config: Any
+    class_names: list[str] | None
+    generation_config: Any
+    open_source: Callable[[], TensorSource]
+    other_way: str
+    is_checkpoint: bool = False
+    quantize: _Quantize = quantize_by
+    own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
+    mixtures: Sequence[MoeLayer] = ()  # DeepSpeed's, in a live module
+
+
+Described = tuple[InferenceConfig, HFModel, ModelSpec, LoadPlan, TensorSource]
+
+
+def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> Described:
+    """What is known of a model before its weights are read; `notes` gets what users should know."""
+    other_way = _other_way(model, settings)
+    if isinstance(model, Path):
+        hf_model = _from_folder(model, other_way)
+    elif isinstance(model, Opened):
+        given = model.config, model.class_names, None, lambda: model.source, other_way
+        hf_model = HFModel(*given, is_checkpoint=True, quantize=model.quantize)
+    else:
+        hf_model = _from_module(model, other_way)
+    if settings.checkpoint is not None:
+        if isinstance(model, Path):
+            refuse_checkpoint(settings)
+        source = partial(open_weights, settings.checkpoint, settings.base_dir)
+        hf_model = hf_model._replace(open_source=source)
+    hf_model = hf_model._replace(config=overlay(hf_model.config, settings.config))
+    return describe(hf_model, settings, notes)
+
+
+def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Described:
+    """What is known of a HF model that is found already; see `describe_fused`."""
+    try:
+        spec, table = describe_model(found.config.to_dict(), found.class_names)
+        spec, table = with_layers(spec, table, found.mixtures)
+    except ModelError as error:
+        raise ModelError(f"{error} {found.other_way}") from error
+    _check_least_tokens(spec, settings)
+    if settings.kv_cache_dtype is not None and not spec.can_generate:
+        raise ConfigError(
+            f"kv_cache_dtype={settings.kv_cache_dtype!r}: {spec.architecture} does not generate "
+            "and has no cache. Leave it unset."
+        )
+    if settings.streams and spec.encoder:
+        raise ConfigError(
+            f"keep_module_on_host=True: the layers of {spec.architecture}, which has two stacks of "
+            "them, are not streamed. Leave it unset, or use a quantized model."
+        )
+    notes.extend(_check_mixtures(found, settings))
+    most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
+    if asked is not None and asked > most:
+        notes.append(f"max_out_tokens={asked}: the model's positions end at {most} tokens before")
+    config, recipe = found.config.to_dict(), make_recipe(settings.quant)
+    stored_as = source = fit(found.open_source(), wanted_by_table(table, config))
+    notes.extend(source.notes)
+    adapters = [*found.own_adapters(), *open_adapters(settings)]
+    source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
+    notes.extend(more)
+    plan = make_load_plan(table, source)
+    if not found.class_names:
+        notes.append(f"config.json names no architecture; taken as {spec.architecture}")
+    if plan.unused:
+        notes.append(f"weights without use here: {', '.join(plan.unused)}")
+    plain = [name for row, names in plan.rows if row.scheme is None for name in names]
+    held = set(stored_as.names())  # adapters give others, and in float32
+    stored = count_elements(stored_as, [name for name in plain if name in held])
+    own = own_dtype(found.config, stored) if found.is_checkpoint else None
+    return with_dtype(settings, notes, stored, own), found, spec, plan, source
+
+
+def _from_folder(folder: Path, other_way: str) -> HFModel:
+    folder = check_folder(folder)
+    config = read_config(folder)
+    names = config.architectures
+    source = partial(open_checkpoint, folder)
+    own = read_generation_config(folder, config)
+    return HFModel(config, names, own, source, other_way, is_checkpoint=True)
+
+
+def _from_module(live: Any, other_way: str) -> HFModel:
+    check_wrapper(live, other_way)
+    module = see_through(live)
+    if not hasattr(getattr(module, "config", None), "to_dict"):
+        raise ModelError(
+            f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
+            f"own decoder, does not know it. {other_way}"
+        )
+    mixtures = check_parts(live, other_way)
+    generation = getattr(module, "generation_config", None)
+
+    def open_source() -> TensorSource:
+        check_values(live)
+        return open_module(live)
+
+    own = module.config, class_names(module), generation, open_source, other_way
+    return HFModel(*own, own_adapters=partial(open_adapters_of, live), mixtures=mixtures)
+
+
+def _other_way(model: Any, settings: InferenceConfig) -> str:
+    """How to run a model that fused mode does not serve."""
+    if isinstance(model, Path):
+        return "Load it with transformers and pass the module, with backend='torch'."
+    if settings.backend == "jax":
+        return "With backend='torch' any module runs as it is."
+    return "Leave replace_with_kernel_inject unset to run the module as it is."
+
+
+def overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
+    """The HF config with the caller's fields laid over it; the given one stays as it is."""
+    if not fields:
+        return config
+    from transformers import AutoConfig
+
+    values = config.to_dict()
+    for name, value in fields.items():
+        if name not in values:
+            near = difflib.get_close_matches(str(name), values, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(f"config.{name}: the model's config has no such field{hint}")
+        if name == "model_type" and value != values[name]:
+            raise ConfigError(f"config.model_type={value!r}, but the model is a {values[name]!r}.")
+    values |= fields
+    model_type = values.pop("model_type")
+    check_sizes(model_type, values)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers' validation raises many kinds
+        raise ConfigError(f"config={dict(fields)!r} is not valid: {error}") from error
+
+
+def refuse_checkpoint(settings: InferenceConfig) -> None:
+    """Raise ConfigError where a checkpoint is named beside a model that is one."""
+    if settings.checkpoint is not None:
+        raise ConfigError(
+            f"checkpoint={settings.checkpoint!r}: the model is a checkpoint's folder already. Pass "
+            "one of them."
+        )
+
+
+def _check_least_tokens(spec: ModelSpec, settings: InferenceConfig) -> None:
+    """Raise ConfigError if `min_out_tokens` promises what generate would refuse."""
+    least, most = settings.min_out_tokens, spec.most_tokens(settings.max_out_tokens)
+    if least > 1 and not spec.can_generate:
+        raise ConfigError(
+            f"min_out_tokens={least}: {spec.architecture} does not generate and has no cache. "
+            "Leave it unset."
+        )
+    if least > most:
+        raise ConfigError(
+            f"min_out_tokens={least}, but {spec.architecture} takes at most {most} tokens here. "
+            "Use a smaller one."
+        )
+
+
+def _check_mixtures(found: HFModel, settings: InferenceConfig) -> list[str]:
+    """Notes of DeepSpeed's MoE layers; ModelError where experts of them are in other processes."""
+    layers = found.mixtures
+    for own in layers:
+        if own.held < own.count and settings.checkpoint is None:
+            raise ModelError(
+                f"{own.dispatch} was made with ep_size={own.count // own.held} and holds "
+                f"{own.held} of its {own.count} experts. Pass checkpoint= with all of them, or "
+                f"make the layer with ep_size=1. {found.other_way}"
+            )
+    drawn = any(own.drawn for own in layers)
+    return [describe_layers([own.count for own in layers], 0, drawn)] if layers else []
+
+
+def open_adapters(settings: InferenceConfig) -> list[Adapter]:
+    """Those of the config, once `_find` has found them."""
+    return [open_adapter(Path(p), factor) for p, factor in (settings.adapter or {}).items()]
+
+
+def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedError | None:
+    """Why fused mode does not serve a folder's model; None where it does, or nothing would.
+
+    The caller's `fields` are laid over those of config.json.
+    """
+    try:
+        config = overlay(read_config(folder), fields)
+        describe_model(config.to_dict(), config.architectures)
+    except UnservedError as error:
+        return error
+    except DualinferError:  # raised where the model is described
+        return None
+    return None
+
+
+def with_dtype(
+    settings: InferenceConfig, notes: list[str], stored: Counter[str], own: str | None
+) -> InferenceConfig:
+    """The config with its dtype resolved; `own` is that of a checkpoint passed as the model.
+
+    `stored` counts the elements of each dtype.
+    """
+    if settings.dtype is not None:
+        return settings
+    dtype = backends.default_dtype(settings.backend)  # the contract's
+    if own is None:
+        notes.append(f"dtype was unset: {dtype}")
+        if dtype == "float16" and "bfloat16" in stored:
+            warn_caller(
+                "The model is bfloat16 and dtype is unset, so that it is float16 on a GPU, whose "
+                'range is smaller. Pass dtype="bf16" to keep its own.'
+            )
+        return settings.model_copy(update={"dtype": dtype})
+    name, why = serving_dtype(own, dtype)
+    try:
+        backends.check_dtype(settings.backend, name)
+        dtype = name
+    except ConfigError:  # a GPU without bfloat16
+        why = f"the checkpoint is {own}, in which the device does not compute"
+    notes.append(f"dtype was unset: {dtype}, {why}")
+    return settings.model_copy(update={"dtype": dtype})
+
+
+def own_dtype(config: Any, stored: Counter[str]) -> str:
+    """A checkpoint's dtype, as in transformers: its config's, else that of most of its elements."""
+    own = config.to_dict().get("dtype")
+    return own or next((dtype for dtype, _ in stored.most_common()), "float32")
+
+
+def count_elements(source: TensorSource, names: Iterable[str]) -> Counter[str]:
+    """How many elements of each dtype a source holds under these names."""
+    elements: Counter[str] = Counter()
+    for name in names:
+        elements[source.dtype(name)] += prod(source.shape(name))
+    return elements
+
+
+def stored_dtypes(model: Any, source: TensorSource | None) -> Counter[str]:
+    """The dtypes of what a torch module will hold, before it is cast, by their elements."""
+    if source is not None:
+        return count_elements(source, source.names())
+    elements: Counter[str] = Counter()
+    for parameter in getattr(model, "parameters", tuple)():
+        dtype = str(getattr(parameter, "dtype", "")).removeprefix("torch.")
+        elements[dtype] += prod(getattr(parameter, "shape", ()))
+    return elements
