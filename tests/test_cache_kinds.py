@@ -321,7 +321,9 @@ def test_the_plan_and_the_bench_count_what_the_kind_takes(hf_model, add_blocks):
 
 ROOT = Path(dualinfer.__file__).parent
 INSIDE = {
-    f"backends/{backend}/{file}.py" for backend in BACKENDS for file in ("cache", "ops/kernels")
+    f"backends/{backend}/{file}.py"
+    for backend in BACKENDS
+    for file in ("cache", "ops/kernel_attention")
 }
 ELSEWHERE = (
     "kernels",

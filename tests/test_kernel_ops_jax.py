@@ -18,8 +18,9 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.jax import ahead, steps  # noqa: E402
-from dualinfer.backends.jax.ops.kernels import KernelOps, unserved  # noqa: E402
+from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
+from dualinfer.backends.kernels import unserved  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.engine import loop  # noqa: E402
 from dualinfer.kernels.triton import linear, norm  # noqa: E402

@@ -158,7 +158,7 @@ def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
         return f"{KERNELS_NEED}, and this is a {kind}"
     if not has_triton():
         return NO_TRITON
-    from .ops.kernels import unserved
+    from ..kernels import unserved
 
     beyond = unserved(spec)
     return "" if beyond is None else f"the kernels do not serve {beyond}"

@@ -153,7 +153,7 @@ def _obstacle(spec: ModelSpec, device: torch.device) -> str:
         return f"{_KERNELS_NEED}, and this is a {device_name(device)}"
     if not has_triton():
         return "Triton is not installed"
-    from .ops.kernels import unserved
+    from ..kernels import unserved
 
     beyond = unserved(spec)
     if beyond is None:

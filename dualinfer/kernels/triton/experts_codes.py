@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .experts_kernels import gated_value, number_here
-from .launch import dot, let_next_start, wait_for_inputs
+from .launch import let_next_start, wait_for_inputs
 from .quantized_kernels import (
     _beside,
     _inputs,
@@ -28,7 +28,7 @@ from .quantized_kernels import (
     _sums,
     _unit,
 )
-from .quantized_tiles import _bytes, _chunk, _of_bytes, _of_chunk, _of_chunks
+from .quantized_tiles import _beginning, _blocks, _row_of_codes, _sum_tile
 
 
 @triton.constexpr_function
@@ -219,15 +219,8 @@ def codes_tile_kernel(
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
-    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
-    CHUNKS: tl.constexpr = QUADS * 16 // BYTES
-    COLUMNS: tl.constexpr = BYTES * 8 // BITS
-    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
-    EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
-    HELD: tl.constexpr = (K + 31) // 32 * 16 if BITS == 4 else K
-    BLOCKS: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1] if BLOCK[1] else 1
+    HELD: tl.constexpr = _row_of_codes(K, BITS)
     TURNS: tl.constexpr = (HELD + QUADS * 16 - 1) // (QUADS * 16)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.cdiv(features, BLOCK_N)
     wave = tl.program_id(0) // (GROUP * columns) * GROUP
     size = tl.minimum(most - wave, GROUP)
@@ -252,46 +245,14 @@ def codes_tile_kernel(
     scale_ptr += expert * scale_stride
     if zero_ptr is not None:
         zero_ptr += expert * scale_stride
-    lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * BLOCKS
-    acc = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32)
-    zero_of_row = 0.0
-    if zero_ptr is not None and BLOCK[1] == 0:
-        zero_of_row = tl.load(zero_ptr + lying).to(tl.float32)
-    scales = (0.0,)
-    if EACH:
-        scales = _of_chunks(scale_ptr, lying, 0, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
-    for turn in tl.range(0, TURNS, num_stages=STAGES):
-        chunk = turn * CHUNKS
-        next_scales = scales
-        if EACH:
-            at = chunk + CHUNKS
-            next_scales = _of_chunks(scale_ptr, lying, at, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
-        for part in tl.static_range(CHUNKS):
-            b = (chunk + part) * BYTES + tl.arange(0, BYTES)
-            w = _bytes(weight_ptr, rows, b, HELD)
-            if SMALL:
-                of_byte = (b // 16 * 32 + b % 4 * 8) // BLOCK[1]
-                at = lying[:, None] + tl.minimum(of_byte, BLOCKS - 1)[None, :]
-                s = _scale(tl.load(scale_ptr + at), SCALES)
-            p = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32) if EACH else acc
-            for half in tl.static_range(8 // BITS):
-                v = _of_bytes(w, half, CODES, TABLE, dtype)
-                if zero_ptr is not None:
-                    z = zero_of_row
-                    if EACH:
-                        z = _of_chunk(zero_ptr, lying, chunk + part, COLUMNS, BLOCK[1], BLOCKS)
-                    v = (v.to(tl.float32) - z.to(tl.float32)[:, None]).to(dtype)
-                if SMALL:
-                    v = (v.to(tl.float32) * s).to(dtype)
-                k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b
-                x = tl.load(x_row[None, :] + k[:, None], mask=(b < HELD)[:, None], other=0.0)
-                p = dot(v, x, p)
-            acc = acc + p * _scale(scales[part], SCALES)[:, None] if EACH else p
-        scales = next_scales
-    if BLOCK[1] == 0:
-        acc *= _scale(tl.load(scale_ptr + lying), SCALES)[:, None]
     if outer_ptr is not None:
-        acc *= tl.load(outer_ptr + expert * features * PARTS + rows)[:, None]
+        outer_ptr += expert * features * PARTS
+    lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * _blocks(K, BLOCK[1])
+    begun = _beginning(scale_ptr, zero_ptr, lying, 0, K, BITS, BLOCK, QUADS)
+    acc = _sum_tile(
+        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, 0, begun),
+        *(x_ptr.dtype.element_ty, K, CODES, BITS, TABLE, SCALES, BLOCK, QUADS, TURNS, STAGES),
+    )
     if bias_ptr is not None:
         b = tl.load(bias_ptr + expert * features * PARTS + rows).to(tl.float32)
         acc += b[:, None]

@@ -82,6 +82,98 @@ def _bytes(weight_ptr, rows, b, HELD: tl.constexpr):
     return w.to(tl.uint8, bitcast=True)
 
 
+@triton.constexpr_function
+def _row_of_codes(width, bits):
+    """Bytes of a row of codes."""
+    return (width + 31) // 32 * 16 if bits == 4 else width
+
+
+@triton.constexpr_function
+def _blocks(width, columns):
+    """Scales of a row."""
+    return (width + columns - 1) // columns if columns else 1
+
+
+@triton.jit
+def _beginning(
+    scale_ptr, zero_ptr, lying, chunk, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """The first scales that `_sum_tile` takes, of chunk number `chunk` on, and zeros of rows."""
+    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
+    COLUMNS: tl.constexpr = BYTES * 8 // BITS
+    zero_of_row = 0.0
+    if zero_ptr is not None and BLOCK[1] == 0:
+        zero_of_row = tl.load(zero_ptr + lying).to(tl.float32)
+    scales = (0.0,)
+    if BLOCK[1] >= COLUMNS:
+        CHUNKS: tl.constexpr = QUADS * 16 // BYTES
+        of_row: tl.constexpr = _blocks(K, BLOCK[1])
+        scales = _of_chunks(scale_ptr, lying, chunk, CHUNKS, COLUMNS, BLOCK[1], of_row)
+    return scales, zero_of_row
+
+
+@triton.jit
+def _sum_tile(
+    x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first, begun,
+    dtype: tl.constexpr, K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr,
+    TABLE: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr, QUADS: tl.constexpr,
+    TURNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products [R, M] of R rows of codes and M rows of x, summed over TURNS times QUADS quads.
+
+    They are summed chunk by chunk of one scale a row, from number `first` on, so that codes become
+    values in the registers that the matrix units read. `lying` is where rows' scales begin, and
+    `begun` what `_beginning` gave: scales are fetched a turn ahead, as no copy to shared memory
+    carries them. Zeros are not, since the layout of an operand in registers goes back to loads
+    alone.
+    """
+    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
+    CHUNKS: tl.constexpr = QUADS * 16 // BYTES
+    COLUMNS: tl.constexpr = BYTES * 8 // BITS
+    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
+    EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
+    HELD: tl.constexpr = _row_of_codes(K, BITS)
+    BLOCKS: tl.constexpr = _blocks(K, BLOCK[1])
+    R: tl.constexpr = rows.shape[0]
+    M: tl.constexpr = x_row.shape[0]
+    scales, zero_of_row = begun
+    acc = tl.zeros((R, M), tl.float32)
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        chunk = first + turn * CHUNKS
+        next_scales = scales
+        if EACH:
+            at = chunk + CHUNKS
+            next_scales = _of_chunks(scale_ptr, lying, at, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
+        for part in tl.static_range(CHUNKS):
+            b = (chunk + part) * BYTES + tl.arange(0, BYTES)
+            w = _bytes(weight_ptr, rows, b, HELD)
+            if SMALL:
+                of_byte = (b // 16 * 32 + b % 4 * 8) // BLOCK[1]
+                at = lying[:, None] + tl.minimum(of_byte, BLOCKS - 1)[None, :]
+                s = _scale(tl.load(scale_ptr + at), SCALES)
+            p = tl.zeros((R, M), tl.float32) if EACH else acc
+            for half in tl.static_range(8 // BITS):
+                v = _of_bytes(w, half, CODES, TABLE, dtype)
+                if zero_ptr is not None:
+                    z = zero_of_row
+                    if EACH:
+                        z = _of_chunk(zero_ptr, lying, chunk + part, COLUMNS, BLOCK[1], BLOCKS)
+                    v = (v.to(tl.float32) - z.to(tl.float32)[:, None]).to(dtype)
+                if SMALL:
+                    v = (v.to(tl.float32) * s).to(dtype)
+                k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b
+                x = tl.load(x_row[None, :] + k[:, None], mask=(b < HELD)[:, None], other=0.0)
+                p = dot(v, x, p)
+            acc = acc + p * _scale(scales[part], SCALES)[:, None] if EACH else p
+        scales = next_scales
+    if BLOCK[1] == 0:
+        acc *= _scale(tl.load(scale_ptr + lying), SCALES)[:, None]
+    if outer_ptr is not None:
+        acc *= tl.load(outer_ptr + rows)[:, None]
+    return acc
+
+
 @triton.jit
 def order_kernel(
     x_ptr, y_ptr, x_stride, K: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr
@@ -115,19 +207,10 @@ def tile_kernel(
     """y [count, features] of x [count, K] on the matrix units, which take the weights first.
 
     Codes of 4 bits want x as `order_kernel` gives it. A program sums a tile over TURNS times QUADS
-    quads, chunk by chunk of one scale a row, so that codes become values in the registers that the
-    matrix units read. With GATED it has as many rows of gate, then of up.
+    quads. With GATED it has as many rows of gate, then of up.
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
-    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
-    CHUNKS: tl.constexpr = QUADS * 16 // BYTES
-    COLUMNS: tl.constexpr = BYTES * 8 // BITS
-    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
-    EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
-    HELD: tl.constexpr = (K + 31) // 32 * 16 if BITS == 4 else K
-    BLOCKS: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1] if BLOCK[1] else 1
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_N * PARTS)
@@ -135,50 +218,14 @@ def tile_kernel(
     # Rows outside repeat the last one: nothing of theirs is written.
     rows = tl.minimum(own, features - 1).to(tl.int64) + (r // BLOCK_N) * features
     x_row = x_ptr + tl.minimum(m, count - 1).to(tl.int64) * x_stride
-    lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * BLOCKS
-    acc = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32)
-    zero_of_row = 0.0
-    if zero_ptr is not None and BLOCK[1] == 0:
-        zero_of_row = tl.load(zero_ptr + lying).to(tl.float32)
-    # Scales are fetched a turn ahead: no copy to shared memory carries them. Zeros are not, since
-    # the layout of an operand in registers goes back to loads alone.
-    first = split * TURNS * CHUNKS
-    scales = (0.0,)
-    if EACH:
-        scales = _of_chunks(scale_ptr, lying, first, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
+    lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * _blocks(K, BLOCK[1])
+    first = split * TURNS * (QUADS * 16 // _chunk(BITS, BLOCK[1], QUADS))
+    begun = _beginning(scale_ptr, zero_ptr, lying, first, K, BITS, BLOCK, QUADS)
     wait_for_inputs(PDL)
-    for turn in tl.range(0, TURNS, num_stages=STAGES):
-        chunk = first + turn * CHUNKS
-        next_scales = scales
-        if EACH:
-            at = chunk + CHUNKS
-            next_scales = _of_chunks(scale_ptr, lying, at, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
-        for part in tl.static_range(CHUNKS):
-            b = (chunk + part) * BYTES + tl.arange(0, BYTES)
-            w = _bytes(weight_ptr, rows, b, HELD)
-            if SMALL:
-                of_byte = (b // 16 * 32 + b % 4 * 8) // BLOCK[1]
-                at = lying[:, None] + tl.minimum(of_byte, BLOCKS - 1)[None, :]
-                s = _scale(tl.load(scale_ptr + at), SCALES)
-            p = tl.zeros((BLOCK_N * PARTS, BLOCK_M), tl.float32) if EACH else acc
-            for half in tl.static_range(8 // BITS):
-                v = _of_bytes(w, half, CODES, TABLE, dtype)
-                if zero_ptr is not None:
-                    z = zero_of_row
-                    if EACH:
-                        z = _of_chunk(zero_ptr, lying, chunk + part, COLUMNS, BLOCK[1], BLOCKS)
-                    v = (v.to(tl.float32) - z.to(tl.float32)[:, None]).to(dtype)
-                if SMALL:
-                    v = (v.to(tl.float32) * s).to(dtype)
-                k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b
-                x = tl.load(x_row[None, :] + k[:, None], mask=(b < HELD)[:, None], other=0.0)
-                p = dot(v, x, p)
-            acc = acc + p * _scale(scales[part], SCALES)[:, None] if EACH else p
-        scales = next_scales
-    if BLOCK[1] == 0:
-        acc *= _scale(tl.load(scale_ptr + lying), SCALES)[:, None]
-    if outer_ptr is not None:
-        acc *= tl.load(outer_ptr + rows)[:, None]
+    acc = _sum_tile(
+        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first, begun),
+        *(x_ptr.dtype.element_ty, K, CODES, BITS, TABLE, SCALES, BLOCK, QUADS, TURNS, STAGES),
+    )
     ended = 0
     if SPLITS > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)

@@ -10,6 +10,7 @@ from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ...contract import ALONE, Neighbours, Routing, Weights
+from ...kernels import serves_product
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
@@ -90,7 +91,7 @@ class SplitKernelOps(KernelOps):
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
         x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
         values = x.numel() // x.shape[-1] * weight.shape[0]
-        wide = self.is_narrow(x, weight) and self._exchange_for(values) is not None
+        wide = serves_product(x, weight, ALONE) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))
         return self._sum(partial, by.bias, by.residual, x.dtype)
 

@@ -22,11 +22,12 @@ from ....kernels.triton.tuning import Config, Key
 from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import ALONE, LatentQkv, LayerAttention, Neighbours, NormOf, Routing, Weights
+from ...kernels import linear_key, serves_product
 from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache, LatentCache
 from ..device import free_bytes
-from ..ops.kernels import KernelOps, linear_key, takes_groups
+from ..ops.kernels import KernelOps, takes_groups
 from ..ops.primitives import CACHE_CODES
 from ..params import Params
 
@@ -157,7 +158,7 @@ class _Recorder:
         if x.numel() > x.shape[-1] or rounds_input(weight):
             by = by._replace(norm=None)  # a launch of its own
         count = x.numel() // x.shape[-1]
-        if self.ops.is_narrow(x, weight, by) or eight_bit(weight, count, x.element_size()):
+        if serves_product(x, weight, by) or eight_bit(weight, count, x.element_size()):
             product = _Product(weight, by)
             self.products.setdefault(linear_key(x, weight, by), []).append(product)
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))

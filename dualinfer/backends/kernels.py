@@ -1,12 +1,13 @@
-"""Routers and experts by Triton's kernels, as both backends launch them."""
+"""What both backends decide of ops by Triton's kernels: what is served, and how it is launched."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from ..model.spec import Experts, Router
+from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
-from .contract import Array, Neighbours, NormOf, Routing
+from .contract import Array, LayerAttention, Neighbours, NormOf, Routing
+from .schemes import eight_bit as in_eight_bits
 from .schemes import packed, rounds_input
 
 
@@ -33,6 +34,68 @@ class Launcher(Protocol):
     def starts_early(self, rows: int) -> bool:
         """Whether kernels over so many rows start before the one in front has ended."""
         ...
+
+
+def unserved(spec: ModelSpec) -> str | None:
+    """What of a model is beyond the kernels, for people; None if they serve it."""
+    from ..kernels.triton import attention, latent, norm, thresholds
+
+    dim = max(layer.attention.head_dim for layer in spec.layers)
+    if dim > attention.LARGEST_HEAD:
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    if max(ranks, default=0) > latent.LARGEST_RANK:
+        return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
+    if spec.embed > norm.WIDEST:
+        return f"a hidden size of {spec.embed} (at most {norm.WIDEST})"
+    if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
+        return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
+    return None
+
+
+def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:
+    """How a layer's queries and keys are normed and turned, as the kernels take it."""
+    rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
+    return {
+        "inv_freq": frequencies,
+        "scaling": rope.scaling if rope else 1.0,
+        "interleaved": rope.interleaved if rope else False,
+        "q_norm": q_norm.weight if q_norm else None,
+        "k_norm": k_norm.weight if k_norm else None,
+        "norm_eps": q_norm.spec.eps if q_norm else 0.0,
+        "norm_unit_offset": q_norm.spec.unit_offset if q_norm else False,
+        "norm_turned": layer.spec.norm_turned,
+        "original": rope.original if rope else 0,
+        "stretch": rope.stretch if rope else 0.0,
+    }
+
+
+def linear_key(x: Array, weight: Weight, by: Neighbours) -> tuple[Any, ...]:
+    """The tuning key of a product by a kernel, which norms x itself if there is a norm."""
+    from ..kernels.triton import eight_bit, linear, quantized
+
+    count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
+    features = features // 2 if by.gated else features
+    eight = in_eight_bits(weight, count, size)
+    if eight is not None:
+        return eight_bit.tuning_key(count, features, eight.weight, eight.block, by.gated)
+    codes = packed(weight)
+    if codes is not None:
+        normed = by.norm is not None
+        return quantized.tuning_key(count, features, codes, size, by.gated, normed)
+    return linear.tuning_key(count, features, width, size, by.gated)
+
+
+def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
+    """Whether the kernel for few rows serves a product."""
+    from ..kernels.triton import linear, quantized
+
+    count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
+    if weight.scheme is not None:
+        known = packed(weight) is not None
+        return known and count <= (1 if size == 4 else quantized.MOST_ROWS)
+    fused = by.activation is not None or by.residual is not None
+    return linear.serves(count, features, width, size, fused)
 
 
 def route_launch(

@@ -1,0 +1,351 @@
+"""Attention by kernels: queries and keys turned in place, of prompts, of a token, to latents."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    head_norm,
+    latent,
+    rotary,
+)
+from ....kernels.xla.launches import call
+from ....model.spec import Attention, ModelSpec, Rope
+from ...caches import CacheView, CrossView
+from ...contract import LatentQkv, LayerAttention
+from ...kernels import head_arguments
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
+from . import primitives
+from .cudnn import cudnn_serves
+from .kernel_base import KernelBase
+from .plain import chunks_of, last_of, scoring, turns
+
+
+class KernelAttention(KernelBase):
+    """Attention, and what is done to queries, keys and values before it."""
+
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: jax.Array, last: jax.Array | None = None
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
+
+    def _prepared(
+        self, layer: LayerAttention, qkv: jax.Array, positions: jax.Array
+    ) -> tuple[LayerAttention, jax.Array]:
+        """What is left of a layer's norms for the launch that turns heads, and qkv with others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer, qkv
+        if layer.whole is not None:
+            assert a.growth is None
+            query, key, _ = a.qkv_sizes
+            *parts, v = jnp.split(qkv, (query, query + key), axis=-1)
+            q, k = (p.reshape(*p.shape[:-1], -1, a.head_dim) for p in parts)
+            normed = [x.reshape(*qkv.shape[:-1], -1) for x in self._norm_heads(layer, q, k)]
+            qkv = jnp.concatenate([*normed, v], axis=-1)
+        else:
+            with jax.named_scope("qk_norm"):
+                _, (qkv,) = call(
+                    head_norm.norm_heads,
+                    qkv,
+                    **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                    positions=None if a.growth is None else positions,
+                    pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+                    capability=self.capability,
+                    written=(qkv,),
+                )
+        if a.clip is not None and a.clip_normed:
+            qkv = self.clip(qkv, a.clip)
+        return layer._replace(q_norm=None, k_norm=None), qkv
+
+    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind."""
+        return cast(Any, cache) if cache is not None and self.knows(cache) else None
+
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheView | None]:
+        """See `PlainOps._latents`; by one launch."""
+        a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
+        assert a.latent is not None and norm is not None and rope is not None
+        held = [] if cache is None else [cast(LatentCache, cache).shared]
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        ends = last if lengths is None else lengths
+        with jax.named_scope("rotary"):
+            _, (queries, shared, *filled) = call(
+                latent.turn_latents,
+                *qkv,
+                positions if lengths is None else lengths[:, None],
+                heads=a.heads,
+                rank=a.latent.rank,
+                norm=norm.weight,
+                eps=norm.spec.eps,
+                inv_freq=_frequencies(rope),
+                scaling=rope.scaling,
+                interleaved=rope.interleaved,
+                cache=held[0] if held else None,
+                slots=slots,
+                ends=ends if rope.stretch else None,
+                original=rope.original,
+                stretch=rope.stretch,
+                pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+                capability=self.capability,
+                written=(*qkv, *held),
+            )
+        q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
+        return q, shared, LatentCache(*filled) if held else None
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: jax.Array | None,
+        mask: jax.Array | None,
+        segments: jax.Array | None,
+    ) -> tuple[jax.Array, CacheView | None]:
+        """`attend` with latent attention: keys and values of each head are made, of one width."""
+        a = layer.spec
+        q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+        k, v = self._of_latents(layer, shared)
+        width = v.shape[-1]
+        most = max(width, a.head_dim)
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in (q, k, v))
+        batch, tokens = q.shape[:2]
+        shape = q.dtype.itemsize, most, tokens, batch * a.heads, a.causal
+        with jax.named_scope("attention"):
+            y, _ = call(
+                attention.attention,
+                *(q, k, v),
+                scale=a.scale,
+                causal=a.causal,
+                mask=mask,
+                segments=segments,
+                sms=self.sms,
+                config=self.configurations.find(attention_choice.tuning_key(*shape)),
+                pdl=self.starts_early(batch * tokens),
+                capability=self.capability,
+            )
+        return y[..., :width].reshape(batch, tokens, -1), cache
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: CacheView | None = None,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, CacheView | None]:
+        """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
+        a = layer.spec
+        angles, last = angles if isinstance(angles, tuple) else (angles, None)
+        layer, qkv = self._prepared(layer, qkv, angles)
+        batch, tokens, _ = qkv.shape
+        segments = chunks_of(a, batch, tokens, mask, segments)
+        known = self._known(cache)
+        held = _held(known)
+        pools = None if known is None else known[:2]
+        by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
+        turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        turn |= {"ends": last, "cache": pools, "slots": None if known is None else slots}
+        turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
+        turn |= {"pdl": self.starts_early(batch * tokens)} | _head_arguments(layer)
+        pairs = batch * a.heads
+        shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
+        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
+        how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
+        how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
+        how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
+        # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
+        apart = by_cudnn or (cache is not None and known is None)
+        with jax.named_scope("rotary"):
+            written = (*(() if apart else (qkv,)), *held)
+            y, filled = call(
+                rotary.rotary_append if apart else _turn_and_attend,
+                qkv,
+                angles,
+                **({"apart": True} | turn if apart else {"turn": turn, "how": how}),
+                capability=self.capability,
+                written=written,
+            )
+            if known is not None:
+                cache = _with(known, filled[len(filled) - len(held) :])
+        if not apart:
+            return y.reshape(batch, tokens, -1), cache
+        q, k, v = y
+        if cache is not None and known is None:
+            assert slots is not None
+            cache = primitives.write(cache, slots, k, v)
+            k, v = (part.astype(q.dtype) for part in cache.kept(k, v))
+        with jax.named_scope("attention"):
+            if by_cudnn:
+                y = jax.nn.dot_product_attention(
+                    q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
+                )
+            else:
+                how |= {"capability": self.capability}
+                y, _ = call(attention.attention, q, k, v, **how)
+        return y.reshape(batch, tokens, -1), cache
+
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, CacheView]:
+        """See `PlainOps.attend_token`."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_token_to_latents(layer, qkv, cache, lengths)
+        known = self._known(cache)
+        if known is None:
+            rope, growth = layer.spec.rope, layer.spec.growth
+            angles, last = angles if isinstance(angles, tuple) else (angles, None)
+            turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
+            if growth:
+                turned[growth] = primitives.growth(angles, *growth)
+            return super().attend_token(layer, qkv, turned, cache, lengths)
+        a = layer.spec
+        layer, qkv = self._prepared(layer, qkv, lengths[:, None])
+        slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
+        shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
+        held = _held(known)
+        key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.reach or reach), *shape)
+        assert self._counters is not None
+        with jax.named_scope("decode_attention"):
+            y, (*filled, self._counters) = call(
+                decode_attention.decode_attention,
+                qkv[:, 0],
+                known[:2],
+                lengths,
+                table=_table_of(known),
+                scales=tuple(held[2:]) or None,
+                heads=a.heads,
+                counters=self._counters,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(len(lengths)),
+                capability=self.capability,
+                written=(*held, self._counters),
+                chunk=a.chunk,
+                relative=layer.bias,
+                **_head_arguments(layer),
+                **scoring(layer),
+            )
+        return y[:, None], _with(known, filled)
+
+    def _attend_token_to_latents(
+        self, layer: LayerAttention, qkv: LatentQkv, cache: CacheView, lengths: jax.Array
+    ) -> tuple[jax.Array, CacheView]:
+        """Each head's value of one new token a slot, [N, 1, H value_dim], and the cache."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
+        shape = a.heads, a.latent.rank, q.dtype.itemsize
+        key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+        with jax.named_scope("decode_attention"):
+            y, _ = call(
+                latent.decode_latents,
+                q.reshape(qkv.queries.shape),
+                cast(LatentCache, written).shared,
+                lengths,
+                layer.kv.data,
+                heads=a.heads,
+                turning=a.latent.turning,
+                scale=a.scale,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(len(lengths)),
+                capability=self.capability,
+            )
+        return y[:, None], cast(CacheView, written)
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        slots, kv_heads, reach, dim = cache.k.shape
+        shape = a.heads // kv_heads, dim, cache.k.dtype.itemsize
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        assert self._counters is not None
+        with jax.named_scope("cross_attention"):
+            y, (self._counters,) = call(
+                decode_attention.decode_attention,
+                q[:, 0],
+                cache[:2],
+                cache.lengths,
+                heads=a.heads,
+                scale=a.scale,
+                counters=self._counters,
+                cross=True,
+                config=self.configurations.find(key),
+                sms=self.sms,
+                pdl=self.starts_early(slots),
+                capability=self.capability,
+                written=(self._counters,),
+            )
+        return y[:, None]
+
+
+def _turn_and_attend(
+    qkv: Any, positions: Any, *, turn: Mapping[str, Any], how: Mapping[str, Any]
+) -> Any:
+    """Queries and keys normed and turned in place, the cache filled, and attention of them all."""
+    rotary.rotary_append(qkv, positions, **turn)
+    heads, kv_heads = turn["heads"], turn["kv_heads"]
+    split = qkv.unflatten(-1, (heads + 2 * kv_heads, turn["head_dim"]))
+    q, k, v = split.split((heads, kv_heads, kv_heads), dim=2)
+    return attention.attention(q, k, v, **how)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope) -> np.ndarray:
+    """float32 [R/2] or [2, R/2], the same array each time, so that a step holds it once."""
+    return np.array(rope.tables, np.float32)
+
+
+def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
+    return cache.table if isinstance(cache, BlockCache) else None
+
+
+def _held(cache: FullCache | BlockCache | None) -> list[jax.Array]:
+    """What kernels change: keys and values and, of codes, their scales."""
+    if cache is None:
+        return []
+    parts = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    return [part for part in parts if part is not None]
+
+
+def _with(cache: FullCache | BlockCache, held: list[jax.Array]) -> FullCache | BlockCache:
+    """The cache with other arrays in the place of `_held`."""
+    return cache._replace(**dict(zip(("k", "v", "k_scale", "v_scale"), held, strict=False)))
+
+
+def _head_arguments(layer: LayerAttention) -> dict[str, Any]:
+    rope = layer.spec.rope
+    return head_arguments(layer, _frequencies(rope) if rope else None)

@@ -1,0 +1,338 @@
+"""Attention by kernels: queries and keys turned in place, of prompts, of a token, to latents."""
+
+from typing import Any, cast
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ....kernels.triton import (
+    attention,
+    attention_choice,
+    decode_attention,
+    head_norm,
+    latent,
+    rotary,
+)
+from ....model.spec import Attention, ModelSpec
+from ...caches import CacheView, CrossView
+from ...contract import LatentQkv, LayerAttention
+from ...kernels import head_arguments
+from ..cache import BlockCache, CrossCache, FullCache, LatentCache
+from ..params import Params
+from ..profiling import named
+from . import primitives
+from .kernel_base import KernelBase
+from .plain import Chunk, chunks_of, last_of
+
+_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class KernelAttention(KernelBase):
+    """Attention, and what is done to queries, keys and values before it."""
+
+    def angles(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        positions: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> Any:
+        """The positions, with `last` if need be: kernels turn as they read queries and keys."""
+        last = last_of(spec, positions, last)
+        return positions if last is None else (positions, last)
+
+    def _heads(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor,
+        angles: Any,
+        cache: FullCache | BlockCache | None = None,
+        slots: torch.Tensor | None = None,
+        start: int = 0,
+    ) -> list[torch.Tensor]:
+        """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `start` on."""
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        a, layer = layer.spec, self._prepared(layer, qkv, positions)
+        slots = None if cache is None else slots
+        rotary.rotary_append(
+            qkv,
+            positions,
+            ends=last,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            cache=None if cache is None else cache[:2],
+            scales=_scales_of(cache),
+            table=_table_of(cache),
+            slots=slots,
+            starts=torch.full_like(slots, start) if start and slots is not None else None,
+            pdl=self.pdl,
+            **head_arguments(layer, layer.frequencies),
+        )
+        return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
+
+    def _prepared(
+        self, layer: LayerAttention, qkv: torch.Tensor, positions: torch.Tensor
+    ) -> LayerAttention:
+        """What is left of a layer's norms for the launch that turns heads; `qkv` has the others."""
+        a = layer.spec
+        if not head_norm.is_apart(a):
+            return layer
+        if layer.whole is not None:
+            assert a.growth is None
+            parts = qkv.split(a.qkv_sizes, dim=-1)[:2]
+            q, k = (x.unflatten(-1, (-1, a.head_dim)) for x in parts)
+            for x, normed in zip((q, k), self._norm_heads(layer, q, k), strict=True):
+                x.copy_(normed)
+        else:
+            head_norm.norm_heads(
+                qkv,
+                **head_norm.arguments(a, layer.q_norm, layer.k_norm),
+                positions=positions,
+                pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
+            )
+        if a.clip is not None and a.clip_normed:
+            self.clip(qkv, a.clip)
+        return layer._replace(q_norm=None, k_norm=None)
+
+    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind."""
+        return cast(Any, cache) if cache is not None and self.knows(cache) else None
+
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
+        a, rope = layer.spec, layer.spec.rope
+        assert a.latent is not None and layer.latent_norm is not None and rope is not None
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        latent.turn_latents(
+            *qkv,
+            positions if lengths is None else lengths[:, None],
+            heads=a.heads,
+            rank=a.latent.rank,
+            norm=layer.latent_norm.weight,
+            eps=layer.latent_norm.spec.eps,
+            inv_freq=layer.frequencies,
+            scaling=rope.scaling,
+            interleaved=rope.interleaved,
+            cache=None if cache is None else cast(LatentCache, cache).shared,
+            slots=slots,
+            ends=last if lengths is None else lengths,
+            original=rope.original,
+            stretch=rope.stretch,
+            pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
+        )
+        return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
+
+    def _attend_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: torch.Tensor | None,
+        chunk: Chunk | None,
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """`attend` with latent attention: each head's keys and values are made, of one width.
+
+        Those of the pieces before a chunk are made anew, of what is cached.
+        """
+        q, shared = self._latents(layer, qkv, angles, cache, slots)
+        if chunk is not None and chunk.start:
+            held = cast(LatentCache, cache).shared
+            shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
+        k, v = self._of_latents(layer, shared)
+        width, dim = v.shape[-1], layer.spec.head_dim
+        q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
+        return self._attention(layer, q, k, v, how)[..., :width]
+
+    @named("attention")
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor | LatentQkv,
+        angles: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: CacheView | None = None,
+        slots: torch.Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> tuple[torch.Tensor, CacheView | None]:
+        """See `PlainOps.attend`; `qkv` is changed in place."""
+        start = chunk.start if chunk else 0
+        how: dict[str, Any] = {"start": start, "mask": mask, "segments": segments}
+        if isinstance(qkv, LatentQkv):
+            y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
+            return y.flatten(-2), cache
+        if layer.places is not None:  # by primitives: scores gather two products more
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
+        known = self._known(cache)
+        q, k, v = self._heads(layer, qkv, angles, known, slots, start)
+        table = scales = None
+        if known is not None and chunk is not None and start:
+            k, v, table, scales = known.k, known.v, _table_of(known), _scales_of(known)
+            if table is not None:
+                table = table[chunk.slot, None]
+            else:
+                k, v = (part[chunk.slot, None].transpose(1, 2) for part in (k, v))
+                if scales is not None:
+                    scales = tuple(part[chunk.slot, None].transpose(1, 2) for part in scales)
+        elif cache is not None and known is None:
+            assert slots is not None and not start, "of kinds that kernels know"
+            primitives.write(cache, slots, k, v)
+            k, v = (part.to(q.dtype) for part in cache.kept(k, v))
+        how["positions"] = positions if layer.slopes is not None else None
+        keys = start + q.shape[1]
+        how["segments"] = chunks_of(layer.spec, q.shape[0], keys, q.device, mask, segments)
+        return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
+
+    def _attention(
+        self,
+        layer: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: dict[str, Any],
+        table: torch.Tensor | None = None,
+        scales: Any = None,
+    ) -> torch.Tensor:
+        """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours."""
+        a, positions = layer.spec, how.pop("positions", None)
+        how = {"causal": a.causal, "window": a.window, **how}
+        how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
+        backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
+        if backends:
+            with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
+                return F.scaled_dot_product_attention(
+                    q.transpose(1, 2),
+                    k.transpose(1, 2),
+                    v.transpose(1, 2),
+                    is_causal=a.causal,
+                    scale=a.scale,
+                    enable_gqa=a.heads != a.kv_heads,
+                ).transpose(1, 2)
+        how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
+        shape = q.element_size(), q.shape[3], q.shape[1], q.shape[0] * a.heads, a.causal
+        config = self.configurations.find(attention_choice.tuning_key(*shape))
+        how |= {"positions": positions, "config": config, "table": table, "scales": scales}
+        return attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
+
+    @named("decode_attention")
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: torch.Tensor,
+        config: Any = None,
+    ) -> tuple[torch.Tensor, CacheView]:
+        """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        if isinstance(qkv, LatentQkv):
+            args = layer, qkv, cast(Any, cache), lengths
+            return self._attend_token_to_latents(*args, config), cache
+        known = self._known(cache)
+        if known is None:
+            return super().attend_token(layer, qkv, angles, cache, lengths)
+        a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
+        if config is None:
+            reach = min(known.capacity, a.reach or known.capacity)
+            config = self._decode_config(known.k, len(lengths), a.heads, reach)
+        y = decode_attention.decode_attention(
+            qkv[:, 0],
+            known[:2],
+            lengths,
+            table=_table_of(known),
+            scales=_scales_of(known),
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
+            window=a.window,
+            chunk=a.chunk,
+            alibi=layer.slopes,
+            alibi_scale=layer.alibi_scale,
+            softcap=a.softcap,
+            sinks=layer.sinks,
+            relative=layer.bias,
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(len(lengths)),
+            **head_arguments(layer, layer.frequencies),
+        )
+        return y[:, None], cache
+
+    def _attend_token_to_latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        cache: LatentCache,
+        lengths: torch.Tensor,
+        config: latent.LatentConfig | None,
+    ) -> torch.Tensor:
+        """Each head's value of one new token a slot, [N, 1, H value_dim]."""
+        a = layer.spec
+        assert a.latent is not None and layer.kv is not None
+        if config is None:
+            shape = a.heads, a.latent.rank, cache.shared.element_size()
+            key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+            config = self.configurations.find(key)
+        self._latents(layer, qkv, None, cache, None, lengths)
+        y = latent.decode_latents(
+            qkv.queries,
+            cache.shared,
+            lengths,
+            layer.kv.data,
+            heads=a.heads,
+            turning=a.latent.turning,
+            scale=a.scale,
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(len(lengths)),
+        )
+        return y[:, None]
+
+    def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
+        """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        shape = heads // kv_heads, dim, keys.element_size()
+        key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
+        return self.configurations.find(key)
+
+    @named("cross_attention")
+    def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
+        """See `contract.Ops.attend_kept`."""
+        if not isinstance(cache, CrossCache):
+            return super().attend_kept(a, q, cache)
+        y = decode_attention.decode_attention(
+            q[:, 0],
+            cache[:2],
+            cache.lengths,
+            heads=a.heads,
+            scale=a.scale,
+            counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
+            cross=True,
+            config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),
+            sms=self.sms,
+            pdl=self.starts_early(len(q)),
+        )
+        return y[:, None]
+
+
+def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
+    return cache.table if isinstance(cache, BlockCache) else None
+
+
+def _scales_of(cache: FullCache | BlockCache | None) -> Any:
+    """Those of keys and values; None where these are no codes."""
+    return None if cache is None or cache.codes is None else (cache.k_scale, cache.v_scale)
