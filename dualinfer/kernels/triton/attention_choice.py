@@ -96,10 +96,12 @@ def _fits(key: Key, config: Config) -> bool:
 
 def _candidates(key: Key, sms: int) -> list[Config]:
     _, itemsize, dim, tokens, pairs, _ = key
-    shape: dict[str, int] = {"itemsize": itemsize, "head_dim": dim, "pairs": pairs}
-    few, default, many = (
-        attention_configs(**shape, tokens=tokens, processors=n) for n in (1 << 31, sms, 0)
-    )
+
+    def configs(processors: int) -> list[Config]:
+        shape = {"itemsize": itemsize, "head_dim": dim, "tokens": tokens, "pairs": pairs}
+        return attention_configs(**shape, processors=processors, packed=False)
+
+    few, default, many = configs(1 << 31), configs(sms), configs(0)
     return [*default, *many, *few]
 
 
