@@ -328,7 +328,8 @@ INSIDE = {
 ELSEWHERE = (
     "kernels",
     "module",
-)  # folders: kernels are given arrays, modules have caches of their own
+    "deepspeed_moe.py",
+)  # kernels are given arrays, modules have caches of their own, and k is a gate's number of experts
 
 
 def reaches_in(node: ast.AST) -> bool:

@@ -221,8 +221,9 @@ def test_kernels_write_and_read_codes(
 def test_codes_that_kernels_do_not_know_are_left_to_plain_ops(
     backend, windowed, expected, by_kernels, monkeypatch
 ):
-    module = by_kernels(backend).__module__
-    monkeypatch.setattr(f"{module}.served_codes", lambda capability: frozenset({"int8"}))
+    by_kernels(backend)
+    served = f"dualinfer.backends.{backend}.ops.kernel_base.served_codes"
+    monkeypatch.setattr(served, lambda capability: frozenset({"int8"}))
     for codes in CODES:
         how = {"backend": backend, "kv_cache_dtype": codes, **OPTIONS}
         with dualinfer.init_inference(windowed[0], **how) as engine:
