@@ -20,7 +20,7 @@ def bucket(count: int, smallest: int = 1) -> int:
 
 
 def bucket_of_rows(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: rows, which may cost more than one more size."""
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: for long rows, where a power of two adds many."""
     whole = bucket(count)
     return whole * 3 // 4 if whole > 2 and count <= whole * 3 // 4 else whole
 

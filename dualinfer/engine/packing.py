@@ -86,8 +86,8 @@ def make_inputs(
 ) -> ForwardInputs:
     """The inputs of one pass over ids int32 [T] of each text, pooled by float32 weights [T].
 
-    One that `pads` has as many rows as other passes, so that what was compiled or captured for
-    those serves it.
+    With `pads` empty rows are added up to one of few numbers, so that what was compiled or captured
+    for another pass serves this one.
     """
     count = len(one.rows)
     shape = bucket_of_rows(count) if pads else count, one.width

@@ -19,7 +19,7 @@ from .ops.plain import Chunk, PlainOps
 from .params import Params
 
 GRAIN = 64  # tokens
-MOST_REPLAYED = 1024  # tokens of all prompts of a call
+_MOST_REPLAYED = 1024  # tokens of all prompts of a call
 _MOST_FRAMES = 1 << 15  # of all spectrograms, which have one length: a graph serves every one
 _MOST_AT_ONCE = 32768
 
@@ -62,12 +62,12 @@ class Prompts:
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         read, most = 0, 0 if sources is None else max(map(len, sources))
-        count, replays = len(tokens), len(tokens) * width <= MOST_REPLAYED
+        count, replays = len(tokens), len(tokens) * width <= _MOST_REPLAYED
         if sources is not None and self._spec.encoder is not None and self._spec.encoder.mel:
             read, replays = most, replays and count * most <= _MOST_FRAMES
         elif sources is not None:
             read = -(-most // GRAIN) * GRAIN
-            replays = count * (width + read) <= MOST_REPLAYED
+            replays = count * (width + read) <= _MOST_REPLAYED
         if slots.is_cuda and replays:
             return self._replayed(params, cache, tokens, slots, width, sources, read, is_encoded)
         if sources is not None:

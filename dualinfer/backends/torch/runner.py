@@ -41,7 +41,7 @@ from .threads import few_threads, threads_note
 
 # Parameters times tokens of a pass over texts. One of 5e12 takes an H100 about 15 ms, and its
 # launches from Python as long.
-_MOST_REPLAYED = 1 << 44
+_MOST_TEXT_WORK = 1 << 44
 _STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
 
 
@@ -145,7 +145,7 @@ class TorchRunner:
         how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
-            if inputs.texts and self._parameters * inputs.positions.size <= _MOST_REPLAYED:
+            if inputs.texts and self._parameters * inputs.positions.size <= _MOST_TEXT_WORK:
                 size = inputs.positions.shape, inputs.texts, inputs.largest
                 if size in self._text_sizes:  # one that comes a second time is worth a capture
                     graphs = graphs or self._texts
