@@ -1,5 +1,7 @@
 """Fixtures that several test files share; frameworks are imported only by those that need them."""
 
+import gc
+import itertools
 import os
 import shutil
 import sys
@@ -17,6 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":  # likewise: devices to share a mod
     flags.append("--xla_backend_optimization_level=0")
     if find_spec("jaxlib") and version("jaxlib") < "0.11":  # an unknown flag ends the process
         flags.append("--xla_cpu_use_fusion_emitters=false")
+        flags.append("--xla_cpu_parallel_codegen_split_count=1")  # fewer maps, see `_few_maps`
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 
@@ -33,6 +36,39 @@ def pytest_unconfigure(config):
     """The cache lives as long as the run."""
     if hasattr(config, "jax_cache"):
         shutil.rmtree(config.jax_cache, ignore_errors=True)
+
+
+_MAPS = "/proc/self/maps"
+_MOST_MAPS = 20_000  # a process that wants more than vm.max_map_count, 65,530, crashes
+_ran = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_maps():
+    """XLA's code for a CPU takes memory maps, which a process has few of: forget it in time."""
+    yield
+    if next(_ran) % 16 or "jax" not in sys.modules or not os.path.exists(_MAPS):
+        return
+    if _count_maps() < _MOST_MAPS:
+        return
+    import jax
+
+    from dualinfer.backends.jax.executables import Executables
+
+    jax.clear_caches()
+    gc.collect()
+    if _count_maps() < _MOST_MAPS // 2:
+        return
+    for held in [x for x in gc.get_objects() if type(x) is Executables]:
+        with held._lock:
+            held._made.clear()
+            held._bytes.clear()
+    gc.collect()
+
+
+def _count_maps():
+    with open(_MAPS, "rb") as file:
+        return file.read().count(b"\n")
 
 
 def pytest_collection_finish():
