@@ -75,6 +75,17 @@ class Neighbours(NamedTuple):
 ALONE = Neighbours()
 
 
+class Unnormed(NamedTuple):
+    """A stream whose norm behind a sub-layer is still to be made: norm(y + residual).
+
+    Both are [..., E]: what the sub-layer gave, and what it read.
+    """
+
+    y: Array
+    residual: Array
+    norm: NormOf
+
+
 class LatentQkv(NamedTuple):
     """What latent attention takes in the place of packed queries, keys and values.
 
@@ -227,6 +238,13 @@ class BlockOps(Protocol):
 
         The result is x's dtype, or float32 as the neighbours ask. The residual may be overwritten
         as they say.
+        """
+        ...
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[Array, Array]:
+        """The product of the normed stream, as `linear`, and that stream itself [..., E].
+
+        The neighbours have no norm of their own.
         """
         ...
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
-from .contract import Array, LayerAttention, Neighbours, NormOf, Routing
+from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed
 from .schemes import eight_bit as in_eight_bits
 from .schemes import packed, rounds_input
 
@@ -96,6 +96,46 @@ def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
         return known and count <= (1 if size == 4 else quantized.MOST_ROWS)
     fused = by.activation is not None or by.residual is not None
     return linear.serves(count, features, width, size, fused)
+
+
+def reads_unnormed(x: Unnormed, weight: Weight) -> bool:
+    """Whether the product that reads a stream makes its norm, and keeps what it normed."""
+    from ..kernels.triton import linear
+
+    alone = prod(x.y.shape[:-1]) == 1
+    return alone and weight.scheme is None and linear.fuses_norm(x.norm)
+
+
+def few_rows_launch(
+    ops: Launcher,
+    x: Array,
+    weight: Weight,
+    by: Neighbours,
+    config: Any = None,
+    before: Array | None = None,
+) -> Launch:
+    """The launch of a product that `serves_product` names; a norm goes with a single row.
+
+    With `before` the norm is of x + before, and comes along. `config` None is the one for these
+    shapes.
+    """
+    from ..kernels.triton import linear, quantized
+
+    codes = packed(weight)
+    how: dict[str, Any] = {
+        "norm": linear.NormArguments.of(by.norm),
+        "activation": by.activation,
+        "gated": by.gated,
+        "residual": by.residual,
+        "dtype": "float32" if by.wide else None,
+        "config": ops.configurations.find(linear_key(x, weight, by)) if config is None else config,
+        "pdl": ops.starts_early(prod(x.shape[:-1])),
+    }
+    if before is not None:
+        how["before"] = before
+    if codes is None:
+        return Launch(linear.linear, (x, weight.data, by.bias), how)
+    return Launch(quantized.linear, (x, codes, by.bias), how)
 
 
 def route_launch(

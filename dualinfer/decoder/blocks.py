@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Experts, Layer, Router
+from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Unnormed, Weights
+from ..model.spec import XIELU, Activation, Experts, Layer, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -11,20 +11,29 @@ Attend = Callable[[int, Array], Array]
 _SIDES = Router(2)  # the softmax of two numbers
 
 
+def normed(ops: BlockOps, x: Array | Unnormed) -> Array:
+    """A layer's output [B, T, E], with the norm behind it where that is still to be made."""
+    return ops.norm(x.y, x.norm, residual=x.residual) if isinstance(x, Unnormed) else x
+
+
 def block(
     layer: Layer,
     w: Weights,
     ops: BlockOps,
-    x: Array,
+    x: Array | Unnormed,
     index: int,
     attend: Attend,
     spend: bool,
     across: Attend | None = None,
-) -> Array:
+) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
-    `across` attends to what an encoder gave, where the layer does.
+    `across` attends to what an encoder gave, where the layer does. A norm behind a sub-layer is
+    left to the product that reads it.
     """
+    if layer.placement == "post":
+        return _post_block(layer, w, ops, x, index, attend, across)
+    x = normed(ops, x)
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -52,11 +61,12 @@ def block(
             norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
         return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 
-    def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
-        """Attention across; the residual may be overwritten."""
+    def cross(x: Array) -> Array:
+        """Attention across, plus `x`, which may be overwritten."""
         assert across is not None
-        q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
-        by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
+        by = Neighbours(w.get("cross_q.bias"), norm("cross_norm"))
+        q = ops.linear(x, w["cross_q.weight"], by)
+        by = Neighbours(w.get("cross_out.bias"), residual=x, spend=True)
         return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
@@ -92,19 +102,54 @@ def block(
     if layer.placement == "pre":
         x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
-            x = cross(x, norm("cross_norm"), x)
+            x = cross(x)
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
         return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
     assert layer.residual_scale == 1
-    if layer.placement == "behind":
-        x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
-        return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
-    x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
+    x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
+    return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
+
+
+def _post_block(
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array | Unnormed,
+    index: int,
+    attend: Attend,
+    across: Attend | None,
+) -> Unnormed:
+    """As `block`, with each norm over the sum of a sub-layer and what it read."""
+
+    def read(
+        x: Array | Unnormed, name: str, activation: Activation | None = None, gated: bool = False
+    ) -> tuple[Array, Array]:
+        """The product of `x`, and `x` itself, normed."""
+        by = Neighbours(w.get(f"{name}.bias"), activation=activation, gated=gated)
+        if isinstance(x, Unnormed):
+            return ops.read(x, w[f"{name}.weight"], by)
+        return ops.linear(x, w[f"{name}.weight"], by), x
+
+    def written(y: Array, name: str, x: Array, norm: str) -> Unnormed:
+        """The end of a sub-layer that read `x`."""
+        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w.get(f"{name}.bias")))
+        return Unnormed(y, x, NormOf.named(layer.norm, w, norm))
+
+    qkv, x = read(x, "qkv")
+    x = written(attend(index, qkv), "out", x, "attn_norm")
     if layer.cross:
-        x = ops.norm(cross(x, None, None), norm("cross_norm"), residual=x)
-    return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)
+        assert across is not None
+        q, x = read(x, "cross_q")
+        x = written(across(index, q), "cross_out", x, "cross_norm")
+    if isinstance(layer.mlp, Experts):
+        x = normed(ops, x)
+        y = mixture(layer.mlp, w, ops, x, None, None)
+        return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
+    assert layer.mlp.activation != "xielu"
+    h, x = read(x, "up", layer.mlp.activation, layer.mlp.gated)
+    return written(h, "down", x, "mlp_norm")
 
 
 def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import ModelSpec
-from .blocks import Attend, block
+from .blocks import Attend, block, normed
 
 
 def hidden_states(
@@ -45,5 +45,6 @@ def hidden_states(
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, across)
+            x = normed(ops, x) if keep else x
         kept = [*kept, x] if keep else [x]
-    return kept
+    return [*kept[:-1], normed(ops, kept[-1])]

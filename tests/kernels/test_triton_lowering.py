@@ -74,6 +74,8 @@ def product(
     if isinstance(config, linear.VectorConfig):
         if arguments.setdefault("NORM", None) != "layer":
             arguments["norm_bias_ptr"] = None
+        for name in ("before_ptr", "normed_ptr"):
+            arguments.setdefault(name, None)
         blocks = {"ROWS": config.rows, "BLOCK_K": next_power_of_2(width)}
         return (
             "linear_kernels",
@@ -352,6 +354,7 @@ VARIANTS: list[Variant] = [
     product(1, 128256, 4096, **NORMED, y_ptr="*fp32"),
     product(1, 18432, 4608, **BIASED, ACTIVATION="relu"),
     product(1, 2304, 768, **BIASED),
+    product(1, 4096, 1024, **BIASED, before_ptr="*x", normed_ptr="*x", ACTIVATION="gelu"),
     product(1, 4096, 4096, **ADDED, ROWS=2, PROGRAMS=264),
     product(2, 14336, 4096, **SWIGLU),
     product(2, 4096, 14336, **ADDED),

@@ -20,6 +20,7 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from .. import sampler
@@ -196,6 +197,11 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.astype(jnp.float32) if by.wide else y
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
 
     def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """x [..., in] times weight [out, in], plus bias [out]."""

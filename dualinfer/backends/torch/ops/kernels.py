@@ -35,12 +35,15 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from ...kernels import (
     experts_launch,
     experts_of,
+    few_rows_launch,
     linear_key,
+    reads_unnormed,
     route_launch,
     serves_product,
     shares_launches,
@@ -50,7 +53,7 @@ from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
-from ..profiling import named
+from ..profiling import named, span
 from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
@@ -183,23 +186,17 @@ class KernelOps(KernelAttention):
         if not serves_product(x, weight, by):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)
-        if config is None:
-            config = self._measured(x, weight, by)
-        product: Any = linear.linear if codes is None else quantized.linear
-        return product(
-            x,
-            weight.data if codes is None else codes,
-            by.bias,
-            norm=NormArguments.of(by.norm),
-            activation=by.activation,
-            gated=by.gated,
-            residual=by.residual,
-            dtype=torch.float32 if by.wide else None,
-            config=config,
-            counters=self._zeros(linear.MOST_TILES),
-            sms=self.sms,
-            pdl=self.starts_early(count),
-        )
+        return self._launched(few_rows_launch(self, x, weight, by, config))
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.read`; one launch for a single row."""
+        if not reads_unnormed(x, weight):
+            return super().read(x, weight, by)
+        launch = few_rows_launch(self, x.y, weight, by._replace(norm=x.norm), before=x.residual)
+        with span("matmul"):
+            return self._launched(launch)
 
     def _measured(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> Any:
         return self.configurations.find(linear_key(x, weight, by))

@@ -17,6 +17,7 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from .. import sampler
@@ -173,6 +174,13 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.float() if by.wide else y
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
 
     def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., in] times weight [out, in], plus bias [out]."""
