@@ -44,7 +44,7 @@ def _row(x_ptr, stream, inside, norm, columns, K: tl.constexpr, NORM: tl.constex
         x += tl.load(before_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     x, factor = _normed(x, inside, norm, columns, K, NORM)
-    if normed_ptr is not None:
+    if normed_ptr is not None:  # noqa: SIM102 - a constant, then a value
         if tl.program_id(0) == 0:
             normed = (x * factor).to(normed_ptr.dtype.element_ty)
             tl.store(normed_ptr + columns, normed, mask=inside)
