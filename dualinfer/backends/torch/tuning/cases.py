@@ -21,8 +21,17 @@ from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import Activation, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
-from ...contract import ALONE, LatentQkv, LayerAttention, Neighbours, NormOf, Routing, Weights
-from ...kernels import linear_key, serves_product
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
+)
+from ...kernels import linear_key, reads_unnormed, serves_product
 from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache, LatentCache
@@ -162,6 +171,12 @@ class _Recorder:
             product = _Product(weight, by)
             self.products.setdefault(linear_key(x, weight, by), []).append(product)
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by = by._replace(norm=x.norm) if reads_unnormed(x, weight) else by
+        return self.linear(x.y, weight, by), x.y
 
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
