@@ -30,7 +30,7 @@ EVEN |= {"shared_expert_intermediate_size": 64}
 
 
 def made(case):
-    if case in ("deepseek_v2, experts", "glm4_moe_lite"):
+    if case in ("axk1", "deepseek_v2, experts", "glm4_moe_lite"):
         from .test_relatives import make as make_relative
 
         return make_relative(case)

@@ -95,6 +95,8 @@ def block(
         x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
             x = cross(x, norm("cross_norm"), x)
+        if layer.mlp_normed:
+            return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))

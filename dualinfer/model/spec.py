@@ -363,7 +363,8 @@ class Layer:
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
     block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first).
+    always `pre`, has no norm before its attention (ModernBERT's first), and one that is
+    `mlp_normed`, `pre` as well, has one behind its MLP, within the residual (A.X-K1).
     """
 
     attention: Attention
@@ -376,6 +377,7 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    mlp_normed: bool = False
 
     @property
     def experts(self) -> int:

@@ -70,13 +70,18 @@ _GRANITE = Mixture(
         (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     ),
 )
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
-_LISTED = ("cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3")  # by mlp_layer_types
+_LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3")  # by mlp_layer_types
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
     "afmoe": replace(_SEVERAL, router="router.gate", choice_bias="expert_bias"),
+    "axk1": replace(
+        _DEEPSEEK,
+        renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
+        unused=(r"\.post_mlp_layernorm\.",),  # that of dense layers, which have none
+    ),
     "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
     "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),

@@ -149,9 +149,10 @@ def _rope_parameters(
 ) -> dict[str, Mapping[str, Any]]:
     """HF's rope_parameters by the kinds of layers that have their own, "" where all have one."""
     given = fields.take("rope_parameters")
+    parameters: dict[str, Mapping[str, Any]]
     if fields.family in _ROPES_BY_KIND:
-        parameters = ropes_by_kind(given, [kind for kind in kinds if kind])
-        parameters = {kind: parameters[kind] for kind in dict.fromkeys(kinds) if kind}
+        by_kind = ropes_by_kind(given, [kind for kind in kinds if kind])
+        parameters = {kind: by_kind[kind] for kind in dict.fromkeys(kinds) if kind}
     else:
         parameters = {"": given}
     if not isinstance(given, Mapping):
