@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "axk1": ("AXK1", {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
     "minicpm3": ("MiniCPM3", {**_SIZES, "scale_emb": 3, "dim_model_base": 40, "mlp_bias": True}),
     "youtu": (
         "Youtu",

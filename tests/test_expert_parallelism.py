@@ -30,7 +30,7 @@ EVEN |= {"shared_expert_intermediate_size": 64}
 
 
 def made(case):
-    if case in ("deepseek_v2, experts", "glm4_moe_lite"):
+    if case in ("axk1", "deepseek_v2, experts", "glm4_moe_lite"):
         from .test_relatives import make as make_relative
 
         return make_relative(case)
@@ -70,6 +70,8 @@ CASES_OF_PLAIN = [
     ("gpt_oss", "jax", 4, 2, None, False),
     ("glm4_moe", "torch", 4, 2, None, False),
     ("granitemoe", "torch", 2, 2, None, False),
+    ("afmoe", "torch", 4, 2, None, False),
+    ("cohere2_moe", "jax", 2, 2, None, False),
     ("mixtral", "jax", 2, 2, None, False),
     ("hunyuan_v1_moe", "torch", 4, 2, None, False),
     ("llama4", "torch", 4, 2, None, False),

@@ -47,6 +47,25 @@ def test_latents_take_a_tenth_of_what_heads_would():
     assert any("latent" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_files_of_axk1_may_lack_biases_of_the_choice(backend, tmp_path):
+    """And have norms behind dense layers, which nothing reads."""
+    model, ids = make("axk1"), random_ids(2, 9)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {n: t for n, t in load_file(file).items() if "e_score_correction_bias" not in n}
+    norm = "model.layers.{}.post_mlp_layernorm.weight"
+    tensors[norm.format(0)] = torch.zeros_like(tensors[norm.format(1)])
+    save_file(tensors, file, {"format": "pt"})
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits
+    with dualinfer.init_inference(str(tmp_path), backend=backend, **HOW) as engine:
+        assert relative_rms(engine(ids).logits, expected) < 1e-5
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_position_is_that_of_hf_through_the_cache(backend):
     """By the prompt's own pass and by steps; then a stream beside longer ones, as a cache grows."""

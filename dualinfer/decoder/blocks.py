@@ -47,6 +47,8 @@ def block(
         if layer.attention.clip is not None and not layer.attention.clip_normed:
             qkv = ops.clip(qkv, layer.attention.clip)
         y = attend(index, qkv)
+        if layer.attention.gated:
+            y = ops.gate(y, x, w["attn_gate.weight"], norm)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
@@ -103,6 +105,8 @@ def block(
         x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
             x = cross(x)
+        if layer.mlp_normed:
+            return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
@@ -189,5 +193,7 @@ def mixture(
         )
         if experts.shared_gated:
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+        if experts.shared_scale != 1:
+            partial = partial * experts.shared_scale
     by = Neighbours(norm=norm, residual=residual, spend=True)
     return ops.experts(x, experts, w, routing, by, partial)

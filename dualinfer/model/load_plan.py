@@ -196,7 +196,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             stored_names.append(name)
         matched[r.name] = (r, tuple(stored_names))
 
-    optional = [r for r in table.rows if table.optional and r.name.startswith(table.optional)]
+    optional = [r for r in table.rows if table.optional and r.local_name.startswith(table.optional)]
     absent = not any(find(part.name) for r in optional for part in r.sources)
     for r in table.rows:
         if not (absent and r in optional):

@@ -169,7 +169,8 @@ class Attention:
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n, a)
     the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
-    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys.
+    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
+    `gated`, what heads give is times the logistic function of a product of their input (Trinity).
     """
 
     heads: int
@@ -192,6 +193,7 @@ class Attention:
     places: Places | None = None
     latent: Latent | None = None
     chunk: int | None = None
+    gated: bool = False
 
     @property
     def reach(self) -> int | None:
@@ -255,7 +257,8 @@ class Experts:
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
     activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
-    result is times the logistic function of a product of its own (Qwen2-MoE). Where a mixture
+    result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
+    `shared_scale` (Cohere's mean of the two). Where a mixture
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
     (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
     have: its weight, and what those of the chosen ones are times, are the softmax of a product of
@@ -269,6 +272,7 @@ class Experts:
     router: Router
     shared: int = 0
     shared_gated: bool = False
+    shared_scale: float = 1.0
     limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
@@ -359,7 +363,8 @@ class Layer:
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
     block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first).
+    always `pre`, has no norm before its attention (ModernBERT's first), and one that is
+    `mlp_normed`, `pre` as well, has one behind its MLP, within the residual (A.X-K1).
     """
 
     attention: Attention
@@ -372,6 +377,7 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    mlp_normed: bool = False
 
     @property
     def experts(self) -> int:

@@ -429,8 +429,8 @@ class WeightTable:
     theirs) pieces of names that older files use. `unused` are patterns of tensors that belong to
     the family and change no result here. `tied` are rows that HF ties to another tensor, with that
     tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
-    by the start of our names, that a checkpoint may lack as a whole. `matrices` are the quantized
-    weights of a checkpoint.
+    by the start of our names without the layer's, that a checkpoint may lack as a whole. `matrices`
+    are the quantized weights of a checkpoint.
     """
 
     spec: ModelSpec

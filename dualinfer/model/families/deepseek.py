@@ -18,6 +18,7 @@ from .fields import ConfigFields, is_positive
 from .rope import make_rope, reach, rotary_size
 
 CLASSES = {
+    "axk1": ("AXK1ForCausalLM", "AXK1Model"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
@@ -43,7 +44,14 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     mlps: list[Mlp | Experts] = [mlp] * count
     if family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, count)
-    layers = {own: Layer(attention, own, norm, "pre", residual_scale=scale) for own in mlps}
+    layers = {
+        own: Layer(
+            *(attention, own, norm, "pre"),
+            residual_scale=scale,
+            mlp_normed=family == "axk1" and isinstance(own, Experts),
+        )
+        for own in mlps
+    }
     head = Head("causal", scale=fields.number("dim_model_base") / embed if is_minicpm else 1.0)
     spec = ModelSpec(
         family=family,
@@ -135,13 +143,18 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", fields.family in _TIED),
         base="model.",
-        unused=[r"rotary_emb\.inv_freq$", *([behind] if mixture else [])],
+        unused=[r"rotary_emb\.inv_freq$", *((behind, *mixture.unused) if mixture else ())],
+        renames=mixture.renames if mixture else (),
+        optional="router.choice_bias" if fields.family == "axk1" else None,
     )
 
     def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
         if mixture is None or not isinstance(mlp, Experts):
             return (*layer, *dense)
-        return (*layer, *mixtures.make_rows(mixture, mlp, hf))
+        rows = mixtures.make_rows(mixture, mlp, hf)
+        if fields.family == "axk1":
+            rows += make.norm(norm, "mlp_post_norm", f"{hf}mlp.post_mlp_layernorm")
+        return (*layer, *rows)
 
     by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(own.mlp for own in spec.layers)}
     return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
