@@ -390,9 +390,11 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`, or
-    of an image's `patches` without the learned tokens; of an encoder-decoder the decoder's at the
-    place of the last id `eos` that the encoder reads.
+    that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
+    after the activation if `late`, or of an image's `patches` without the learned tokens; of an
+    encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads. `width`
+    is that of the projection before the vocabulary where it is neither the embedding's nor the
+    layers' (RemBERT).
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -401,9 +403,10 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean", "eos", "patches"] | None = None
+    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None = None
     late: bool = False
     eos: int | None = None
+    width: int = 0
 
     @property
     def of_vocab(self) -> bool:
@@ -506,6 +509,7 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
             "labels": self.head.labels if self.head else 0,
+            "scored": self.head.width if self.head else 0,
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,

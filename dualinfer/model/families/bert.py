@@ -5,7 +5,7 @@ Each is a row of `_KINDS`. HF sources: models/NAME/modeling_NAME.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import ModelError, shown
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
@@ -41,7 +41,7 @@ class _Kind:
 
     name: str
     base: str
-    masked: tuple[str, str, str, str]
+    masked: tuple[str, str, str, str] | None
     layer: str = "encoder.layer.{i}."
     qkv: tuple[str, str, str] = _BERT
     out: str = "attention.output.dense"
@@ -60,9 +60,12 @@ class _Kind:
     types: bool = True
     counts: bool = False  # positions are those of ids that are no padding
     pad: int | None = None  # the id that has no position, where no config says it
-    rope: bool = False
+    rope: Literal["parameters", "interleaved"] | None = None
     bias_table: str | None = None  # of relative positions, which all layers share
     factored: str | None = None  # the projection of embeddings of a width of their own
+    always_factored: bool = False  # even to their own width
+    model: str = "Model"
+    buffers: tuple[str, ...] = ()  # patterns of tensors that are no weights
     masked_activation: Activation | None = None
     renames: tuple[tuple[str, str], ...] = ()
     packed: str | None = None  # where files may have queries, keys and values as one
@@ -79,6 +82,7 @@ _ROBERTAS: dict[str, Any] = {
     "counts": True,
 }
 _MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
+_IBERT: dict[str, Any] = {**_ROBERTAS, "name": "IBert", "base": "ibert."}
 _DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2vec_text."}
 _BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
 _BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
@@ -90,7 +94,7 @@ _LATER: dict[str, Any] = {  # as transformers names parts since 5
     "norms": ("post_attention_layernorm", "post_mlp_layernorm"),
     "unread": ("lm_head.",),
     "masked_activation": "gelu",
-    "rope": True,
+    "rope": "parameters",
 }
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _KINDS = {
@@ -204,6 +208,45 @@ _KINDS = {
         ),
         pooler="pooler",
         factored="encoder.embedding_hidden_mapping_in",
+        always_factored=True,
+    ),
+    "rembert": _Kind(
+        *("RemBert", "rembert."),
+        (
+            *("cls.predictions.dense", "cls.predictions.LayerNorm"),
+            *("cls.predictions.decoder", "cls.predictions.decoder.bias"),
+        ),
+        unread=("cls.",),
+        fields={"embedding_size": "input_embedding_size"},
+        ignored=("classifier_dropout_prob", "tie_word_embeddings", "output_embedding_size"),
+        factored="encoder.embedding_hidden_mapping_in",
+        always_factored=True,
+    ),
+    "roformer": _Kind(
+        *("RoFormer", "roformer.", _BERT_MASKED),
+        heads={"sequence": _ELECTRA["sequence"], "choice": Classifier("classifier")},
+        unread=("cls.",),
+        pooler=None,
+        rope="interleaved",
+        factored="embeddings_project",
+        buffers=(r"embed_positions\.weight$",),
+    ),
+    "ibert": _Kind(
+        **_IBERT,
+        # Of the quantized model, which files hold as well.
+        buffers=(
+            r"\.(weight_integer|bias_integer|fc_scaling_factor|weight_scaling_factor)$",
+            r"\.(x_min|x_max|act_scaling_factor|shift)$",
+        ),
+        ignored=("classifier_dropout", "force_dequant"),
+    ),
+    "bert-generation": _Kind(
+        *("BertGeneration", "bert.", None),
+        classes=(),
+        unread=("lm_head.",),
+        pooler=None,
+        types=False,
+        model="Encoder",
     ),
     "mpnet": _Kind(
         **_MPNET,
@@ -229,7 +272,7 @@ _KINDS = {
         classes=_HEADS[:2],
         unread=("cls.",),
         bias=False,
-        rope=True,
+        rope="parameters",
         # Of files that the maker's own code wrote.
         renames=(
             *(("nomic_bert.", "bert."), ("embeddings.LayerNorm", "emb_ln")),
@@ -242,7 +285,10 @@ _KINDS = {
     ),
 }
 CLASSES = {
-    family: (f"{kind.name}Model", f"{kind.name}ForMaskedLM", *(kind.name + c for c in kind.classes))
+    family: (
+        f"{kind.name}{kind.model}",
+        *(kind.name + c for c in (("ForMaskedLM",) if kind.masked else ()) + kind.classes),
+    )
     for family, kind in _KINDS.items()
 }
 
@@ -262,7 +308,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     _refuse(fields)
     fields.ignore(*kind.ignored)
     rope = None
-    if kind.rope:
+    if kind.rope == "interleaved":
+        fields.require("rotary_value", False)
+        rope = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
+    elif kind.rope:
         fields.require("head_dim", head_dim)
         turns = fields.take("rope_parameters")
         turned = rotary_size(turns, head_dim)
@@ -274,8 +323,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
     count = fields.layers(named("num_hidden_layers"))
     fields.require("use_task_id", False)
-    width = embed if kind.factored is None else fields.size("embedding_size")
-    factored = width != embed or fields.family == "albert"
+    fields.require("quant_mode", False)
+    width = embed if kind.factored is None else fields.size(named("embedding_size"), embed)
+    factored = width != embed or kind.always_factored
     groups = [None] * count if fields.family != "albert" else _groups(fields, count)
     pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
@@ -419,13 +469,18 @@ def _head(
     factored: bool,
 ) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
     """The head of a HF class, its rows (a base model's pooler), and those that HF ties."""
-    tied = fields.flag("tie_word_embeddings", True)
+    tied = fields.flag("tie_word_embeddings", True) and fields.family != "rembert"
     pooler = f"{kind.base}{kind.pooler}" if kind.pooler else None
     if architecture.endswith("ForMaskedLM"):
         by = kind.masked_activation or activation
         embedding = f"{kind.base}embeddings.word_embeddings.weight"
         width = "width" if factored else "embed"
-        return masked_head(norm, by, kind.masked, embedding, tied, width)
+        assert kind.masked is not None
+        if fields.family != "rembert":
+            return masked_head(norm, by, kind.masked, embedding, tied, width)
+        own = fields.size("output_embedding_size")
+        head, rows, ties = masked_head(norm, by, kind.masked, embedding, tied, "scored")
+        return replace(head, width=own), rows, ties
     labels = kind_of_head(architecture)
     if labels is None:
         return None, make.linear("pooler", pooler, _SQUARE) if pooler else [], ()
@@ -436,13 +491,21 @@ def _head(
         own = Classifier("classifier")
     elif own is None:
         own = Classifier("classifier", pooler, "tanh")
+    if fields.family == "roformer" and labels == "sequence":
+        own = Classifier(own.out, own.dense, activation)
     if labels == "replaced":
         own = Classifier(own.out, own.dense, activation)
     if fields.family == "electra" and labels == "choice":
         fields.require("summary_type", "first")
         fields.require("summary_use_proj", True)
         own = Classifier(own.out, own.dense, fields.activation("summary_activation"))
-    return (*make_head(fields, labels, own, "first"), ())
+    pooling = "first"
+    if fields.family == "roformer" and labels == "choice":
+        fields.require("summary_type", "last")
+        fields.require("summary_use_proj", False)
+        fields.require("summary_activation")
+        pooling = "final"
+    return (*make_head(fields, labels, own, pooling), ())
 
 
 _SQUARE = "embed embed_in"  # two names tell the sides of a square matrix apart
@@ -452,7 +515,7 @@ def _unused(
     kind: _Kind, head: Head | None, rows: list[Row], ties: tuple[tuple[Row, str], ...]
 ) -> tuple[str, ...]:
     """Patterns of tensors that a checkpoint may hold beside those of the class."""
-    unused = [r"embeddings\.(position_ids|token_type_ids)$"]
+    unused = [r"embeddings\.(position_ids|token_type_ids)$", *kind.buffers]
     own = {s.name for r in (*rows, *(r for r, _ in ties)) for s in r.sources}
     if head is not None and not any("pooler" in name for name in own):
         unused.append(r"(^|\.)pooler\.")
@@ -461,8 +524,8 @@ def _unused(
     elif head.kind == "masked":
         # Checkpoints of a task before this one hold every head; a model reads its own.
         unused += [r"^cls\.seq_relationship\.", r"^sop_classifier\.", r"^discriminator_predictions"]
-        bias = kind.masked[3]
-        if bias not in own:
+        bias = kind.masked[3] if kind.masked else None
+        if bias and bias not in own:
             unused.append(f"^{bias}$".replace(".", r"\."))
     elif head.kind == "replaced":
         unused.append("^generator_")

@@ -62,7 +62,7 @@ def make_head(
     fields: ConfigFields,
     kind: Kind,
     own: Classifier,
-    pooling: Literal["first", "real", "last", "mean", "eos", "patches"] | None,
+    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None,
     norm: Norm | None = None,
     late: bool = False,
     width: str = "embed",
