@@ -29,7 +29,11 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
-    *("megatron-masked", "gte-masked"),
+    *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
+    *("ibert-masked", "bert-generation"),
+    *(f"rembert-{kind}" for kind in ("sequence", "choice", "token", "span")),
+    *(f"roformer-{kind}" for kind in ("sequence", "choice", "token", "span")),
+    *(f"ibert-{kind}" for kind in ("sequence", "choice", "token", "span")),
 }
 
 

@@ -48,6 +48,11 @@ CASES = {
     "deit": ("DeiTModel", _VIT),
     "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2": ("Dinov2Model", _DINO),
+    "registers": ("Dinov2WithRegistersModel", {**_DINO, "num_register_tokens": 3}),
+    "vit-msn": ("ViTMSNModel", _VIT),
+    "vit-msn-labels": ("ViTMSNForImageClassification", {**_VIT, "num_labels": 3}),
+    "ijepa": ("IJepaModel", _VIT),
+    "ijepa-labels": ("IJepaForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2-gated": ("Dinov2Model", {**_DINO, "use_swiglu_ffn": True, "mlp_ratio": 3}),
 }
 QUICK = {
@@ -208,6 +213,7 @@ def test_a_model_of_both_gives_the_vectors_of_each_alone():
 
 
 ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("dinov2", "torch")]
+ANY_SIZE += [("registers", "torch"), ("ijepa-labels", "jax")]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +222,13 @@ ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("din
     + [pytest.param(case, name, marks=[pytest.mark.slow]) for case, name in ANY_SIZE[1:]],
 )
 def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, backend, monkeypatch):
-    if case == "deit":
-        monkeypatch.setitem(CASES, case, ("DeiTModel", {**_VIT, "image_size": 16}))
+    if case in ("deit", "ijepa-labels"):
+        monkeypatch.setitem(CASES, case, (CASES[case][0], {**CASES[case][1], "image_size": 16}))
     model, given = make(case), inputs_of(case)
     channels = given["pixel_values"].shape[1]
     random = np.random.default_rng(5)  # smaller than the model's own one way, larger the other
     given["pixel_values"] = random.standard_normal((2, channels, 12, 41)).astype(np.float32)
-    how = {} if case == "dinov2" else {"interpolate_pos_encoding": True}
+    how = {} if case in ("dinov2", "registers") else {"interpolate_pos_encoding": True}
     expected = of_hf(model, given, output_hidden_states=True, **how)
     engine = dualinfer.init_inference(model, backend=backend, **HOW)
     found = engine(**given, output_hidden_states=True, **how)

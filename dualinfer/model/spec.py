@@ -291,7 +291,8 @@ class Patches:
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
-    in a model for `any_size` (DINOv2).
+    in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
+    where there are some, interpolation is antialiased.
     """
 
     channels: int
@@ -299,6 +300,7 @@ class Patches:
     grid: tuple[int, int]
     learned: int = 1
     any_size: bool = False
+    registers: int = 0
 
     @property
     def width(self) -> int:
@@ -518,6 +520,7 @@ class ModelSpec:
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
+            outer["registers"] = self.patches.registers
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}

@@ -121,7 +121,10 @@ class PlainOps:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
                 shape = len(embeds), learned, embeds.shape[-1]
-                first = jnp.broadcast_to(w["class_token"], shape)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = jnp.concatenate((first[None], w["registers"]))
+                first = jnp.broadcast_to(first, shape)
                 embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)

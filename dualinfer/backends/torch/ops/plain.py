@@ -94,7 +94,10 @@ class PlainOps:
         if spec.patches is not None:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
-                first = w["class_token"].expand(len(embeds), learned, -1)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = torch.cat((first[None], w["registers"]))
+                first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
