@@ -29,6 +29,7 @@ _BOTH = {
 }
 _SIGLIP = {**_BOTH, "text_config": {**_TEXT, "projection_size": 24}}
 del _SIGLIP["projection_dim"]
+_META = {**_BOTH, "text_config": {**_TEXT, "eos_token_id": 2}}
 _DINO = {k: v for k, v in _EYE.items() if k not in ("intermediate_size", "projection_dim")}
 CASES = {
     "vit": ("ViTModel", _VIT),
@@ -40,6 +41,10 @@ CASES = {
     "clip-text-old": ("CLIPTextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
     "clip": ("CLIPModel", _BOTH),
     "clip-labels": ("CLIPForImageClassification", {**_BOTH, "num_labels": 3}),
+    "metaclip": ("MetaClip2Model", _META),
+    "metaclip-labels": ("MetaClip2ForImageClassification", {**_META, "num_labels": 3}),
+    "metaclip-text": ("MetaClip2TextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
+    "metaclip-image": ("MetaClip2VisionModel", _EYE),
     "siglip": ("SiglipModel", _SIGLIP),
     "siglip-labels": ("SiglipForImageClassification", {**_SIGLIP, "num_labels": 3}),
     "siglip-text": ("SiglipTextModel", {**_TEXT, "projection_size": 20}),
@@ -82,11 +87,11 @@ def inputs_of(case):
         size = fields["image_size"]
         shape = 2, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
         given = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
-    if "text" not in case and case not in ("clip", "siglip"):
+    if "text" not in case and case not in ("clip", "metaclip", "siglip"):
         return given
     ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
     for row, end in enumerate((5, 9, 10)):
-        ids[row, end] = 7 if case != "clip-text-old" else 98
+        ids[row, end] = 98 if case == "clip-text-old" else 2 if "meta" in case else 7
     mask[0, 6:] = 0
     mask[1, :3] = 0
     return given | {"input_ids": ids, "attention_mask": mask}

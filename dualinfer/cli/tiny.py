@@ -39,7 +39,7 @@ _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 def has_towers(config: Any) -> bool:
     """True of a model that compares texts with images, which has no part that stands for all."""
-    return config.model_type in ("clip", "siglip")
+    return config.model_type in ("clip", "metaclip_2", "siglip")
 
 
 def text_config(config: Any) -> Any:
@@ -59,7 +59,7 @@ def tiny_config(config: Any) -> Any:
             name: tiny_config(getattr(config, name)).to_dict()
             for name in ("text_config", "vision_config")
         }
-        if config.model_type == "clip":
+        if config.model_type != "siglip":
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
     values = config.to_dict()
