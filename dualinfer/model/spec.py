@@ -353,8 +353,8 @@ class Pooled:
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
-    With `cross` a second attention stands between the two, `pre` or `post`: its keys and values are
-    of what an encoder gives.
+    With `cross` a second attention stands between the two, `pre`, `post` or `around`: its keys and
+    values are of what an encoder gives.
 
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
@@ -436,7 +436,7 @@ class ModelSpec:
     `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of a
     model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
     projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
-    frames for each position, by two convolutions.
+    frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
     """
 
     family: str
@@ -449,6 +449,7 @@ class ModelSpec:
     position_offset: int = 0
     positions_from_mask: bool = False
     pad: int | None = None
+    hides: int | None = None
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False

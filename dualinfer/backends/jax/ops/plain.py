@@ -555,14 +555,15 @@ class PlainOps:
             cache = cache.keep(slots, k, v, lengths)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale, softcap=a.softcap)
         return y.reshape(q.shape), cache
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""
         visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        y = primitives.cross_attention(heads, *cache.read(), visible, **how)
         return y.reshape(q.shape)
 
     def sample(
