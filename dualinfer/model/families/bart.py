@@ -92,7 +92,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     embed, vocab = fields.size("d_model"), fields.size("vocab_size")
     names = ("max_encoder_position_embeddings", "max_decoder_position_embeddings")
     names = names if fields.family == "led" else ("max_position_embeddings",) * 2
-    positions = dict(zip(("encoder", "decoder"), map(fields.size, names), strict=True))
+    positions: dict[str, int] = {"encoder": fields.size(names[0]), "decoder": fields.size(names[1])}
     activation = fields.activation("activation_function")
     scale = embed**0.5 if fields.flag("scale_embedding", fields.family == "m2m_100") else 1.0
     pad, start = fields.take("pad_token_id"), fields.take("decoder_start_token_id")

@@ -4,6 +4,7 @@ HF sources: models/t5, mt5, umt5, longt5.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, WeightTable, row
@@ -80,7 +81,7 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
 
     encoder = stack(block(causal=False), layers)
     everywhere = fields.family == "umt5"  # else the first layer's bias is that of all
-    how = {"gated": mlp.gated, "everywhere": everywhere}
+    how: dict[str, Any] = {"gated": mlp.gated, "everywhere": everywhere}
     encoder_rows = _layer(encoder.layers[0], norm, "encoder", **how, own=local)
     embedding = row("embed.weight", _EMBEDDING, ("shared.weight", _EMBEDDING))
     twin = "encoder.embed_tokens.weight"
