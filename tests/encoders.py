@@ -21,6 +21,7 @@ _ONE_HEAD = {"num_attention_heads": 3, "num_key_value_heads": 1}
 _DISTIL = {"intermediate_size": None, "dim": 36, "n_layers": 2, "n_heads": 3, "hidden_dim": 44}
 _NARROW = {"embedding_size": 20}
 _REM = {"input_embedding_size": 20, "output_embedding_size": 28}
+_ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 7}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
 LABELS = {"num_labels": 3}
@@ -81,6 +82,9 @@ BASES = {
     "roformer-masked": ("RoFormerForMaskedLM", _NARROW),
     "ibert": ("IBertModel", {}),
     "ibert-masked": ("IBertForMaskedLM", {}),
+    "esm": ("EsmModel", _ESM),
+    "esm-masked": ("EsmForMaskedLM", _ESM),
+    "esm-plain": ("EsmModel", {**_ESM, "token_dropout": False, "emb_layer_norm_before": True}),
     "bert-generation": ("BertGenerationEncoder", {}),
 }
 HEADS = {
@@ -136,6 +140,8 @@ HEADS = {
     "ibert-choice": ("IBertForMultipleChoice", {}),
     "ibert-token": ("IBertForTokenClassification", LABELS),
     "ibert-span": ("IBertForQuestionAnswering", {}),
+    "esm-sequence": ("EsmForSequenceClassification", {**_ESM, **LABELS}),
+    "esm-token": ("EsmForTokenClassification", {**_ESM, **LABELS}),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),

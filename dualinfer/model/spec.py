@@ -199,6 +199,11 @@ class Attention:
         return self.chunk if self.window is None else self.window
 
     @property
+    def rope_pairs(self) -> int:
+        """Pairs of elements of a head that turn."""
+        return len(self.rope.inv_freq) if self.rope else 0
+
+    @property
     def head_widths(self) -> tuple[int, int, int]:
         """Elements of one head in the projections to queries, keys and values, in that order."""
         if self.latent is None:
@@ -437,6 +442,9 @@ class ModelSpec:
     model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
     projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
     frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
+    The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
+    over the share that these have in it, as dropout in training made them (ESM-2). If a model
+    `blanks`, what a mask hides enters the first layer as zeros.
     """
 
     family: str
@@ -450,6 +458,8 @@ class ModelSpec:
     positions_from_mask: bool = False
     pad: int | None = None
     hides: int | None = None
+    dropped: int | None = None
+    blanks: bool = False
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
@@ -516,6 +526,7 @@ class ModelSpec:
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "pairs": self.layers[0].attention.rope_pairs,
             "one": 1,
         }
         if self.patches is not None:

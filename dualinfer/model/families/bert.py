@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
@@ -56,11 +56,11 @@ class _Kind:
     bias: bool = True
     up_bias: bool | None = None  # of the MLP's first projection, where it is not `bias`
     end: str | None = None
-    embed_norm: bool = True
+    embed_norm: str | None = "LayerNorm"
     types: bool = True
     counts: bool = False  # positions are those of ids that are no padding
     pad: int | None = None  # the id that has no position, where no config says it
-    rope: Literal["parameters", "interleaved"] | None = None
+    rope: Literal["parameters", "interleaved", "stored"] | None = None
     bias_table: str | None = None  # of relative positions, which all layers share
     factored: str | None = None  # the projection of embeddings of a width of their own
     always_factored: bool = False  # even to their own width
@@ -107,13 +107,13 @@ _KINDS = {
         **_BEFORE, norms=("attention.LayerNorm", "intermediate.LayerNorm")
     ),
     "xlm-roberta-xl": _Kind(
-        **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=False
+        **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=None
     ),
     "megatron-bert": _Kind(
         *("MegatronBert", "bert.", _BERT_MASKED),
         norms=("attention.ln", "ln"),
         end="encoder.ln",
-        embed_norm=False,
+        embed_norm=None,
         unread=("cls.",),
     ),
     "ernie": _Kind(
@@ -240,6 +240,25 @@ _KINDS = {
         ),
         ignored=("classifier_dropout", "force_dequant"),
     ),
+    "esm": _Kind(
+        *("Esm", "esm.", _ROBERTA_MASKED),
+        norms=("attention.LayerNorm", "LayerNorm"),
+        heads=_ROBERTA,
+        classes=_HEADS[:2],
+        unread=("lm_head.",),
+        ignored=("classifier_dropout", "esmfold_config", "vocab_list"),
+        end="encoder.emb_layer_norm_after",
+        embed_norm="layer_norm",
+        types=False,
+        rope="stored",
+        masked_activation="gelu",
+        # By each layer's name in older files; transformers 5.23 writes `*` in a number's place.
+        renames=tuple(
+            ("rotary_embeddings.", f"encoder.layer.{i}.attention.self.rotary_embeddings.")
+            for i in "*0"
+        ),
+        buffers=(r"(^|\.)contact_head\.", r"\.self\.rotary_embeddings\.inv_freq$"),
+    ),
     "bert-generation": _Kind(
         *("BertGeneration", "bert.", None),
         classes=(),
@@ -304,13 +323,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     is_distil = fields.family == "distilbert"
     norm = Norm("layer", 1e-12 if is_distil else fields.number("layer_norm_eps"))
-    activation = fields.activation(named("hidden_act"))
-    _refuse(fields)
+    is_esm = fields.family == "esm"
+    activation = "gelu" if is_esm else fields.activation(named("hidden_act"))
+    _refuse(fields, is_esm)
     fields.ignore(*kind.ignored)
     rope = None
     if kind.rope == "interleaved":
         fields.require("rotary_value", False)
         rope = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
+    elif kind.rope == "stored":
+        rope = make_rope({"rope_theta": fields.number("rope_theta")}, head_dim, positions)
     elif kind.rope:
         fields.require("head_dim", head_dim)
         turns = fields.take("rope_parameters")
@@ -342,13 +364,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         token_types=_token_types(fields) if kind.types else 0,
         embed_width=width if factored else None,
         factored=factored,
-        embed_norm=norm if kind.embed_norm else None,
+        embed_norm=norm if kind.embed_norm and _norms_embedding(fields, is_esm) else None,
+        dropped=_dropped(fields) if is_esm else None,
+        blanks=is_esm,
         final_norm=norm if kind.end else None,
         head=head,
     )
     table = WeightTable(
         spec,
-        (*_embeddings(kind, spec, norm), *_final_norm(kind, norm), *head_rows),
+        (*_embeddings(kind, spec), *_final_norm(kind, norm), *head_rows),
         tuple(_layer(kind, norm, attention.bias, group) for group in groups),
         base=kind.base,
         renames=(*kind.renames, *_OLD_NORMS),
@@ -360,14 +384,38 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, table
 
 
-def _refuse(fields: ConfigFields) -> None:
+def _refuse(fields: ConfigFields, is_esm: bool) -> None:
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)
-    fields.require("position_embedding_type", "absolute")
+    places = fields.take("position_embedding_type", "absolute")
+    if is_esm and places != "rotary":  # ESM-1's tables of positions
+        raise UnservedError(
+            f"config.json has position_embedding_type={shown(places)}, which the esm family does "
+            "not honour ('rotary' only, as in ESM-2)."
+        )
+    if is_esm:
+        fields.require("is_folding_model", False)
+        fields.require("tie_word_embeddings", True)
+    else:
+        fields.require("position_embedding_type", "absolute")
     fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob")
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+
+
+def _norms_embedding(fields: ConfigFields, is_esm: bool) -> bool:
+    return not is_esm or fields.flag("emb_layer_norm_before", False)
+
+
+def _dropped(fields: ConfigFields) -> int | None:
+    """The id of a mask whose embedding ESM-2 drops, as training did."""
+    own = fields.take("mask_token_id")
+    if not fields.flag("token_dropout", False):
+        return None
+    if type(own) is not int or own < 1:  # 0 fills up what is padded
+        raise ModelError(f"config.json has mask_token_id={shown(own)}; expected a positive id.")
+    return own
 
 
 def _token_types(fields: ConfigFields) -> int:
@@ -441,7 +489,7 @@ def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:
     ]
 
 
-def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
+def _embeddings(kind: _Kind, spec: ModelSpec) -> list[Row]:
     hf = f"{kind.base}embeddings."
     width = "width" if spec.factored else "embed"
     tables = [("embed", "vocab", "word_embeddings")]
@@ -453,8 +501,11 @@ def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables
     ]
-    if kind.embed_norm:
-        rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm", width)
+    if spec.embed_norm and kind.embed_norm:
+        rows += make.norm(spec.embed_norm, "embed_norm", hf + kind.embed_norm, width)
+    if kind.rope == "stored":
+        stored = f"{kind.base}rotary_embeddings.inv_freq", "pairs"
+        rows.append(replace(row("frequencies", "pairs", stored), wide=True))
     if spec.factored:
         rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
     return rows
