@@ -22,6 +22,7 @@ _DISTIL = {"intermediate_size": None, "dim": 36, "n_layers": 2, "n_heads": 3, "h
 _NARROW = {"embedding_size": 20}
 _REM = {"input_embedding_size": 20, "output_embedding_size": 28}
 _ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 7}
+_XLM = {"intermediate_size": None, "emb_dim": 36, "n_layers": 2, "n_heads": 3}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
 LABELS = {"num_labels": 3}
@@ -85,6 +86,9 @@ BASES = {
     "esm": ("EsmModel", _ESM),
     "esm-masked": ("EsmForMaskedLM", _ESM),
     "esm-plain": ("EsmModel", {**_ESM, "token_dropout": False, "emb_layer_norm_before": True}),
+    "xlm-base": ("XLMModel", _XLM),
+    "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),
+    "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
 }
 HEADS = {
@@ -142,6 +146,9 @@ HEADS = {
     "ibert-span": ("IBertForQuestionAnswering", {}),
     "esm-sequence": ("EsmForSequenceClassification", {**_ESM, **LABELS}),
     "esm-token": ("EsmForTokenClassification", {**_ESM, **LABELS}),
+    "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
+    "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
+    "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),

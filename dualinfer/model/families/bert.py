@@ -65,6 +65,8 @@ class _Kind:
     factored: str | None = None  # the projection of embeddings of a width of their own
     always_factored: bool = False  # even to their own width
     model: str = "Model"
+    masked_name: str = "ForMaskedLM"
+    embeddings: tuple[str, str, str] = ("embeddings.", "word_embeddings", "position_embeddings")
     buffers: tuple[str, ...] = ()  # patterns of tensors that are no weights
     masked_activation: Activation | None = None
     renames: tuple[tuple[str, str], ...] = ()
@@ -95,6 +97,34 @@ _LATER: dict[str, Any] = {  # as transformers names parts since 5
     "unread": ("lm_head.",),
     "masked_activation": "gelu",
     "rope": "parameters",
+}
+_XLM: dict[str, Any] = {
+    "base": "transformer.",
+    "masked": ("", "", "pred_layer.proj", "pred_layer.proj.bias"),
+    "layer": "",
+    "qkv": ("attentions.{i}.q_lin", "attentions.{i}.k_lin", "attentions.{i}.v_lin"),
+    "out": "attentions.{i}.out_lin",
+    "mlp": ("ffns.{i}.lin1", "ffns.{i}.lin2"),
+    "norms": ("layer_norm1.{i}", "layer_norm2.{i}"),
+    "heads": {"sequence": Classifier("sequence_summary.summary")},
+    "classes": ("ForSequenceClassification", "ForTokenClassification", f"{_SPAN}Simple"),
+    "unread": ("pred_layer.",),
+    "fields": {
+        **{"hidden_size": "emb_dim", "num_attention_heads": "n_heads"},
+        "num_hidden_layers": "n_layers",
+    },
+    "ignored": (
+        *("dropout", "attention_dropout", "embed_init_std", "init_std", "layerdrop", "bos_index"),
+        *("eos_index", "pad_index", "unk_index", "mask_index", "mask_token_id", "lang_id"),
+        *("start_n_top", "end_n_top", "summary_first_dropout", "sinusoidal_embeddings"),
+        *("n_langs", "use_lang_emb", "lang2id", "id2lang", "max_vocab", "min_count"),
+    ),
+    "pooler": None,
+    "embed_norm": "layer_norm_emb",
+    "embeddings": ("", "embeddings", "position_embeddings"),
+    "types": False,
+    "buffers": (r"(^|\.)lang_embeddings\.weight$", r"(^|\.)position_ids$"),
+    "masked_name": "WithLMHeadModel",
 }
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _KINDS = {
@@ -259,6 +289,8 @@ _KINDS = {
         ),
         buffers=(r"(^|\.)contact_head\.", r"\.self\.rotary_embeddings\.inv_freq$"),
     ),
+    "xlm": _Kind("XLM", **_XLM),
+    "flaubert": _Kind("Flaubert", **_XLM),
     "bert-generation": _Kind(
         *("BertGeneration", "bert.", None),
         classes=(),
@@ -306,7 +338,7 @@ _KINDS = {
 CLASSES = {
     family: (
         f"{kind.name}{kind.model}",
-        *(kind.name + c for c in (("ForMaskedLM",) if kind.masked else ()) + kind.classes),
+        *(kind.name + c for c in ((kind.masked_name,) if kind.masked else ()) + kind.classes),
     )
     for family, kind in _KINDS.items()
 }
@@ -323,8 +355,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     is_distil = fields.family == "distilbert"
     norm = Norm("layer", 1e-12 if is_distil else fields.number("layer_norm_eps"))
-    is_esm = fields.family == "esm"
-    activation = "gelu" if is_esm else fields.activation(named("hidden_act"))
+    is_esm, is_xlm = fields.family == "esm", fields.family in ("xlm", "flaubert")
+    activation = "gelu" if is_esm or is_xlm else fields.activation(named("hidden_act"))
+    if is_xlm:
+        activation = "gelu" if fields.flag("gelu_activation", True) else "relu"
+        _refuse_xlm(fields, kind_of_head(architecture))
     _refuse(fields, is_esm)
     fields.ignore(*kind.ignored)
     rope = None
@@ -339,11 +374,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         turned = rotary_size(turns, head_dim)
         rope = make_rope({**turns, "partial_rotary_factor": None}, turned, positions)
         positions = reach(turns, positions)
-    mlp = Mlp(fields.size(named("intermediate_size")), activation, gated=len(kind.mlp) > 2)
+    ffn = 4 * embed if is_xlm else fields.size(named("intermediate_size"))
+    mlp = Mlp(ffn, activation, gated=len(kind.mlp) > 2)
     attention = Attention(
         *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
     )
-    count = fields.layers(named("num_hidden_layers"))
+    count, vocab = fields.layers(named("num_hidden_layers")), fields.size("vocab_size")
     fields.require("use_task_id", False)
     fields.require("quant_mode", False)
     width = embed if kind.factored is None else fields.size(named("embedding_size"), embed)
@@ -355,13 +391,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
-        vocab=fields.size("vocab_size"),
+        vocab=vocab,
         embed=embed,
         layers=(Layer(attention, mlp, norm, "pre" if kind.end else "post"),) * len(groups),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
-        token_types=_token_types(fields) if kind.types else 0,
+        token_types=_token_types(fields) if kind.types else vocab if is_xlm else 0,
+        token_types_from_vocab=is_xlm,
+        hides=fields.take("pad_token_id") if is_xlm else None,
         embed_width=width if factored else None,
         factored=factored,
         embed_norm=norm if kind.embed_norm and _norms_embedding(fields, is_esm) else None,
@@ -402,6 +440,21 @@ def _refuse(fields: ConfigFields, is_esm: bool) -> None:
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+
+
+def _refuse_xlm(fields: ConfigFields, head: str | None) -> None:
+    fields.require("causal", False)
+    fields.require("asm", False)
+    fields.require("is_encoder", True)
+    fields.require("pre_norm", False)
+    if head == "sequence":
+        fields.require("summary_type", "first")
+        fields.require("summary_use_proj", True)
+        fields.require("summary_proj_to_labels", True)
+        fields.require("summary_activation")
+    else:
+        fields.ignore("summary_type", "summary_use_proj", "summary_proj_to_labels")
+        fields.ignore("summary_activation")
 
 
 def _norms_embedding(fields: ConfigFields, is_esm: bool) -> bool:
@@ -490,12 +543,13 @@ def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:
 
 
 def _embeddings(kind: _Kind, spec: ModelSpec) -> list[Row]:
-    hf = f"{kind.base}embeddings."
+    at, words, places = kind.embeddings
+    hf = kind.base + at
     width = "width" if spec.factored else "embed"
-    tables = [("embed", "vocab", "word_embeddings")]
+    tables = [("embed", "vocab", words)]
     if spec.learned_positions:
-        tables.append(("positions", "positions", "position_embeddings"))
-    if spec.token_types:
+        tables.append(("positions", "positions", places))
+    if spec.token_types and not spec.token_types_from_vocab:
         tables.append(("token_types", "types", "token_type_embeddings"))
     rows = [
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
@@ -522,6 +576,12 @@ def _head(
     """The head of a HF class, its rows (a base model's pooler), and those that HF ties."""
     tied = fields.flag("tie_word_embeddings", True) and fields.family != "rembert"
     pooler = f"{kind.base}{kind.pooler}" if kind.pooler else None
+    if architecture.endswith("WithLMHeadModel"):  # a projection alone
+        assert kind.masked is not None
+        head, axes = Head("masked"), "vocab embed"
+        weight, bias = make.linear("head", kind.masked[2], axes)
+        ties = ((weight, f"{kind.base}{kind.embeddings[1]}.weight"),)
+        return (head, [bias], ties) if tied else (head, [weight, bias], ())
     if architecture.endswith("ForMaskedLM"):
         by = kind.masked_activation or activation
         embedding = f"{kind.base}embeddings.word_embeddings.weight"
