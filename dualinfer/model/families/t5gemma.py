@@ -10,7 +10,9 @@ from . import rows as make
 from .fields import ConfigFields
 from .gemma import describe_text
 
-CLASSES = {"t5gemma": ("T5GemmaForConditionalGeneration", "T5GemmaModel")}
+CLASSES = {
+    "t5gemma": ("T5GemmaForConditionalGeneration", "T5GemmaModel", "T5GemmaEncoderModel"),
+}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -38,6 +40,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         layers=tuple(replace(x, attention=_both_ways(x)) for x in encoder.layers),
         hides=other.take("pad_token_id"),
     )
+    if architecture == "T5GemmaEncoderModel":
+        encoder = replace(encoder, architecture=architecture)
+        return encoder, _encoder_alone(fields, encoder, bias[1])
     spec = replace(spec, layers=decoder_layers, encoder=encoder, start=start)
     norm, axes = spec.layers[0].norm, "vocab embed"
     embedding = "model.decoder.embed_tokens.weight"
@@ -65,6 +70,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         base="model.",
         unused=() if spec.head else (r"^lm_head\.",),
         tied=((head, embedding),) if spec.head and tied else (),
+    )
+
+
+def _encoder_alone(fields: ConfigFields, spec: ModelSpec, bias: bool) -> WeightTable:
+    """The table of the encoder without a decoder."""
+    norm, axes, hf = spec.layers[0].norm, "vocab embed", "model.encoder."
+    fields.ignore("tie_word_embeddings")
+    outer = row("embed.weight", axes, (f"{hf}embed_tokens.weight", axes))
+    return WeightTable(
+        spec,
+        (outer, *make.norm(norm, "final_norm", f"{hf}norm")),
+        (tuple(_layer(norm, hf + "layers.{i}.", bias, crosses=False)),) * len(spec.layers),
+        base="model.",
+        unused=(r"^(model\.)?decoder\.", r"^lm_head\."),
     )
 
 
