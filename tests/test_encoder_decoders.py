@@ -173,8 +173,9 @@ def test_heads_for_labels_are_those_of_transformers(name, backend, tmp_path):
         assert list(found) == [key for key in wanted if key in found]
         for key in found:
             pairs = zip(found[key], wanted[key], strict=True) if key.endswith("states") else None
-            shown = given["attention_mask"] > 0 if "LED" in name and "encoder_" in key else ...
-            shown = ... if key.startswith("decoder") else shown  # LED zeroes what is padding
+            # Whose attention gives zeros of what is padding.
+            is_led = "LED" in name and key.startswith("encoder")
+            shown = given["attention_mask"] > 0 if is_led else ...
             for x, y in pairs or [(found[key], wanted[key])]:
                 assert relative_rms(x.float()[shown].numpy(), y[shown].numpy()) < 1e-5, key
         if "labels" in labels:
