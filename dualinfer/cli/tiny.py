@@ -22,6 +22,8 @@ _OTHERS = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
+    **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
+    **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
@@ -32,6 +34,7 @@ _EXPERTS = {
 }
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+_SIDES = ("encoder", "decoder")
 _KV = ("num_key_value_heads", "num_kv_heads")
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
@@ -39,7 +42,7 @@ _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 def has_towers(config: Any) -> bool:
     """True of a model that compares texts with images, which has no part that stands for all."""
-    return config.model_type in ("clip", "siglip")
+    return config.model_type in ("clip", "metaclip_2", "siglip")
 
 
 def text_config(config: Any) -> Any:
@@ -59,9 +62,12 @@ def tiny_config(config: Any) -> Any:
             name: tiny_config(getattr(config, name)).to_dict()
             for name in ("text_config", "vision_config")
         }
-        if config.model_type == "clip":
+        if config.model_type != "siglip":
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
+    if config.model_type == "t5gemma":
+        stacks = {side: tiny_config(getattr(config, side)).to_dict() for side in _SIDES}
+        return type(config)(**stacks)
     values = config.to_dict()
     names = type(config).attribute_map
     heads = getattr(config, "num_attention_heads", None)

@@ -110,6 +110,8 @@ def block(
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
+        if layer.cross:
+            x = added(x, cross(x, norm("cross_norm"), None), norm("cross_post_norm"))
         return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
     assert layer.residual_scale == 1
     x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))

@@ -29,6 +29,7 @@ from . import (
     opt,
     relatives,
     t5,
+    t5gemma,
     vit,
     whisper,
 )
@@ -41,7 +42,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, whisper, deepseek, llama4),
+        *(bart, t5, t5gemma, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES
 }

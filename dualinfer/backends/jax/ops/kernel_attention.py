@@ -301,6 +301,7 @@ class KernelAttention(KernelBase):
                 cache.lengths,
                 heads=a.heads,
                 scale=a.scale,
+                softcap=a.softcap,
                 counters=self._counters,
                 cross=True,
                 config=self.configurations.find(key),

@@ -122,7 +122,10 @@ class PlainOps:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
                 shape = len(embeds), learned, embeds.shape[-1]
-                first = jnp.broadcast_to(w["class_token"], shape)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = jnp.concatenate((first[None], w["registers"]))
+                first = jnp.broadcast_to(first, shape)
                 embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
@@ -558,14 +561,15 @@ class PlainOps:
             cache = cache.keep(slots, k, v, lengths)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale, softcap=a.softcap)
         return y.reshape(q.shape), cache
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""
         visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        y = primitives.cross_attention(heads, *cache.read(), visible, **how)
         return y.reshape(q.shape)
 
     def sample(

@@ -320,6 +320,7 @@ class KernelAttention(KernelBase):
             cache.lengths,
             heads=a.heads,
             scale=a.scale,
+            softcap=a.softcap,
             counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
             cross=True,
             config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),

@@ -95,7 +95,10 @@ class PlainOps:
         if spec.patches is not None:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
-                first = w["class_token"].expand(len(embeds), learned, -1)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = torch.cat((first[None], w["registers"]))
+                first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
@@ -552,14 +555,16 @@ class PlainOps:
             cache = cache.keep(slots, k, v, lengths)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         q = q.unflatten(-1, (-1, a.head_dim))
-        return primitives.cross_attention(q, k, v, mask, scale=a.scale).flatten(-2), cache
+        y = primitives.cross_attention(q, k, v, mask, scale=a.scale, softcap=a.softcap)
+        return y.flatten(-2), cache
 
     def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
         """See `contract.Ops.attend_kept`."""
         at = torch.arange(cache.capacity, device=q.device)
         visible = at[None] < cache.lengths[:, None].clamp(min=1)
         q = q.unflatten(-1, (-1, a.head_dim))
-        return primitives.cross_attention(q, *cache.read(), visible, scale=a.scale).flatten(-2)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        return primitives.cross_attention(q, *cache.read(), visible, **how).flatten(-2)
 
     def sample(
         self,
