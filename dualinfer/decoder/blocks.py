@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Experts, Layer, Router
+from ..model.spec import XIELU, Activation, Experts, Layer, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -20,11 +20,40 @@ def block(
     attend: Attend,
     spend: bool,
     across: Attend | None = None,
+    lent: dict[int, Array] | None = None,
+    own: Array | None = None,
 ) -> Array:
     """One layer's output; with `spend` its input may be overwritten.
 
-    `across` attends to what an encoder gave, where the layer does.
+    `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
+    keys and values of the layers whose keys and values others have; that of a lender is put there.
+    `own` is what a layer that `reads` reads.
     """
+    x = _sublayers(layer, w, ops, x, index, attend, spend, across, lent)
+    if layer.reads:
+        h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
+        y = ops.linear(h * own, w["read_out.weight"])
+        x = ops.add(x, y, NormOf.named(layer.norm, w, "read_norm"))
+    return x * w["multiplier"] if layer.multiplied else x
+
+
+def _plain_activation(layer: Layer) -> Activation:
+    assert layer.mlp.activation != "xielu"
+    return layer.mlp.activation
+
+
+def _sublayers(
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+    spend: bool,
+    across: Attend | None,
+    lent: dict[int, Array] | None,
+) -> Array:
+    """`block` as far as most families have it: attention and feed-forward."""
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -37,9 +66,22 @@ def block(
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
             qkv = ops.clip(qkv, layer.attention.clip)
+        if layer.attention.value_norm is not None:
+            qkv = ops.norm_values(
+                layer.attention, qkv, NormOf.named(layer.attention.value_norm, w, "v_norm")
+            )
+        if lent is not None and (index in lent or layer.attention.lender is not None):
+            qkv = borrow(qkv, lent)
         y = attend(index, qkv)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
+
+    def borrow(qkv: Array, lent: dict[int, Array]) -> Array:
+        """`qkv` with a lender's keys and values; a lender's own is a copy, since ops change it."""
+        lender = layer.attention.lender
+        if lender is None:
+            lent[index] = qkv
+        return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
 
     def latent(x: Array, norm: NormOf | None) -> LatentQkv:
         """Queries of `x`, and what keys and values of all heads are made of."""

@@ -170,6 +170,9 @@ class Attention:
     the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys.
+    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    queries alone: its keys and values are those that the layer of this number has projected and
+    whose values it has normed.
     """
 
     heads: int
@@ -192,6 +195,8 @@ class Attention:
     places: Places | None = None
     latent: Latent | None = None
     chunk: int | None = None
+    value_norm: Norm | None = None
+    lender: int | None = None
 
     @property
     def reach(self) -> int | None:
@@ -359,7 +364,10 @@ class Layer:
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
     block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first).
+    always `pre`, has no norm before its attention (ModernBERT's first). A block that `reads` has a
+    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
+    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
+    gives is times a learned number (Gemma 4).
     """
 
     attention: Attention
@@ -372,6 +380,8 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    reads: int = 0
+    multiplied: bool = False
 
     @property
     def experts(self) -> int:
@@ -509,6 +519,7 @@ class ModelSpec:
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
         if self.patches is not None:
@@ -539,6 +550,18 @@ class ModelSpec:
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def reads(self) -> int:
+        """Elements that a token's embedding gives all layers for themselves; 0 for none."""
+        return sum(layer.reads for layer in self.layers)
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values others have, too."""
+        return frozenset(
+            a.lender for a in (own.attention for own in self.layers) if a.lender is not None
+        )
 
     @property
     def crosses(self) -> bool:

@@ -18,6 +18,7 @@ from . import (
     fairseq,
     falcon,
     gemma,
+    gemma4,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -39,7 +40,7 @@ from .heads import base_class, classes_of_decoder, with_head
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
-        *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, whisper, deepseek, llama4),
     )
