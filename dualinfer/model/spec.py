@@ -363,11 +363,11 @@ class Layer:
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first). A block that `reads` has a
+    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
     third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
     what each token's embedding gives this layer alone, projected back. What a `multiplied` block
-    gives is times a learned number (Gemma 4).
+    gives is times a learned number (Gemma 4). A `bare` block,
+    always `pre`, has no norm before its attention (ModernBERT's first).
     """
 
     attention: Attention
