@@ -62,6 +62,12 @@ CASES = {
         "GraniteMoeShared",
         {**LOCAL, **MULTIPLIED, "shared_intermediate_size": 27},
     ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        {**LOCAL, **MULTIPLIED, "shared_intermediate_size": 27, "sliding_window": 5}
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", *TURNS]}
+        | {"layer_rope_theta": [0, 1e4, 500.0]},
+    ),
     "granitemoeshared without a shared expert": ("GraniteMoeShared", LOCAL),
     "gpt_oss": (
         "GptOss",
@@ -103,6 +109,44 @@ CASES = {
         | {"rope_parameters": LONGROPE, "sliding_window": 5, "router_jitter_noise": 0.1},
     ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
+    "afmoe": (
+        "Afmoe",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "num_dense_layers": 1, "num_shared_experts": 2}
+        | {"route_scale": 1.7, "mup_enabled": True, "layer_types": TURNS, "sliding_window": 5},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        {**FIVE, "head_dim": 14, "layer_types": TURNS[::-1], "sliding_window": 5}
+        | {"mlp_layer_types": ["dense", "sparse"], "num_shared_experts": 2, "logit_scale": 2.0}
+        | {"prefix_dense_intermediate_size": 47},
+    ),
+    "cohere2_moe, sigmoid": (
+        "Cohere2Moe",
+        {**FIVE, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5, "rms_norm_eps": 1e-6}
+        | {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "logit_scale": 2.0}
+        | {"shared_expert_combination_strategy": "sum"},
+    ),
+    "cohere2_moe without a shared expert": (
+        "Cohere2Moe",
+        {**FIVE, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5, "logit_scale": 2.0}
+        | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**OF_LAYER, "num_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+        | {"num_shared_experts": 2, "sliding_window": 5, "layer_types": TURNS[::-1]},
+    ),
+    "flex_olmo": ("FlexOlmo", {**FIVE, "attention_bias": True}),
+    "hy_v3": (
+        "HYV3",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "router_scaling_factor": 1.7}
+        | {"num_shared_experts": 2, "num_hidden_layers": 3},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**OF_LAYER, "n_routed_experts": 5, "num_experts_per_tok": 3, "head_dim": 16}
+        | {"n_shared_experts": 2, "attention_bias": True},
+    ),
 }
 
 
@@ -120,8 +164,10 @@ def make(case, **changes):
     randomize(model)
     with torch.no_grad():
         for part, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "e_score_correction_bias" in part:
+            if part.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.normal_(0, 0.1)
+            elif part.endswith(".sinks"):
+                tensor.normal_()
             elif ".experts." in part and tensor.ndim == 3:
                 tensor.normal_(0, 1.5 / max(tensor.shape[1:]) ** 0.5)
     return model.eval()

@@ -70,6 +70,8 @@ CASES_OF_PLAIN = [
     ("gpt_oss", "jax", 4, 2, None, False),
     ("glm4_moe", "torch", 4, 2, None, False),
     ("granitemoe", "torch", 2, 2, None, False),
+    ("afmoe", "torch", 4, 2, None, False),
+    ("cohere2_moe", "jax", 2, 2, None, False),
     ("mixtral", "jax", 2, 2, None, False),
     ("hunyuan_v1_moe", "torch", 4, 2, None, False),
     ("llama4", "torch", 4, 2, None, False),

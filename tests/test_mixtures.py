@@ -16,12 +16,17 @@ from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
 from .mixtures import CASES, LONGROPE, VOCAB, chosen_by, config_of, make
-from .models import on_backends, random_ids, relative_rms
+from .models import BACKENDS, on_backends, random_ids, relative_rms
 
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
+ALIKE = ("cohere2_moe, sigmoid", "cohere2_moe without a shared expert")  # slow on torch, too
+ON_BACKENDS = [
+    pytest.param(*own.values, marks=pytest.mark.slow) if own.values[0] in ALIKE else own
+    for own in on_backends(CASES, [case for case in CASES if case not in QUICK])
+]
 
 
 def remember_routes(backend, monkeypatch):
@@ -43,9 +48,7 @@ def remember_routes(backend, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"), on_backends(CASES, [case for case in CASES if case not in QUICK])
-)
+@pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
 def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path):
     """A live module, whose experts are one tensor, and a folder, where each has its own."""
     model, ids = make(case), random_ids(2, 11, vocab=VOCAB)
@@ -74,6 +77,11 @@ def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path)
         pytest.param("jax", "llama4", "num_local_experts", marks=pytest.mark.slow),
         ("torch", "phimoe", "num_local_experts"),
         pytest.param("jax", "phimoe", "num_local_experts", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, case, "num_experts", marks=pytest.mark.slow)
+            for name in BACKENDS
+            for case in ("afmoe", "cohere2_moe")
+        ),
     ],
 )
 def test_experts_that_no_token_chose_change_no_bit(backend, case, count, monkeypatch):
@@ -139,6 +147,10 @@ SHARED = [
         ("llama4", "jax", 3, False),
         ("phimoe, longrope", "torch", 2, False),
         ("phimoe, longrope", "jax", 2, False),
+        ("afmoe", "torch", 3, False),
+        ("afmoe", "jax", 2, False),
+        ("cohere2_moe", "torch", 2, False),
+        ("granitemoe_swa", "jax", 3, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )
@@ -196,6 +208,18 @@ WRITTEN = {
     | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8}
     | {"num_experts_per_tok": 4, "output_router_logits": False, "rope_scaling": None},
+    "afmoe": {"global_attn_every_n_layers": 4, "head_dim": 16, "load_balance_coeff": 5e-4}
+    | {"moe_intermediate_size": 48, "mup_enabled": True, "n_group": 1, "num_dense_layers": 0}
+    | {"num_expert_groups": 1, "num_experts": 8, "num_experts_per_tok": 4, "route_norm": True}
+    | {"num_limited_groups": 1, "num_shared_experts": 1, "route_scale": 2.5, "topk_group": 1}
+    | {"score_func": "sigmoid", "sliding_window": 2048, "use_grouped_mm": True},
+    "exaone_moe": {"first_k_dense_replace": 0, "moe_intermediate_size": 48, "n_group": 1}
+    | {"num_experts": 8, "num_experts_per_tok": 4, "num_shared_experts": 1, "topk_group": 1}
+    | {"is_moe_layer": [True, True], "norm_topk_prob": True, "num_nextn_predict_layers": 1}
+    | {"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    | {"sliding_window": 128, "sliding_window_pattern": "LLLG"}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "solar_open": {**NOAUX, "head_dim": 16, "partial_rotary_factor": 1.0, "use_qk_norm": False},
     "dots1": {**NOAUX, "moe_layer_freq": 1, "scoring_func": "noaux_tc", "max_window_layers": 62},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 4, "moe_layer_start_index": 0}
     | {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True}
@@ -233,6 +257,12 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
     ("case", "fields", "message"),
     [
         ("olmoe", {"clip_qkv": -8.0}, "clip_qkv=-8.0"),
+        ("afmoe", {"route_norm": False}, "route_norm=False"),
+        ("cohere2_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+        ("cohere2_moe", {"expert_selection_fn": "tanh"}, "expert_selection_fn='tanh'"),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta="),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias=True"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
         ("mixtral", {"num_experts_per_tok": 6}, "cannot choose more experts"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
         ("glm4_moe", {"topk_group": 4}, "groups of one size"),

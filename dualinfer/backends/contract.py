@@ -304,7 +304,10 @@ class BlockOps(Protocol):
         ...
 
     def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
-        """y [..., E] times the logistic function of norm(x) [..., E] times weight [1, E]."""
+        """y [..., out] times the logistic function of norm(x) [..., E] times weight.
+
+        The weight is [1, E], or [out, E].
+        """
         ...
 
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:

@@ -32,7 +32,7 @@ _EXPERTS = {
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
-_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
+_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _KV = ("num_key_value_heads", "num_kv_heads")
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}

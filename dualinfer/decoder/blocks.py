@@ -73,6 +73,8 @@ def _sublayers(
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = borrow(qkv, lent)
         y = attend(index, qkv)
+        if layer.attention.gated:
+            y = ops.gate(y, x, w["attn_gate.weight"], norm)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
@@ -186,5 +188,7 @@ def mixture(
         )
         if experts.shared_gated:
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+        if experts.shared_scale != 1:
+            partial = partial * experts.shared_scale
     by = Neighbours(norm=norm, residual=residual, spend=True)
     return ops.experts(x, experts, w, routing, by, partial)

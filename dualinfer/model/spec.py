@@ -169,7 +169,8 @@ class Attention:
     `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n, a)
     the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
-    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys.
+    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
+    `gated`, what heads give is times the logistic function of a product of their input (Trinity).
     `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
     queries alone: its keys and values are those that the layer of this number has projected and
     whose values it has normed.
@@ -195,6 +196,7 @@ class Attention:
     places: Places | None = None
     latent: Latent | None = None
     chunk: int | None = None
+    gated: bool = False
     value_norm: Norm | None = None
     lender: int | None = None
 
@@ -260,7 +262,8 @@ class Experts:
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
     activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
-    result is times the logistic function of a product of its own (Qwen2-MoE). Where a mixture
+    result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
+    `shared_scale` (Cohere's mean of the two). Where a mixture
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
     (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
     have: its weight, and what those of the chosen ones are times, are the softmax of a product of
@@ -274,6 +277,7 @@ class Experts:
     router: Router
     shared: int = 0
     shared_gated: bool = False
+    shared_scale: float = 1.0
     limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False

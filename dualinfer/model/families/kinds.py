@@ -20,7 +20,8 @@ class Kind:
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
     name of a joint projection; `mlp` are its names in `mlp_module` from gate or up to down, two of
     them where the MLP is not gated or gate and up are one, and `ffn` is the field of its width.
-    `qk_names` are those of the norms of queries and keys, `{x}` a head's number. Of `partial`
+    `qk_names` are those of the norms of queries and keys, `{x}` a head's number, and `attn_gate` is
+    that of the product that gates what heads give. Of `partial`
     families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
     HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
     does; `ignored` ones change nothing at inference.
@@ -40,6 +41,7 @@ class Kind:
     qk_norm_over: Literal["head", "own", "all"] = "head"
     qk_names: tuple[str, str] = ("q_norm", "k_norm")
     norm_turned: bool = False
+    attn_gate: str | None = None
     qkv_bias: Bias = "attention_bias"
     out_bias: Bias = "attention_bias"
     mlp_bias: Bias = False
@@ -68,6 +70,13 @@ class Kind:
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
 _GLM: dict[str, Any] = {"out_bias": False, "partial": True, "mlp": ("gate_up_proj", "down_proj")}
 _COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
+_COHERE2 = (  # of the makers' own code; HF folds the pattern into layer_types
+    *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
+    "layer_switch",
+    *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+    "use_parallel_embedding",
+)
 _PER_HEAD: dict[str, Any] = {
     "qk_norm": "qk_layernorm",
     "qk_names": ("q_layernorm", "k_layernorm"),
@@ -115,6 +124,27 @@ _HUNYUAN: dict[str, Any] = {
 }
 _BETAS = "full_attention", "linear_attention", "mlp"
 KINDS = {
+    "afmoe": Kind(
+        *("Afmoe",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias"),
+        placement="around",
+        norms={
+            "attn_norm": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_mlp_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        qk_norm=True,
+        attn_gate="gate_proj",
+        # Of the makers' own code, where these ask for nothing else.
+        always={
+            **{"route_norm": True, "score_func": "sigmoid"},
+            **dict.fromkeys(("n_group", "topk_group"), 1),
+            **dict.fromkeys(("num_expert_groups", "num_limited_groups"), 1),
+        },
+        # HF folds the first into layer_types.
+        ignored=("global_attn_every_n_layers", "load_balance_coeff", "use_grouped_mm"),
+    ),
     "apertus": Kind(
         *("Apertus",),
         norms={"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
@@ -133,18 +163,14 @@ KINDS = {
         qk_norm="use_qk_norm",
         qk_norm_over="own",
     ),
-    "cohere2": Kind(
-        *("Cohere2",),
+    "cohere2": Kind("Cohere2", **_COHERE, interleaved=True, tied=True, ignored=_COHERE2),
+    "cohere2_moe": Kind(
+        *("Cohere2Moe",),
         **_COHERE,
         interleaved=True,
         tied=True,
-        ignored=(  # of the makers' own code; HF folds the pattern into layer_types
-            *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type"),
-            "layer_switch",
-            *("rotary_pct", "sliding_window_pattern", "_sliding_window_pattern"),
-            *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
-            "use_parallel_embedding",
-        ),
+        always={"rope_scaling": ()},  # HF does not read it
+        ignored=_COHERE2,
     ),
     "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
     "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
@@ -173,6 +199,17 @@ KINDS = {
         qk_norm=True,
         ignored=("sliding_window_pattern",),  # HF folds it into layer_types
     ),
+    "exaone_moe": Kind(
+        *("ExaoneMoe",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        qk_norm=True,
+        # HF folds them into lists of layers; layers that predict a second token answer nothing.
+        ignored=(
+            *("sliding_window_pattern", "first_k_dense_replace", "is_moe_layer"),
+            *("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+    ),
+    "flex_olmo": Kind("FlexOlmo", **_OLMO2),
     "gemma": Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
     "glm": Kind("Glm", **_GLM, interleaved=True),
     "glm4": Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
@@ -190,6 +227,7 @@ KINDS = {
     ),
     "granite": Kind("Granite", mlp_bias="mlp_bias"),
     "granitemoe": Kind("GraniteMoe"),
+    "granitemoe_swa": Kind("GraniteMoeSWA"),
     "granitemoehybrid": Kind(  # where no layer is Mamba's, and none has experts
         *("GraniteMoeHybrid",),
         ffn="shared_intermediate_size",
@@ -208,6 +246,13 @@ KINDS = {
     ),
     "granitemoeshared": Kind("GraniteMoeShared"),
     "helium": Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
+    "hy_v3": Kind(
+        *("HYV3",),
+        qk_norm=True,
+        always={"mlp_bias": False},
+        # Sums of experts are in float32 in any case.
+        ignored=("enable_moe_fp32_combine", "num_nextn_predict_layers", "num_mtp_layers"),
+    ),
     "hunyuan_v1_dense": Kind("HunYuanDenseV1", **_HUNYUAN),
     "hunyuan_v1_moe": Kind("HunYuanMoEV1", **_HUNYUAN),
     "hyperclovax": Kind(
@@ -309,6 +354,13 @@ KINDS = {
         tied=True,
         # HF folds them into lists of layers.
         ignored=("use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
+    ),
+    "solar_open": Kind(
+        *("SolarOpen",),
+        ffn="moe_intermediate_size",  # no layer is dense
+        out_bias=False,
+        always={"use_qk_norm": False},
+        ignored=("intermediate_size", "num_nextn_predict_layers", "num_mtp_layers"),
     ),
     "stablelm": Kind(
         *("StableLm",),

@@ -19,8 +19,9 @@ class Mixture:
     """What HF calls the parts of a mixture, and its fields of a config.
 
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
-    experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, and
-    `shared_parts` are its own, two of them where gate and up are one. `choice_bias` is a tensor of
+    experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, which
+    is as wide as so many experts as the field `shares` says, and `shared_parts` are its own, two of
+    them where gate and up are one. `choice_bias` is a tensor of
     `choice_axes`; with `router_bias` logits have one as well. A tensor of all experts may lie
     `turned`, columns before rows. `ignored` fields change nothing at
     inference.
@@ -31,6 +32,7 @@ class Mixture:
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shares: str = ""
     choice_bias: str | None = None
     choice_axes: str = "choices"
     router_bias: bool = False
@@ -52,6 +54,7 @@ _MIXTRAL = Mixture(
 _DEEPSEEK = Mixture(
     count="n_routed_experts",
     shared="mlp.shared_experts",
+    shares="n_shared_experts",
     choice_bias="gate.e_score_correction_bias",
 )
 _GRANITE = Mixture(
@@ -68,14 +71,19 @@ _GRANITE = Mixture(
     ),
 )
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
-_DEEPSEEKS = ("dots1", "glm4_moe", *_LATENT)
+_DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
+_LISTED = ("cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3")  # by mlp_layer_types
+_SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
+    "afmoe": replace(_SEVERAL, router="router.gate", choice_bias="expert_bias"),
+    "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
     "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
         shared="mlp.shared_experts",
+        shares="moe_num_shared_experts",
         choice_bias="gate.moe_statics.e_score_correction_bias",
         choice_axes="one choices",
         count="moe_num_experts",
@@ -83,6 +91,13 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".gate.moe_statics.", ".moe_statics."),),
         unused=(r"(^|\.)mtp_",),
     ),
+    "exaone_moe": replace(
+        _SEVERAL,
+        choice_bias=_DEEPSEEK.choice_bias,
+        renames=((".mlp.gate.e_score_", ".mlp.e_score_"),),
+        unused=(r"(^|\.)mtp\.",),
+    ),
+    "flex_olmo": Mixture(ffn="intermediate_size"),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "gpt_oss": Mixture(
@@ -92,7 +107,17 @@ MIXTURES: Mapping[str, Mixture] = {
         router_bias=True,
     ),
     "granitemoe": _GRANITE,
+    "granitemoe_swa": replace(_GRANITE, renames=()),
     "granitemoeshared": _GRANITE,
+    "hy_v3": replace(
+        _SEVERAL,
+        choice_bias="e_score_correction_bias",
+        renames=(
+            (".mlp.gate.weight", ".mlp.router.gate.weight"),
+            (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.shared_experts.", ".mlp.shared_mlp."),
+        ),
+    ),
     "hunyuan_v1_moe": Mixture(
         router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
     ),
@@ -115,6 +140,7 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "qwen2_moe": Mixture(),
     "qwen3_moe": Mixture(),
+    "solar_open": _DEEPSEEK,
 }
 
 
@@ -142,6 +168,8 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
             mixture = replace(mixture, weighs_input=True)
         if fields.family == "gpt_oss":
             mixture = _clamped(fields, mixture)
+        if fields.family == "cohere2_moe":
+            mixture = _averaged(fields, mixture)
         by_layer.append(mixture if is_mixture else dense)
     return by_layer
 
@@ -152,6 +180,15 @@ def _clamped(fields: ConfigFields, mixture: Experts) -> Experts:
     fields.require("swiglu_alpha", 1.702)  # that of the activation
     limit = 7.0 if fields.take("swiglu_limit") is None else fields.number("swiglu_limit")
     return replace(mixture, activation="quick_gelu", limit=limit, offset=1.0)
+
+
+def _averaged(fields: ConfigFields, mixture: Experts) -> Experts:
+    """Cohere's: the sum, or the mean, of what the chosen experts and the shared ones make."""
+    name = "shared_expert_combination_strategy"
+    fields.require(name, "sum", "average")
+    if not mixture.shared or fields.take(name) == "sum":
+        return mixture
+    return replace(mixture, router=replace(mixture.router, scale=0.5), shared_scale=0.5)
 
 
 def _name_of_count(fields: ConfigFields) -> str:
@@ -178,7 +215,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("gpt_oss", "granitemoe", "granitemoeshared"):
+    if family in ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"):
         return Router(0, "chosen")
     if family == "deepseek_v2":
         fields.require("norm_topk_prob", False)  # HF's router does not read it
@@ -208,6 +245,18 @@ def _router(fields: ConfigFields) -> Router:
         renormalized = fields.flag("norm_topk_prob", False)
         scale = fields.number("routed_scaling_factor")
         return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "afmoe":
+        scale = fields.number("route_scale")
+        return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
+    if family == "hy_v3":
+        scale = fields.number("router_scaling_factor")
+        return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
+    if family == "cohere2_moe":
+        fields.require("expert_selection_fn", "softmax", "sigmoid")
+        renormalized = fields.flag("norm_topk_prob", True)
+        if fields.take("expert_selection_fn") == "softmax":
+            return Router(0, "chosen")
+        return Router(0, "gates", renormalized=renormalized)
     if family == "llama4_text":
         return Router(0, "gates")
     if family == "phimoe":
@@ -227,17 +276,16 @@ def _router(fields: ConfigFields) -> Router:
 
 def _shared(fields: ConfigFields) -> int:
     """The ffn of the shared expert; 0 without one."""
+    own = MIXTURES[fields.family]
+    if own.shares:
+        return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
     if fields.family == "qwen2_moe":
         return fields.size("shared_expert_intermediate_size")
-    if fields.family == "granitemoeshared":
+    if fields.family in ("granitemoe_swa", "granitemoeshared"):
         width = "shared_intermediate_size"
         return fields.size(width) if fields.take(width, 0) else 0
     if fields.family in ("hunyuan_v1_moe", "llama4_text"):
         return fields.size("intermediate_size")
-    if fields.family in _DEEPSEEKS:
-        return fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
-    if fields.family == "ernie4_5_moe" and fields.take("moe_num_shared_experts"):
-        return fields.size("moe_num_shared_experts") * fields.size("moe_intermediate_size")
     return 0
 
 
@@ -252,10 +300,16 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
                 f"config.json has moe_layers={shown(mixed)}; expected a list of layers."
             )
         return [i in mixed for i in range(layers)]
-    if family == "glm4_moe_lite":
+    if family in _LISTED:
         kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
-        fields.require("first_k_dense_replace", kinds.count("dense"))  # HF does not read it
+        if family == "glm4_moe_lite":
+            fields.require("first_k_dense_replace", kinds.count("dense"))  # HF does not read it
         return [kind == "sparse" for kind in kinds]
+    if family == "afmoe":
+        dense = fields.size("num_dense_layers") if fields.take("num_dense_layers") else 0
+        return [i >= dense for i in range(layers)]
+    if family == "solar_open":
+        fields.require("first_k_dense_replace", 0)
     if family in _DEEPSEEKS:
         fields.require("moe_layer_freq", 1)
         dense = fields.take("first_k_dense_replace", 0)

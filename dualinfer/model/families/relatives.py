@@ -17,8 +17,10 @@ from .kinds import KINDS, ORIGINAL, Bias, Kind
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
 _ROPES_BY_KIND = ("olmo3",)
+_SINKS = ("gpt_oss", "granitemoe_swa")
 _MSCALES = "short_mscale", "long_mscale"
 _GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
+_GRANITES += ("granitemoe_swa",)
 CLASSES = {family: kind.classes for family, kind in KINDS.items()}
 
 
@@ -34,7 +36,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     eps = fields.number(kind.eps) if kind.eps else 1e-5
     norm = Norm(kind.norm, eps, kind.unit_offset)
-    mlp = Mlp(fields.size(kind.ffn), _activation(fields), kind.gated)
+    ffn = kind.ffn
+    if fields.family == "cohere2_moe":
+        if fields.take("rms_norm_eps") is not None:
+            norm = Norm("rms", fields.number("rms_norm_eps"))
+        if fields.take("prefix_dense_intermediate_size") is not None:
+            ffn = "prefix_dense_intermediate_size"
+    mlp = Mlp(fields.size(ffn), _activation(fields), kind.gated)
     attentions = _attentions(fields)
     growth = _growth(fields)
     parameters = _rope_parameters(fields, [turns for _, turns in attentions])
@@ -57,7 +65,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     shared: dict[str, Any] = {"qk_norm": norm if says(kind.qk_norm) else None}
     if shared["qk_norm"]:
         shared |= {"qk_norm_over": kind.qk_norm_over, "norm_turned": kind.norm_turned}
-    shared["growth"] = growth
+    shared |= {"growth": growth, "gated": kind.attn_gate is not None}
     if fields.family in ("olmo", "olmoe"):
         shared["clip"] = fields.optional_number("clip_qkv")
         shared["clip_normed"] = fields.family == "olmoe"
@@ -88,9 +96,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         vocab=fields.size("vocab_size"),
         embed=embed,
         layers=tuple(blocks[own] for own in kinds),
-        max_positions=max(reach(own, positions) for own in parameters.values()),
+        max_positions=max(
+            (reach(own, positions) for own in parameters.values()), default=positions
+        ),
         embed_scale=_embed_scale(fields, embed),
-        scales_embeds=is_granite,
+        scales_embeds=is_granite or fields.family == "afmoe",
         embed_norm=norm if fields.family == "nanochat" else None,
         final_norm=norm,
         head=_head(fields, architecture.endswith("ForCausalLM")),
@@ -146,9 +156,14 @@ def _rope_parameters(
         parameters = {"": given}
     if not isinstance(given, Mapping):
         return parameters
+    if fields.family == "granitemoe_swa":
+        thetas = [kind for kind in dict.fromkeys(kinds) if kind]
+        parameters = {theta: {**given, "rope_theta": float(theta)} for theta in thetas}
+        fields.ignore("rope_theta")  # which layer_rope_theta says again for each layer
     for own in parameters.values():
         for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
-            fields.require(name, own.get(name))
+            default = (10000.0,) * (fields.family == "cohere2_moe")  # HF's, which it does not read
+            fields.require(name, own.get(name), *default)
         for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
             fields.require(name, own.get("partial_rotary_factor"))
     if fields.family == "phimoe" and given.get("rope_type") == "longrope":
@@ -197,7 +212,8 @@ def _without_lengths(rope: Rope, parameters: Mapping[str, Any]) -> Rope:
 def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     """Of each layer its window, None where it sees all of the past, and which rotary it has.
 
-    None for none, "" for the one that the model has, else HF's name of its kind of layer.
+    None for none, "" for the one that the model has, else HF's name of its kind of layer, or the
+    layer's theta.
     """
     count, family = fields.layers("num_hidden_layers"), fields.family
     if family in ("starcoder2", "phi3", "phimoe", "ministral3", "mixtral", "qwen3_moe"):
@@ -209,12 +225,22 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
         turns = fields.take("position_embedding_type") == "rope"
         return [(None, "" if turns else None)] * count
     turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
-    if family not in (*turning, "cohere2", "exaone4", "olmo3", "smollm3"):
+    windowed = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "olmo3", "smollm3")
+    if family not in (*turning, *windowed, "granitemoe_swa"):
         return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
     if family in _ROPES_BY_KIND:
         return list(zip(windows, kinds, strict=True))
+    if family == "granitemoe_swa":
+        thetas = fields.take("layer_rope_theta")
+        fits = isinstance(thetas, list | tuple) and len(thetas) == count
+        if not fits or not all(theta == 0 or is_positive(theta) for theta in thetas):
+            raise ModelError(
+                f"config.json has layer_rope_theta={shown(thetas)}; expected a positive number for "
+                f"each of {count} layers, or 0 of one without rotary embedding."
+            )
+        return [(w, str(t) if t else None) for w, t in zip(windows, thetas, strict=True)]
     if family == "smollm3":
         turns = fields.take("no_rope_layers")
         if not isinstance(turns, list | tuple) or len(turns) != count or {*turns} - {0, 1}:
@@ -224,13 +250,19 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
             )
         return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
     everywhere = family in turning
-    everywhere |= family == "exaone4" and fields.take("sliding_window") is None
-    return [(w, "" if everywhere or w is not None else None) for w in windows]
+    everywhere |= family.startswith("exaone") and fields.take("sliding_window") is None
+    turns = [everywhere or w is not None for w in windows]
+    if family == "cohere2_moe" and fields.take("prefix_dense_sliding_window_pattern") == 1:
+        feeds = fields.kinds("mlp_layer_types", count, ("dense", "sparse"))
+        turns = [turn or feed == "dense" for turn, feed in zip(turns, feeds, strict=True)]
+    return [(w, "" if turn else None) for w, turn in zip(windows, turns, strict=True)]
 
 
 def _embed_scale(fields: ConfigFields, embed: int) -> float:
     if fields.family in _GRANITES:
         return fields.number("embedding_multiplier")
+    if fields.family == "afmoe":
+        return embed**0.5 if fields.flag("mup_enabled", False) else 1.0
     return embed**0.5 if fields.family == "gemma" else 1.0
 
 
@@ -270,8 +302,10 @@ def _table(
         layer += make.head_norms(spec.layers[0].attention, f"{hf}self_attn", kind.qk_names)
     elif kind.qk_norm:
         layer += [r for x in "qk" for r in make.plain_norm(norm, f"{x}_norm", "head_dim")]
+    if kind.attn_gate:
+        layer += make.linear("attn_gate", f"{hf}self_attn.{kind.attn_gate}", "q embed", False)
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
-    if fields.family == "gpt_oss":
+    if fields.family in _SINKS:
         sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
         layer.append(replace(sinks, wide=True))
     dense = _dense_rows(kind, hf, mlp_bias, spec.layers[0].mlp.activation == "xielu")
