@@ -229,6 +229,14 @@ class BlockOps(Protocol):
         """
         ...
 
+    def read_by_layers(self, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
+        """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
+
+        It is (norm(E^-1/2 projection of x) + P^1/2 row of a table) 2^-1/2, of P elements for each
+        layer, summed over devices.
+        """
+        ...
+
     def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
         ...
@@ -322,6 +330,14 @@ class BlockOps(Protocol):
 
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
         """x + y, of one shape; with a norm x + norm(y)."""
+        ...
+
+    def norm_values(self, a: Attention, qkv: Array, norm: NormOf) -> Array:
+        """Packed qkv [B, T, (H+2K) D] with each head's value normed; it may be overwritten."""
+        ...
+
+    def with_keys_of(self, a: Attention, q: Array, qkv: Array) -> Array:
+        """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

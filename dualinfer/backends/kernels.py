@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
+from .caches import CacheSpec, CacheView
 from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed
 from .schemes import eight_bit as in_eight_bits
 from .schemes import packed, rounds_input
@@ -40,10 +41,13 @@ def unserved(spec: ModelSpec) -> str | None:
     """What of a model is beyond the kernels, for people; None if they serve it."""
     from ..kernels.triton import attention, latent, norm, thresholds
 
-    dim = max(layer.attention.head_dim for layer in spec.layers)
-    if dim > attention.LARGEST_HEAD:
-        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
-    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    attentions = [layer.attention for layer in spec.layers]
+    wide = [a for a in attentions if has_wide_heads(a.head_dim)]
+    if len(wide) == len(attentions) or spec.encoder or any(a.latent for a in wide):
+        dim = max((a.head_dim for a in wide), default=0)
+        if dim:  # where only some layers of a decoder have such, their attention alone is plain
+            return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in attentions if a.latent]
     if max(ranks, default=0) > latent.LARGEST_RANK:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norm.WIDEST:
@@ -51,6 +55,20 @@ def unserved(spec: ModelSpec) -> str | None:
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
         return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
     return None
+
+
+def has_wide_heads(head_dim: int) -> bool:
+    """Whether heads have more elements than the kernels of attention take."""
+    from ..kernels.triton import attention
+
+    return head_dim > attention.LARGEST_HEAD
+
+
+def is_wide(cache: CacheSpec | CacheView) -> bool:
+    """Whether a cache is known to keep keys of such heads; not of a latent one, which has none."""
+    if not isinstance(cache, CacheSpec) or cache.kind == "latent":
+        return False
+    return has_wide_heads(cache.key_dim)
 
 
 def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:

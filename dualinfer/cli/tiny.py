@@ -24,6 +24,7 @@ _OTHERS = {
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
+    "vocab_size_per_layer_input": VOCAB,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
@@ -107,6 +108,10 @@ def tiny_config(config: Any) -> Any:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
+    if values.get("hidden_size_per_layer_input"):
+        values["hidden_size_per_layer_input"] = _HEAD_DIM // 2
+    for own in (values.get("per_layer_config") or {}).values():
+        own |= {k: 2 * _HEAD_DIM if k == "head_dim" else _KV_HEADS for k in own}
     if "mamba_n_heads" in values:
         values |= {"mamba_n_heads": new_heads, "mamba_d_head": 2 * _HEAD_DIM, "mamba_expand": 2}
     if config.model_type in KINDS:  # what says it again
@@ -158,6 +163,12 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count > 0}
     if isinstance(mixed, list):
         lists["moe_layers"] = [i in mixed for i in range(count)]
+    shared = values.get("num_kv_shared_layers")
+    if shared:
+        lists["num_kv_shared_layers"] = [i >= count - shared for i in range(count)]
+    if by_number := values.get("per_layer_config"):
+        by_number = {int(i): own for i, own in by_number.items()}
+        lists["per_layer_config"] = [by_number.get(i) for i in range(count)]
     kinds = [tuple(repr(own[i]) for own in lists.values()) for i in range(count)]
     chosen = sorted(kinds.index(kind) for kind in set(kinds)) if lists else []
     chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
@@ -165,4 +176,9 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values[key] = [own[i] for i in sorted(chosen)]
     if isinstance(mixed, list):
         values["moe_layers"] = [i for i, is_mixed in enumerate(values["moe_layers"]) if is_mixed]
+    if shared:
+        values["num_kv_shared_layers"] = sum(values["num_kv_shared_layers"])
+    if by_number:
+        own = enumerate(values["per_layer_config"])
+        values["per_layer_config"] = {i: changes for i, changes in own if changes}
     values[name] = len(chosen)

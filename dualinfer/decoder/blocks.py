@@ -25,15 +25,43 @@ def block(
     attend: Attend,
     spend: bool,
     across: Attend | None = None,
+    lent: dict[int, Array] | None = None,
+    own: Array | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
-    `across` attends to what an encoder gave, where the layer does. A norm behind a sub-layer is
-    left to the product that reads it.
+    `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
+    keys and values of the layers whose keys and values others have; that of a lender is put there.
+    `own` is what a layer that `reads` reads. A norm over the sum of a sub-layer and what it read is
+    left to the product that comes next.
     """
     if layer.placement == "post":
         return _post_block(layer, w, ops, x, index, attend, across)
-    x = normed(ops, x)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent)
+    if layer.reads:
+        h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
+        y = ops.linear(h * own, w["read_out.weight"])
+        x = ops.add(x, y, NormOf.named(layer.norm, w, "read_norm"))
+    return x * w["multiplier"] if layer.multiplied else x
+
+
+def _plain_activation(layer: Layer) -> Activation:
+    assert layer.mlp.activation != "xielu"
+    return layer.mlp.activation
+
+
+def _sublayers(
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+    spend: bool,
+    across: Attend | None,
+    lent: dict[int, Array] | None,
+) -> Array:
+    """`block` as far as most families have it: attention and feed-forward."""
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -46,11 +74,24 @@ def block(
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
             qkv = ops.clip(qkv, layer.attention.clip)
+        if layer.attention.value_norm is not None:
+            qkv = ops.norm_values(
+                layer.attention, qkv, NormOf.named(layer.attention.value_norm, w, "v_norm")
+            )
+        if lent is not None and (index in lent or layer.attention.lender is not None):
+            qkv = borrow(qkv, lent)
         y = attend(index, qkv)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
+
+    def borrow(qkv: Array, lent: dict[int, Array]) -> Array:
+        """`qkv` with a lender's keys and values; a lender's own is a copy, since ops change it."""
+        lender = layer.attention.lender
+        if lender is None:
+            lent[index] = qkv
+        return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
 
     def latent(x: Array, norm: NormOf | None) -> LatentQkv:
         """Queries of `x`, and what keys and values of all heads are made of."""
@@ -63,12 +104,11 @@ def block(
             norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
         return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 
-    def cross(x: Array) -> Array:
-        """Attention across, plus `x`, which may be overwritten."""
+    def cross(x: Array, norm: NormOf, residual: Array | None) -> Array:
+        """Attention across; the residual may be overwritten."""
         assert across is not None
-        by = Neighbours(w.get("cross_q.bias"), norm("cross_norm"))
-        q = ops.linear(x, w["cross_q.weight"], by)
-        by = Neighbours(w.get("cross_out.bias"), residual=x, spend=True)
+        q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
+        by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
         return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
@@ -104,7 +144,7 @@ def block(
     if layer.placement == "pre":
         x = attention(None if layer.bare else norm("attn_norm"), x, spend)
         if layer.cross:
-            x = cross(x)
+            x = cross(x, norm("cross_norm"), x)
         if layer.mlp_normed:
             return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
         return mlp(x, norm("mlp_norm"), x)
@@ -153,8 +193,7 @@ def _post_block(
         x = normed(ops, x)
         y = mixture(layer.mlp, w, ops, x, None, None)
         return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
-    assert layer.mlp.activation != "xielu"
-    h, x = read(x, "up", layer.mlp.activation, layer.mlp.gated)
+    h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
     return written(h, "down", x, "mlp_norm")
 
 

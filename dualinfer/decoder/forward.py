@@ -51,11 +51,17 @@ def hidden_states(
         if spec.factored:
             w = params.outer
             x = ops.linear(x, w["project_in.weight"], Neighbours(w["project_in.bias"]))
-    kept = [x]
+    kept, own = [x], None
+    if spec.reads:
+        assert ids is not None
+        own = ops.read_by_layers(spec, params.outer, ids, x)
+    lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
-            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, across)
+            reads = None if own is None else own[i]
+            more = across, lent, reads
+            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
             x = normed(ops, x) if keep else x
         kept = [*kept, x] if keep else [x]
     return [*kept[:-1], normed(ops, kept[-1])]

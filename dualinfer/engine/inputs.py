@@ -66,7 +66,7 @@ def make_forward_inputs(
         tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
-        vectors = check_embeds(embeds, spec.extent("width"))
+        vectors = check_embeds(embeds, spec)
         shape = batch, length = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
     if visible is None and tokens is not None and (tokens == spec.hides).any():

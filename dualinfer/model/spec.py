@@ -171,6 +171,9 @@ class Attention:
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
     `gated`, what heads give is times the logistic function of a product of their input (Trinity).
+    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    queries alone: its keys and values are those that the layer of this number has projected and
+    whose values it has normed.
     """
 
     heads: int
@@ -194,6 +197,8 @@ class Attention:
     latent: Latent | None = None
     chunk: int | None = None
     gated: bool = False
+    value_norm: Norm | None = None
+    lender: int | None = None
 
     @property
     def reach(self) -> int | None:
@@ -369,9 +374,12 @@ class Layer:
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first), and one that is
-    `mlp_normed`, `pre` as well, has one behind its MLP, within the residual (A.X-K1).
+    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
+    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
+    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
+    gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
+    its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
+    its MLP, within the residual (A.X-K1).
     """
 
     attention: Attention
@@ -385,6 +393,8 @@ class Layer:
     scaled: bool = False
     bare: bool = False
     mlp_normed: bool = False
+    reads: int = 0
+    multiplied: bool = False
 
     @property
     def experts(self) -> int:
@@ -533,6 +543,7 @@ class ModelSpec:
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "pairs": self.layers[0].attention.rope_pairs,
+            **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
         if self.patches is not None:
@@ -564,6 +575,18 @@ class ModelSpec:
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def reads(self) -> int:
+        """Elements that a token's embedding gives all layers for themselves; 0 for none."""
+        return sum(layer.reads for layer in self.layers)
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values others have, too."""
+        return frozenset(
+            a.lender for a in (own.attention for own in self.layers) if a.lender is not None
+        )
 
     @property
     def crosses(self) -> bool:

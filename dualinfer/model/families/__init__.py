@@ -18,6 +18,7 @@ from . import (
     fairseq,
     falcon,
     gemma,
+    gemma4,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -40,7 +41,7 @@ from .heads import base_class, classes_of_decoder, with_head
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
-        *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, t5gemma, whisper, deepseek, llama4),
     )

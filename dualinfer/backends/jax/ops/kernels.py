@@ -87,7 +87,7 @@ class KernelOps(KernelAttention):
             f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
             "units; plain where several experts of a token weigh their inputs"
         ),
-        "attention": "cuDNN where it can, else Triton",
+        "attention": "cuDNN where it can, else Triton; plain for heads of over 256 elements",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",

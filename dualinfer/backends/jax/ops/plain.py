@@ -161,6 +161,18 @@ class PlainOps:
         rows, here = self.split.is_here(ids)
         return self.split.sum(jnp.where(here[..., None], primitives.embed(rows, weight), 0))
 
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.read_by_layers`."""
+        own = self._tokens(ids, w["layers_embed.weight"])
+        each = spec.layers[0].reads
+        own = own * jnp.asarray(each**0.5, own.dtype)
+        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+        y, own = (part.reshape(*part.shape[:-1], -1, each) for part in (y, own))
+        y = PlainOps.norm(self, y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+        return jnp.moveaxis((y + own) * 2**-0.5, -2, 0)
+
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `contract.BlockOps.norm`."""
         if residual is not None:
@@ -284,6 +296,18 @@ class PlainOps:
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
+
+    def norm_values(self, a: Attention, qkv: jax.Array, norm: NormOf) -> jax.Array:
+        """See `contract.BlockOps.norm_values`."""
+        others, values = jnp.split(qkv, (qkv.shape[-1] - a.qkv_sizes[2],), axis=-1)
+        heads = values.reshape(*values.shape[:-1], -1, a.head_dim)
+        normed = PlainOps.norm(self, heads, norm).reshape(values.shape)
+        return jnp.concatenate((others, normed), axis=-1)
+
+    def with_keys_of(self, a: Attention, q: jax.Array, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.with_keys_of`."""
+        queries = a.qkv_sizes[0]
+        return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""

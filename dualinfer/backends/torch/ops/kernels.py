@@ -87,7 +87,10 @@ class KernelOps(KernelAttention):
             "units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
             "token weigh their inputs"
         ),
-        "attention": "torch's cuDNN or flash attention where they can, else Triton",
+        "attention": (
+            "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
+            "256 elements"
+        ),
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",

@@ -136,6 +136,18 @@ class PlainOps:
         vectors = primitives.embed(rows, weight)
         return self.split.sum(torch.where(here[..., None], vectors, 0))
 
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.read_by_layers`."""
+        own = self._tokens(ids, w["layers_embed.weight"])
+        each = spec.layers[0].reads
+        own = own * torch.tensor(each**0.5, dtype=own.dtype)
+        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+        y, own = (part.unflatten(-1, (-1, each)) for part in (y, own))
+        y = self.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+        return ((y + own) * 2**-0.5).movedim(-2, 0).contiguous()
+
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -262,6 +274,17 @@ class PlainOps:
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
+
+    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
+        """See `contract.BlockOps.norm_values`."""
+        values = qkv[..., -a.qkv_sizes[2] :].unflatten(-1, (-1, a.head_dim))
+        values.copy_(PlainOps.norm(self, values, norm))
+        return qkv
+
+    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.with_keys_of`."""
+        queries = a.qkv_sizes[0]
+        return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""
