@@ -203,10 +203,10 @@ def experts_launch(
 
     With all that is added; in float32 if `by.wide`. `config` None is the one for these shapes.
     """
-    from ..kernels.triton import experts, linear
+    from ..kernels.triton import experts, experts_choice, linear
 
     count, chosen, norm = prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
-    if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+    if norm is not None and not (experts_choice.is_few(count) and linear.fuses_norm(norm)):
         x, norm = ops.norm(x, norm), None
     if config is None:
         key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
@@ -263,11 +263,11 @@ def experts_of(
 
 def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
     """Whether the kernels have the expert of all tokens in the launches of the others."""
-    from ..kernels.triton import experts
+    from ..kernels.triton import experts_choice
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    known = mixture.shared > 0 and not mixture.weighs_input and experts.is_few(tokens)
+    known = mixture.shared > 0 and not mixture.weighs_input and experts_choice.is_few(tokens)
     known = known and mixture.shared_scale == 1
     return known and _are_plain([w[name] for name in names])
 

@@ -26,6 +26,7 @@ from dualinfer.kernels.triton import (
     decode_attention,
     eight_bit,
     experts,
+    experts_choice,
     filters,
     linear,
     operands,
@@ -147,7 +148,7 @@ def choosing_experts(
         return recording.operand(shape, dtype)
 
     x, counters = new(tokens, width), new(4096, dtype="int32")
-    few = experts.is_few(tokens)
+    few = experts_choice.is_few(tokens)
     norm = linear.NormArguments("rms", new(width), None, 1e-5)
     router = {"chosen": chosen, "score": "softmax"} | how.pop("router", {})
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}

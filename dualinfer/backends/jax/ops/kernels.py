@@ -19,7 +19,7 @@ import numpy as np
 from ....kernels.triton import (
     eight_bit,
     embedding,
-    experts,
+    experts_choice,
     filters,
     linear,
     quantized,
@@ -84,8 +84,8 @@ class KernelOps(KernelAttention):
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "router": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units; plain where several experts of a token weigh their inputs"
+            f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
+            "matrix units; plain where several experts of a token weigh their inputs"
         ),
         "attention": "cuDNN where it can, else Triton; plain for heads of over 256 elements",
         "decode_attention": "Triton, split KV, fused with rotary and append",

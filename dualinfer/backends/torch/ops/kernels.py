@@ -14,7 +14,7 @@ from ....kernels.triton import activation as activations
 from ....kernels.triton import (
     eight_bit,
     embedding,
-    experts,
+    experts_choice,
     linear,
     quantized,
     routing,
@@ -22,7 +22,8 @@ from ....kernels.triton import (
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.eight_bit import EightBitConfig
-from ....kernels.triton.experts import ExpertsConfig, Mixture
+from ....kernels.triton.experts import Mixture
+from ....kernels.triton.experts_choice import ExpertsConfig
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.routing import RouteConfig
@@ -83,8 +84,8 @@ class KernelOps(KernelAttention):
         "activation": "Triton, fused into products with few rows",
         "router": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
+            f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
+            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
             "token weigh their inputs"
         ),
         "attention": (
