@@ -290,6 +290,8 @@ def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder,
         engine.encode(texts, precision="int8")
     with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'document', 'plain'"):
         engine.embed(texts, prompt_name="ask")
+    with pytest.raises(ArgumentError, match=r"Text 1 is empty: the tokenizer makes no token of it"):
+        engine.embed(["x", ""])
     with pytest.raises(LengthError, match=r"max_length=900.*67 positions"):
         engine.embed(texts, max_length=900)
 
