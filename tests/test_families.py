@@ -370,7 +370,28 @@ XLM = {
     "use_lang_emb": True,
     "vocab_size": 100,
 }
-WRITTEN |= early.WRITTEN | {"esm2": ESM2, "xlm-mlm-en": XLM}
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_ff": 96,
+    "d_kv": 16,
+    "d_model": 64,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+    "eos_token_id": 1,
+    "initializer_factor": 1.0,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "model_type": "t5",
+    "n_positions": 512,
+    "num_heads": 4,
+    "num_layers": 2,
+    "output_past": True,
+    "pad_token_id": 0,
+    "relative_attention_num_buckets": 32,
+    "task_specific_params": {"summarization": {"early_stopping": True, "num_beams": 4}},
+    "vocab_size": 100,
+}
+WRITTEN |= early.WRITTEN | {"esm2": ESM2, "xlm-mlm-en": XLM, "t5-small": T5}
 
 
 def read(tmp_path, written):
