@@ -17,8 +17,11 @@ from dualinfer.model.generation import GENERATION
 # Fields that HF's models read and a family refuses where they are set.
 REFUSED = {"cwm": {"mlp_bias"}}
 # Of which HF's default is a model that is not served.
+_BERT = {"model_type": "bert"}
+PAIR = {"decoder": _BERT | {"is_decoder": True, "add_cross_attention": True}, "encoder": _BERT}
 ROTARY = {"position_embedding_type": "rotary", "vocab_size": 33}
 SERVED = {
+    "encoder-decoder": PAIR,
     "esm": ROTARY,
     "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
 }

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "led": ("LEDForConditionalGeneration", {"attention_window": [4, 8, 4]}),
     "longt5": ("LongT5ForConditionalGeneration", {"local_radius": 3}),
     "t5gemma": ("T5GemmaForConditionalGeneration", {}),
+    "bert2bert": ("EncoderDecoderModel", {}),
     "t5gemma-base": ("T5GemmaModel", {}),
     "t5-base": ("T5Model", {}),
     "bart-base": ("BartModel", {}),
@@ -57,7 +59,15 @@ GEMMA = {
     **{"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "max_position_embeddings": 90},
 }
 PAIR = {"decoder": GEMMA, "encoder": GEMMA | {"hidden_size": 36, "num_hidden_layers": 3}}
-SEEDS = {"led": 4}  # of which both texts would be one
+BERT = {
+    **{"model_type": "bert", "vocab_size": VOCAB, "hidden_size": 36, "num_hidden_layers": 2},
+    **{"num_attention_heads": 3, "intermediate_size": 41, "max_position_embeddings": 90},
+}
+BERTS = {
+    "decoder": BERT | {"is_decoder": True, "add_cross_attention": True},
+    **{"encoder": BERT | {"num_attention_heads": 6, "num_hidden_layers": 3}, **IDS},
+}
+SEEDS = {"led": 4, "bert2bert": 3}  # of which both texts would be one
 QUICK = ("t5", "bart", "whisper")
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
@@ -76,7 +86,7 @@ def model_of(name: str) -> Any:
     class_name, fields = CASES[name]
     cls = getattr(hf, class_name)
     base = T5 if "t5" in name else BART | AUDIO if name == "whisper" else BART
-    base = PAIR if "gemma" in name else base
+    base = PAIR if "gemma" in name else BERTS if name == "bert2bert" else base
     if name == "led":
         fields = fields | {f"max_{side}_position_embeddings": 90 for side in ("encoder", "decoder")}
     if name in ("whisper", "led"):
@@ -92,10 +102,14 @@ def model_of(name: str) -> Any:
             if not p.requires_grad and name != "whisper":
                 continue
             if p.ndim > 1:
-                is_table = any(part in own for part in ("shared", "embed_", "relative"))
+                is_table = any(
+                    part in own for part in ("shared", "embed_", "relative", "embeddings.")
+                )
                 spread = 0.7 if is_table else 2.0 / max(p.shape) ** 0.5
                 heard = own.endswith(("encoder_attn.out_proj.weight", "EncDecAttention.o.weight"))
-                heard |= own.endswith("cross_attn.o_proj.weight")
+                heard |= own.endswith(
+                    ("cross_attn.o_proj.weight", "crossattention.output.dense.weight")
+                )
                 spread *= 0.4 if own.endswith("Attention.q.weight") else 6.0 if heard else 1.0
                 p.normal_(0, spread)
             else:
@@ -219,7 +233,8 @@ def test_outputs_are_those_of_transformers(name, backend):
         return
     labels[0, 4:] = -100
     given = source_of(name) | {"labels": labels}
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of EncoderDecoderModel
         wanted = model(**given)
     found = engine(**given)
     shown = labels != -100
@@ -551,7 +566,7 @@ def split_text(name: str) -> Any:
         return np.asarray(logits), text, held
 
 
-@pytest.mark.parametrize("name", slow_but(["t5"], ["t5", "whisper", "led", "t5gemma"]))
+@pytest.mark.parametrize("name", slow_but(["t5"], ["t5", "whisper", "led", "t5gemma", "bert2bert"]))
 def test_two_devices_give_what_one_gives(name, crew):
     begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
     with torch.no_grad():

@@ -37,6 +37,8 @@ def hidden_states(
     last one of these, `x` being what the ones before them gave, None at the first.
     """
     if x is None:
+        if token_types is None and spec.token_types and not spec.token_types_from_vocab:
+            token_types = positions * 0
         where = positions, token_types
         if embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)

@@ -160,6 +160,11 @@ def make_pair_inputs(
         source = ForwardInputs(None, at, embeds=frames)
     else:
         source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
+    if source.token_types is not None and source.token_types.any():
+        raise ArgumentError(
+            f"token_type_ids: the encoder of {spec.architecture} reads those of type 0 alone here. "
+            "Leave them out."
+        )
     if source.mask is not None and not source.mask.any(1).all():
         raise ArgumentError(
             f"attention_mask hides every token of row {int(np.argmin(source.mask.any(1)))}."

@@ -15,6 +15,7 @@ from . import (
     clip,
     deberta,
     deepseek,
+    encoder_decoder,
     fairseq,
     falcon,
     gemma,
@@ -43,7 +44,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, t5gemma, whisper, deepseek, llama4),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4),
     )
     for model_type in family.CLASSES
 }

@@ -52,6 +52,7 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
     layers, decoder_layers = fields.layers("num_layers"), fields.layers("num_decoder_layers")
     scales = fields.family != "mt5" and fields.flag("scale_decoder_outputs", True)
     fields.ignore("feed_forward_proj", "dropout_rate", "classifier_dropout", "initializer_factor")
+    fields.ignore("n_positions")  # of the first files; its positions have no end
     fields.ignore("tie_word_embeddings", "is_decoder", "is_encoder_decoder", "tokenizer_class")
     window, local = None, "SelfAttention"
     if fields.family == "longt5":  # whose encoder sees so many tokens on either side

@@ -85,8 +85,8 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
-            "token weigh their inputs"
+            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts "
+            "of a token weigh their inputs"
         ),
         "attention": (
             "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
