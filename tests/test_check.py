@@ -18,6 +18,8 @@ from dualinfer.model.generation import GENERATION
 REFUSED = {"cwm": {"mlp_bias"}}
 # Of which HF's default is a model that is not served.
 SERVED = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SERVED["cohere_compass_text"] = {"rope_parameters": {"full_attention": ROPE}}
 
 
 def family_config(family):

@@ -29,6 +29,7 @@ SIZES = {
 }
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 PARTIAL["rope_parameters"]["partial_rotary_factor"] = 0.5
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 TURNS = ["sliding_attention", "full_attention"]
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
@@ -58,6 +59,11 @@ CASES = {
         "Cohere2",
         {"logit_scale": 2.0, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS},
     ),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        {"logit_scale": None, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS}
+        | {"rope_parameters": {TURNS[0]: {**DEFAULT, "mrope_section": [3, 2, 2]}, TURNS[1]: None}},
+    ),
     "cwm": ("Cwm", {"head_dim": 14, "sliding_window": 1, "layer_types": TURNS}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 22, "use_bias": True}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": TURNS}),
@@ -70,6 +76,11 @@ CASES = {
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True, **PARTIAL}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": False, **PARTIAL}),
     "granite": ("Granite", MULTIPLIED),
+    "granite_swa": (
+        "GraniteSWA",
+        {**MULTIPLIED, "mlp_bias": True, "sliding_window": 5, "layer_types": TURNS}
+        | {"layer_rope_theta": [1e4, 0]},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {**MULTIPLIED, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}

@@ -95,7 +95,7 @@ def describe_model(
     fields = ConfigFields(model_type, config)
     family = _FAMILIES[model_type]
     served = family.CLASSES[model_type]
-    if architecture in classes_of_decoder(served):
+    if architecture in classes_of_decoder(served) and architecture not in served:
         spec, table = family.describe(fields, base_class(served))
         spec, table = with_head(fields, spec, table, architecture)
     else:
