@@ -258,6 +258,21 @@ WRITTEN = {
         "residual_multiplier": 0.22,
         "rope_scaling": None,
     },
+    "mistral3": {
+        **{"image_token_index": 10, "multimodal_projector_bias": False, "spatial_merge_size": 2},
+        **{"projector_hidden_act": "gelu", "vision_feature_layer": -1, "rope_theta": None},
+        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings")),
+        **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "num_key_value_heads")),
+        "vocab_size": None,
+        "vision_config": {"model_type": "pixtral", "head_dim": 64, "patch_size": 14},
+        "text_config": {
+            **{"model_type": "mistral", "head_dim": 16, "hidden_act": "silu", "hidden_size": 64},
+            **{"intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2},
+            **{"num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_theta": 1e9},
+            **{"attention_dropout": 0.0, "sliding_window": None, "vocab_size": 100},
+            **{"max_position_embeddings": 4096, "use_cache": True, "initializer_range": 0.02},
+        },
+    },
     "granitemoehybrid": {
         **{"attention_multiplier": 0.015625, "embedding_multiplier": 12, "logits_scaling": 10},
         **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "shared_intermediate_size": 96},
@@ -619,6 +634,31 @@ def test_text_of_a_gemma_4_that_sees_and_hears(unified, tmp_path):
     if not unified:
         with pytest.raises(dualinfer.UnsupportedError, match="read what others made"):
             dualinfer.init_inference(tmp_path, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ministral3", "mistral4"])
+def test_text_of_a_mistral_3_that_sees_images(kind, tmp_path):
+    """By a folder, whose tensors have older names, on both backends."""
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, **few}
+    text = {**SIZES, **CASES[kind][1], "model_type": kind}
+    config = hf.Mistral3Config(text_config=text, vision_config={**vision, "head_dim": 8})
+    torch.manual_seed(0)
+    model = hf.Mistral3ForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits
+        whole = model.generate(torch.from_numpy(ids), max_new_tokens=5, do_sample=False)
+    for backend in ("torch", "jax"):
+        how = {"dtype": "fp32", "backend": backend, "replace_with_kernel_inject": True}
+        with dualinfer.init_inference(tmp_path, **how) as engine:
+            assert engine.report().mode == "fused"
+            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+            found = engine.generate(ids, max_new_tokens=5, do_sample=False)
+            np.testing.assert_array_equal(np.asarray(found), whole.numpy())
 
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.

@@ -25,6 +25,7 @@ from . import (
     gptj,
     llama,
     llama4,
+    mistral3,
     modernbert,
     mpt,
     opt,
@@ -42,7 +43,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, whisper, deepseek, llama4),
+        *(bart, t5, whisper, deepseek, llama4, mistral3),
     )
     for model_type in family.CLASSES
 }
