@@ -51,6 +51,7 @@ BASES = {
     ),
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 1, "attention_bias": True}),
     "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "ultrabert": ("UltrabertModel", {**_TURNS, "num_hidden_layers": 3, "sliding_window": 3}),
     "mpnet": ("MPNetModel", {}),
     "mpnet-masked": ("MPNetForMaskedLM", {}),
     "embedding-gemma": (
@@ -120,6 +121,15 @@ HEADS = {
         {**LABELS, "classifier_pooling": "mean"},
     ),
     "eurobert-token": ("EuroBertForTokenClassification", LABELS),
+    "modernbert-decoder-sequence": (
+        "ModernBertDecoderForSequenceClassification",
+        {**_MODERN, **LABELS, "classifier_bias": True, "norm_bias": True},
+    ),
+    "ultrabert-sequence": (
+        "UltrabertForSequenceClassification",
+        {**LABELS, **_TURNS, "num_hidden_layers": 3, "classifier_pooling": "mean"},
+    ),
+    "ultrabert-span": ("UltrabertForQuestionAnswering", {**_TURNS, "num_hidden_layers": 3}),
     "mpnet-sequence": ("MPNetForSequenceClassification", LABELS),
     "mpnet-choice": ("MPNetForMultipleChoice", {}),
     "deberta-2-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **LABELS}),

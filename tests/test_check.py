@@ -25,6 +25,8 @@ SERVED = {
     "esm": ROTARY,
     "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SERVED["cohere_compass_text"] = {"rope_parameters": {"full_attention": ROPE}}
 
 
 def family_config(family):

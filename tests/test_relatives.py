@@ -29,6 +29,7 @@ SIZES = {
 }
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 PARTIAL["rope_parameters"]["partial_rotary_factor"] = 0.5
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 TURNS = ["sliding_attention", "full_attention"]
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
@@ -58,6 +59,11 @@ CASES = {
         "Cohere2",
         {"logit_scale": 2.0, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS},
     ),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        {"logit_scale": None, "head_dim": 14, "sliding_window": 5, "layer_types": TURNS}
+        | {"rope_parameters": {TURNS[0]: {**DEFAULT, "mrope_section": [3, 2, 2]}, TURNS[1]: None}},
+    ),
     "cwm": ("Cwm", {"head_dim": 14, "sliding_window": 1, "layer_types": TURNS}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 22, "use_bias": True}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": TURNS}),
@@ -70,6 +76,11 @@ CASES = {
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True, **PARTIAL}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": False, **PARTIAL}),
     "granite": ("Granite", MULTIPLIED),
+    "granite_swa": (
+        "GraniteSWA",
+        {**MULTIPLIED, "mlp_bias": True, "sliding_window": 5, "layer_types": TURNS}
+        | {"layer_rope_theta": [1e4, 0]},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {**MULTIPLIED, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
@@ -246,6 +257,21 @@ WRITTEN = {
         "logits_scaling": 8.0,
         "residual_multiplier": 0.22,
         "rope_scaling": None,
+    },
+    "mistral3": {
+        **{"image_token_index": 10, "multimodal_projector_bias": False, "spatial_merge_size": 2},
+        **{"projector_hidden_act": "gelu", "vision_feature_layer": -1, "rope_theta": None},
+        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings")),
+        **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "num_key_value_heads")),
+        "vocab_size": None,
+        "vision_config": {"model_type": "pixtral", "head_dim": 64, "patch_size": 14},
+        "text_config": {
+            **{"model_type": "mistral", "head_dim": 16, "hidden_act": "silu", "hidden_size": 64},
+            **{"intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2},
+            **{"num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_theta": 1e9},
+            **{"attention_dropout": 0.0, "sliding_window": None, "vocab_size": 100},
+            **{"max_position_embeddings": 4096, "use_cache": True, "initializer_range": 0.02},
+        },
     },
     "granitemoehybrid": {
         **{"attention_multiplier": 0.015625, "embedding_multiplier": 12, "logits_scaling": 10},
@@ -608,6 +634,31 @@ def test_text_of_a_gemma_4_that_sees_and_hears(unified, tmp_path):
     if not unified:
         with pytest.raises(dualinfer.UnsupportedError, match="read what others made"):
             dualinfer.init_inference(tmp_path, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ministral3", "mistral4"])
+def test_text_of_a_mistral_3_that_sees_images(kind, tmp_path):
+    """By a folder, whose tensors have older names, on both backends."""
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, **few}
+    text = {**SIZES, **CASES[kind][1], "model_type": kind}
+    config = hf.Mistral3Config(text_config=text, vision_config={**vision, "head_dim": 8})
+    torch.manual_seed(0)
+    model = hf.Mistral3ForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits
+        whole = model.generate(torch.from_numpy(ids), max_new_tokens=5, do_sample=False)
+    for backend in ("torch", "jax"):
+        how = {"dtype": "fp32", "backend": backend, "replace_with_kernel_inject": True}
+        with dualinfer.init_inference(tmp_path, **how) as engine:
+            assert engine.report().mode == "fused"
+            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+            found = engine.generate(ids, max_new_tokens=5, do_sample=False)
+            np.testing.assert_array_equal(np.asarray(found), whole.numpy())
 
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.

@@ -37,6 +37,7 @@ _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _SIDES = ("encoder", "decoder")
 _KV = ("num_key_value_heads", "num_kv_heads")
+_PART = "partial_rotary_factor"
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
@@ -118,12 +119,19 @@ def tiny_config(config: Any) -> Any:
         values = {k: v for k, v in values.items() if k not in KINDS[config.model_type].twins}
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
+        if config.model_type == "mistral4":  # whose head_dim is that of whole heads
+            values["head_dim"] = _LATENT["qk_head_dim"]
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         turning = values.get("qk_rope_head_dim") or _HEAD_DIM
         values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
+        if (
+            values.get("qk_rope_head_dim")
+            and (tiny := values["rope_parameters"]).get(_PART, 1) != 1
+        ):
+            tiny[_PART] = _LATENT["qk_rope_head_dim"] / _LATENT["qk_head_dim"]
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
     for name in ("decoder_layers", "num_decoder_layers"):
         if values.get(name) is not None:

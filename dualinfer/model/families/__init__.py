@@ -26,6 +26,7 @@ from . import (
     gptj,
     llama,
     llama4,
+    mistral3,
     modernbert,
     mpt,
     opt,
@@ -44,7 +45,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3),
     )
     for model_type in family.CLASSES
 }
@@ -97,7 +98,7 @@ def describe_model(
     fields = ConfigFields(model_type, config)
     family = _FAMILIES[model_type]
     served = family.CLASSES[model_type]
-    if architecture in classes_of_decoder(served):
+    if architecture in classes_of_decoder(served) and architecture not in served:
         spec, table = family.describe(fields, base_class(served))
         spec, table = with_head(fields, spec, table, architecture)
     else:

@@ -146,7 +146,11 @@ def under(table: WeightTable, base: str) -> WeightTable:
 
     def renamed(rows: Iterable[Row]) -> tuple[Row, ...]:
         return tuple(
-            replace(own, sources=tuple(replace(s, name=new(s.name)) for s in own.sources))
+            replace(
+                own,
+                sources=tuple(replace(s, name=new(s.name)) for s in own.sources),
+                others=tuple(replace(s, name=new(s.name)) for s in own.others),
+            )
             for own in rows
         )
 

@@ -110,6 +110,9 @@ class KernelAttention(KernelBase):
                 written=(*qkv, *held),
             )
         q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
+        if a.growth:
+            at = positions if lengths is None else lengths[:, None]
+            q = q * primitives.growth(at, *a.growth)[..., None, None].astype(q.dtype)
         return q, shared, LatentCache(*filled) if held else None
 
     def _attend_latents(

@@ -431,6 +431,8 @@ class PlainOps:
         vector, key = jnp.split(qkv.shared, (latent.rank,), axis=-1)
         turn = a.rope.interleaved
         q = jnp.concatenate((q, primitives.rotary(turning, cos, sin, turn)), axis=-1)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].astype(q.dtype)
         key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
         shared = jnp.concatenate((PlainOps.norm(self, vector, layer.latent_norm), key), axis=-1)
         if cache is not None and lengths is not None:

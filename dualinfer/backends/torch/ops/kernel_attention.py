@@ -132,6 +132,9 @@ class KernelAttention(KernelBase):
             stretch=rope.stretch,
             pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
         )
+        if a.growth:
+            at = positions if lengths is None else lengths[:, None]
+            qkv.queries.mul_(primitives.growth(at, *a.growth)[..., None].to(qkv.queries.dtype))
         return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
 
     def _attend_latents(

@@ -407,6 +407,8 @@ class PlainOps:
         vector, key = qkv.shared.split((latent.rank, latent.turning), -1)
         turn = a.rope.interleaved
         q = torch.cat((q, primitives.rotary(turning, cos, sin, turn)), -1)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].to(q.dtype)
         key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
         shared = torch.cat((PlainOps.norm(self, vector, layer.latent_norm), key), -1)
         if cache is not None and lengths is not None:
