@@ -13,6 +13,7 @@ from . import (
     bert,
     bloom,
     clip,
+    dbrx,
     deberta,
     deepseek,
     fairseq,
@@ -41,7 +42,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, whisper, deepseek, llama4),
+        *(bart, t5, whisper, deepseek, llama4, dbrx),
     )
     for model_type in family.CLASSES
 }
