@@ -148,6 +148,18 @@ CASES = {
         {**FIVE, **OF_LAYER, "head_dim": 14, "router_scaling_factor": 1.7}
         | {"num_shared_experts": 2, "num_hidden_layers": 3},
     ),
+    "kolibri1": (
+        "Kolibri1",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"shared_expert_intermediate_size": 27, "norm_topk_prob": True}
+        | {"intermediate_size": None},
+    ),
+    "mellum": (
+        "Mellum",
+        {**LOCAL, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"rope_parameters": {TURNS[0]: {**PARTIAL, "partial_rotary_factor": 1.0}, TURNS[1]: YARN}}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
     "solar_open": (
         "SolarOpen",
         {**OF_LAYER, "n_routed_experts": 5, "num_experts_per_tok": 3, "head_dim": 16}

@@ -267,6 +267,21 @@ KINDS = {
         mlp=("up_proj", "down_proj"),
         gated=False,
     ),
+    "kolibri1": Kind(
+        *("Kolibri1",),
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        ffn="moe_intermediate_size",  # no layer is dense
+        placement="around",
+        norms=_AROUND,
+        qk_norm=True,
+    ),
+    "mellum": Kind(
+        *("Mellum",),
+        partial=True,
+        qk_norm=True,
+        # Of layers behind those that answer.
+        ignored=("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    ),
     "ministral": Kind("Ministral", qkv_bias=False, out_bias=False),
     "ministral3": Kind("Ministral3", qkv_bias=False, out_bias=False),
     "minimax_m2": Kind(

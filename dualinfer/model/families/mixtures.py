@@ -72,7 +72,14 @@ _GRANITE = Mixture(
 )
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
-_LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3")  # by mlp_layer_types
+_LISTED = (
+    "axk1",
+    "cohere2_moe",
+    "exaone_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "mellum",
+)  # by mlp_layer_types
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -126,6 +133,15 @@ MIXTURES: Mapping[str, Mixture] = {
     "hunyuan_v1_moe": Mixture(
         router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
     ),
+    "kolibri1": Mixture(
+        shared="mlp.shared_experts",
+        choice_bias=_DEEPSEEK.choice_bias,
+        renames=(
+            (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+            (".post_self_attn_layernorm.", ".post_attn_norm."),
+            (".post_mlp_layernorm.", ".post_ffn_norm."),
+        ),
+    ),
     "llama4_text": Mixture(
         block="feed_forward",
         router="router",
@@ -134,6 +150,7 @@ MIXTURES: Mapping[str, Mixture] = {
         count="num_local_experts",
         ffn="intermediate_size",
     ),
+    "mellum": Mixture(unused=(r"^mtp\.",)),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mixtral": _MIXTRAL,
     "olmoe": Mixture(ffn="intermediate_size"),
@@ -262,6 +279,8 @@ def _router(fields: ConfigFields) -> Router:
         if fields.take("expert_selection_fn") == "softmax":
             return Router(0, "chosen")
         return Router(0, "gates", renormalized=renormalized)
+    if family == "kolibri1":
+        return Router(0, "gates", renormalized=fields.flag("norm_topk_prob", False))
     if family == "llama4_text":
         return Router(0, "gates")
     if family == "phimoe":
@@ -284,7 +303,7 @@ def _shared(fields: ConfigFields) -> int:
     own = MIXTURES[fields.family]
     if own.shares:
         return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
-    if fields.family == "qwen2_moe":
+    if fields.family in ("kolibri1", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
     if fields.family in ("granitemoe_swa", "granitemoeshared"):
         width = "shared_intermediate_size"

@@ -16,7 +16,7 @@ from .fields import ConfigFields, is_positive
 from .kinds import KINDS, ORIGINAL, Bias, Kind
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
-_ROPES_BY_KIND = ("olmo3",)
+_ROPES_BY_KIND = ("mellum", "olmo3")
 _SINKS = ("gpt_oss", "granitemoe_swa")
 _MSCALES = "short_mscale", "long_mscale"
 _GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
@@ -226,8 +226,8 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
         turns = fields.take("position_embedding_type") == "rope"
         return [(None, "" if turns else None)] * count
     turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
-    windowed = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "olmo3", "smollm3")
-    if family not in (*turning, *windowed, "granitemoe_swa"):
+    windowed = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "granitemoe_swa")
+    if family not in (*turning, *windowed, "kolibri1", "mellum", "olmo3", "smollm3"):
         return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
@@ -251,7 +251,9 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
             )
         return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
     everywhere = family in turning
-    everywhere |= family.startswith("exaone") and fields.take("sliding_window") is None
+    everywhere |= (
+        family in ("exaone4", "exaone_moe", "kolibri1") and fields.take("sliding_window") is None
+    )
     turns = [everywhere or w is not None for w in windows]
     if family == "cohere2_moe" and fields.take("prefix_dense_sliding_window_pattern") == 1:
         feeds = fields.kinds("mlp_layer_types", count, ("dense", "sparse"))
