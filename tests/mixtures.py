@@ -132,6 +132,12 @@ CASES = {
         {**FIVE, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5, "logit_scale": 2.0}
         | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
     ),
+    "dbrx": (
+        "Dbrx",
+        {"attn_config": {"kv_n_heads": 3, "clip_qkv": 0.7, "rope_theta": 1e4}, "d_model": 60}
+        | {"ffn_config": {"ffn_hidden_size": 19, "moe_num_experts": 5, "moe_top_k": 3}}
+        | {"intermediate_size": None},
+    ),
     "exaone_moe": (
         "ExaoneMoe",
         {**OF_LAYER, "num_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
@@ -151,7 +157,7 @@ CASES = {
     "kolibri1": (
         "Kolibri1",
         {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
-        | {"shared_expert_intermediate_size": 27},
+        | {"shared_expert_intermediate_size": 27, "norm_topk_prob": True},
     ),
     "mellum": (
         "Mellum",

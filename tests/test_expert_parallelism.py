@@ -72,6 +72,7 @@ CASES_OF_PLAIN = [
     ("granitemoe", "torch", 2, 2, None, False),
     ("afmoe", "torch", 4, 2, None, False),
     ("cohere2_moe", "jax", 2, 2, None, False),
+    ("dbrx", "jax", 4, 2, None, False),
     ("mixtral", "jax", 2, 2, None, False),
     ("hunyuan_v1_moe", "torch", 4, 2, None, False),
     ("llama4", "torch", 4, 2, None, False),

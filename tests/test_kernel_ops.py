@@ -43,8 +43,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "phimoe": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     | {"num_hidden_layers": 1, "intermediate_size": 7},
 }
-# A gate on what heads give; a mean of experts and shared ones, which are not in one launch.
-MIXTURES |= dict.fromkeys(("afmoe", "cohere2_moe"), MIXTURES["gpt_oss"])
+# A gate on what heads give; a mean of experts and shared ones, which are not in one launch; a bias
+# of logits for the choice.
+MIXTURES |= dict.fromkeys(("afmoe", "cohere2_moe", "kolibri1"), MIXTURES["gpt_oss"])
 QUICK = ("gpt_oss",)
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}

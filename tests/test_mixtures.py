@@ -151,6 +151,7 @@ SHARED = [
         ("afmoe", "jax", 2, False),
         ("cohere2_moe", "torch", 2, False),
         ("granitemoe_swa", "jax", 3, False),
+        ("dbrx", "torch", 3, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )
@@ -260,6 +261,8 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("afmoe", {"route_norm": False}, "route_norm=False"),
         ("cohere2_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
         ("cohere2_moe", {"expert_selection_fn": "tanh"}, "expert_selection_fn='tanh'"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 3, "rope_theta": 5e5}}, "for the makers' text"),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 2, "moe_top_k": 3}}, "cannot choose more"),
         ("granitemoe_swa", {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta="),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias=True"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),

@@ -25,7 +25,7 @@ from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
 from .adapters import AdaptedSource, Adapter
-from .stacked import show_experts
+from .stacked import has_rows_of_experts, show_experts
 
 
 class QuantizedSource:
@@ -262,8 +262,9 @@ def open_as_held(
         notes += source.own_notes
         if held is not None:
             matrices = replace(held, open=lambda name: None if name in merged else held(name))
-    if recipe is not None:
+    if recipe is not None or has_rows_of_experts(table):
         source = show_experts(source, table)
+    if recipe is not None:
         matrices = quantize(recipe, table, source)
     if matrices is None:
         return source, table, notes

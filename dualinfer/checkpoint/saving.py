@@ -228,8 +228,9 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
                 plain += [name] if row.is_weight else []
                 continue
             if own in turned:
+                what = "one expert of a tensor" if "#" in name else "a Conv1D of transformers"
                 raise UnsupportedError(
-                    f"{name} is a Conv1D of transformers, which compressed-tensors does not hold. "
+                    f"{name} is {what}, which compressed-tensors does not hold. "
                     "Keep the plain model, and quantize it while it is loaded, by `quant`."
                 )
             if row.layer is None and row.name != "head.weight":

@@ -9,10 +9,13 @@ from ..model.weights import Row, Source, WeightTable
 
 
 class _Part(NamedTuple):
-    """The matrix of an `expert` in a tensor: its rows from `start` on, or all of it, `turned`."""
+    """The matrix of an `expert` in a tensor: its rows from `start` on, or all of it, `turned`.
+
+    Without an expert the tensor is a matrix itself.
+    """
 
     name: str
-    expert: int
+    expert: int | None
     start: int
     shape: tuple[int, int]
     turned: bool
@@ -31,9 +34,23 @@ class StackedSource:
         self._stored = set(source.names())
         self.matrices: dict[str, _Part] = {}
         for row in table.rows:
+            for own in row.sources:
+                if "#" in own.name:
+                    self._show_rows(row, own, table)
             for whole in row.others:
                 self._show(row, whole, table)
         self._hidden = {part.name for part in self.matrices.values()}
+
+    def _show_rows(self, row: Row, source: Source, table: WeightTable) -> None:
+        whole = table.candidates(source.name.partition("#")[0])
+        name = next((n for n in whole if n in self._stored), None)
+        if name is None:
+            return
+        high, wide = table.shape(row, source.axes)
+        assert source.index is not None
+        if self._source.shape(name) == (high * table.spec.extent("experts", row.layer), wide):
+            part = name, None, source.index * high, (high, wide), False
+            self.matrices[source.name] = _Part(*part)
 
     def _show(self, row: Row, whole: Source, table: WeightTable) -> None:
         name = next((n for n in table.candidates(whole.name) if n in self._stored), None)
@@ -73,9 +90,11 @@ class StackedSource:
         if part is None:
             return self._source.read(name, index)
         rows, columns = index or (slice(None), slice(None))
-        expert = slice(part.expert, part.expert + 1)
         start, stop, _ = rows.indices(part.shape[0])
         own = slice(part.start + start, part.start + max(start, stop))
+        if part.expert is None:
+            return self._source.read(part.name, (own, columns))
+        expert = slice(part.expert, part.expert + 1)
         if part.turned:
             return self._source.read(part.name, (expert, columns, own))[0].T
         return self._source.read(part.name, (expert, own, columns))[0]
@@ -85,3 +104,9 @@ def show_experts(source: TensorSource, table: WeightTable) -> TensorSource:
     """The source with a tensor for each expert's matrix, where it has one for all experts."""
     stacked = StackedSource(source, table)
     return stacked if stacked.matrices else source
+
+
+def has_rows_of_experts(table: WeightTable) -> bool:
+    """True of a family whose files have a tensor of which each expert has some rows."""
+    templates = {id(rows): rows for rows in table.layers}.values()
+    return any("#" in source.name for rows in templates for row in rows for source in row.sources)

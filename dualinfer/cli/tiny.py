@@ -33,6 +33,10 @@ _EXPERTS = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
+_WITHIN = {
+    "attn_config": {"kv_n_heads": _KV_HEADS},
+    "ffn_config": {"ffn_hidden_size": 72, "moe_num_experts": 6, "moe_top_k": 3},
+}
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _SIDES = ("encoder", "decoder")
@@ -89,6 +93,12 @@ def tiny_config(config: Any) -> Any:
         own = values.get(name)
         if name in values and own != 0:
             values[name] = [value] * len(own) if isinstance(own, list) else value
+    for name, own in _WITHIN.items():
+        if name in values:
+            values[name] |= {k: v for k, v in own.items() if k in values[name]}
+    if config.model_type == "dbrx":  # HF's class reads what its config lacks, and has to clip
+        own = {"clip_qkv": 8.0} | {k: v for k, v in values["attn_config"].items() if v is not None}
+        values["attn_config"] = own | {"rope_theta": values["rope_parameters"]["rope_theta"]}
     if (values.get("n_group") or 1) > 1:
         values |= _GROUPS
     values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}

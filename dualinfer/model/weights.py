@@ -132,7 +132,8 @@ class Source:
     that of each of so many equal groups (CodeGen's `q+v+k/4`). With `:32` behind, 32 elements of
     the axis have one here, and with `=1` the axis has one element whatever its length is: so scales
     lie. `part` is the array of the weight that it belongs to, `dtypes` are those that it may have.
-    `index` is its place along the row's first axis, where tensors without that axis are stacked.
+    `index` is its place along the row's first axis, where tensors without that axis are stacked; a
+    name with `#` and this behind is that of as many rows of a tensor that holds all (DBRX).
     """
 
     name: str

@@ -13,6 +13,7 @@ from . import (
     bert,
     bloom,
     clip,
+    dbrx,
     deberta,
     deepseek,
     encoder_decoder,
@@ -45,7 +46,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
     )
     for model_type in family.CLASSES
 }

@@ -290,6 +290,7 @@ KINDS = {
     ),
     "mellum": Kind(
         *("Mellum",),
+        partial=True,
         qk_norm=True,
         # Of layers that predict a second token.
         ignored=(

@@ -130,14 +130,13 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "kolibri1": Mixture(
         shared="mlp.shared_experts",
-        choice_bias="gate.e_score_correction_bias",
+        choice_bias=_DEEPSEEK.choice_bias,
         renames=(
             (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
             (".post_self_attn_layernorm.", ".post_attn_norm."),
             (".post_mlp_layernorm.", ".post_ffn_norm."),
         ),
     ),
-    "mellum": Mixture(unused=(r"^mtp\.",)),
     "llama4_text": Mixture(
         block="feed_forward",
         router="router",
@@ -146,6 +145,7 @@ MIXTURES: Mapping[str, Mixture] = {
         count="num_local_experts",
         ffn="intermediate_size",
     ),
+    "mellum": Mixture(unused=(r"^mtp\.",)),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mistral4": replace(_DEEPSEEK, choice_bias=None),
     "mixtral": _MIXTRAL,
