@@ -195,11 +195,13 @@ def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
     if model_type == "gpt_neo" and written.get("attention_types") is not None:
         check_types(written["attention_types"])
     apart = written.get("per_layer_config") or {}
-    if not isinstance(apart, Mapping) or (apart and not model_type.startswith("gemma4")):
+    if apart and not model_type.startswith("gemma4"):
         raise ModelError(
-            f"config.json has per_layer_config={shown(apart)}; of layers that differ from one "
-            f"another in their sizes the {model_type} family has none, and others an object."
+            f"config.json has per_layer_config={shown(apart)}, and the {model_type} family has no "
+            "layers that differ from one another in their sizes. Remove it."
         )
+    if not isinstance(apart, Mapping):
+        raise ModelError(f"config.json has per_layer_config={shown(apart)}; expected an object.")
     check_layers("len(per_layer_config)", len(apart))
     labels = written.get("num_labels")
     if labels is not None and not (isinstance(labels, int) and 0 <= labels <= _MOST_LABELS):
