@@ -345,7 +345,9 @@ def test_models_beyond_the_kernels_get_plain_xla(spec):
     layer = spec.layers[0]
     for dim in (256, 257):
         attention = replace(layer.attention, head_dim=dim, rope=None)
-        wide = replace(spec, layers=(layer, replace(layer, attention=attention)))
+        own = replace(layer, attention=attention)
+        assert type(chosen(replace(spec, layers=(layer, own)), gpu("9.0"))) is KernelOps
+        wide = replace(spec, layers=(own, own))
         assert (unserved(wide) is None) == (dim == 256)
         assert (type(chosen(wide, gpu("9.0"))) is KernelOps) == (dim == 256)
     for embed in (norm.WIDEST, norm.WIDEST + 1):

@@ -242,6 +242,7 @@ WRITTEN = {
         **{"final_logit_softcapping": 30.0, "layer_types": TURNS, "num_kv_shared_layers": 0},
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
         **{"num_global_key_value_heads": None, "use_bidirectional_attention": None},
+        "per_layer_config": {"01": {"head_dim": 32}},  # as transformers writes global_head_dim
         "rope_parameters": {
             "full_attention": {
                 **{"partial_rotary_factor": 0.25, "rope_type": "proportional"},

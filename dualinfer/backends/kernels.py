@@ -43,10 +43,10 @@ def unserved(spec: ModelSpec) -> str | None:
 
     attentions = [layer.attention for layer in spec.layers]
     wide = [a for a in attentions if has_wide_heads(a.head_dim)]
-    if len(wide) == len(attentions) or spec.encoder or any(a.latent for a in wide):
-        dim = max((a.head_dim for a in wide), default=0)
-        if dim:  # where only some layers of a decoder have such, their attention alone is plain
-            return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    everywhere = len(wide) == len(attentions) or spec.encoder or any(a.latent for a in wide)
+    if wide and everywhere:  # of some layers of a decoder the attention alone is plain
+        dim = max(a.head_dim for a in wide)
+        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
     ranks = [a.latent.rank for a in attentions if a.latent]
     if max(ranks, default=0) > latent.LARGEST_RANK:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"

@@ -194,11 +194,15 @@ def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
         check_layers(name, written.get(name))
     if model_type == "gpt_neo" and written.get("attention_types") is not None:
         check_types(written["attention_types"])
-    if written.get("per_layer_config"):
+    apart = written.get("per_layer_config") or {}
+    if apart and not model_type.startswith("gemma4"):
         raise ModelError(
-            "config.json has per_layer_config; layers that differ from one another in their sizes "
-            "are not in this version's fused families."
+            f"config.json has per_layer_config={shown(apart)}, and the {model_type} family has no "
+            "layers that differ from one another in their sizes. Remove it."
         )
+    if not isinstance(apart, Mapping):
+        raise ModelError(f"config.json has per_layer_config={shown(apart)}; expected an object.")
+    check_layers("len(per_layer_config)", len(apart))
     labels = written.get("num_labels")
     if labels is not None and not (isinstance(labels, int) and 0 <= labels <= _MOST_LABELS):
         raise ModelError(
