@@ -160,11 +160,13 @@ def pooling_weights(
     real = np.ones(shape, bool) if visible is None else visible
     if pooling == "all":
         return real.astype(np.float32)
-    if pooling == "patches":
+    if pooling in ("patches", "beside"):
         assert spec.patches is not None
         real[:, : spec.patches.learned] = False
-    if pooling in ("mean", "patches"):
-        return (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+    if pooling in ("mean", "patches", "beside"):
+        mean = (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+        mean[:, 0] += pooling == "beside"
+        return mean
     at = np.zeros(shape[0], np.int64)
     if pooling == "real":
         at = real.argmax(1)
