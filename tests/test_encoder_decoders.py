@@ -400,7 +400,7 @@ ALONE = ("T5EncoderModel", "UMT5EncoderModel", "LongT5EncoderModel", "T5GemmaEnc
 
 
 @pytest.mark.parametrize("name", slow_but(ALONE[:2], ALONE))
-def test_encoders_alone_are_base_models(name, tmp_path):
+def test_encoders_alone_are_base_models(name):
     torch.manual_seed(1)
     ids = torch.tensor(random_ids(2, 19, vocab=VOCAB)).long()
     fields = {
