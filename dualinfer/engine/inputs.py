@@ -69,9 +69,10 @@ def make_forward_inputs(
         vectors = check_embeds(embeds, spec.extent("width"))
         shape = batch, length = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
-    if visible is None and tokens is not None and (tokens == spec.hides).any():
+    hidden = None if visible is not None else spec.hides
+    if hidden is not None and tokens is not None and (tokens == hidden).any():
         raise ArgumentError(
-            f"{name} holds the id {spec.hides} of padding, which HF's {spec.architecture} hides "
+            f"{name} holds the id {hidden} of padding, which HF's {spec.architecture} hides "
             "from parts of the model where there is no attention_mask. Pass attention_mask."
         )
     segments = None
