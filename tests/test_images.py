@@ -54,6 +54,11 @@ CASES = {
     "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2": ("Dinov2Model", _DINO),
     "registers": ("Dinov2WithRegistersModel", {**_DINO, "num_register_tokens": 3}),
+    "registers-labels": (
+        "Dinov2WithRegistersForImageClassification",
+        {**_DINO, "num_register_tokens": 3, "num_labels": 3},
+    ),
+    "dinov2-labels": ("Dinov2ForImageClassification", {**_DINO, "num_labels": 3}),
     "vit-msn": ("ViTMSNModel", _VIT),
     "vit-msn-labels": ("ViTMSNForImageClassification", {**_VIT, "num_labels": 3}),
     "ijepa": ("IJepaModel", _VIT),
@@ -218,7 +223,7 @@ def test_a_model_of_both_gives_the_vectors_of_each_alone():
 
 
 ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("dinov2", "torch")]
-ANY_SIZE += [("registers", "torch"), ("ijepa-labels", "jax")]
+ANY_SIZE += [("registers", "torch"), ("ijepa-labels", "jax"), ("dinov2-labels", "jax")]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,11 @@ def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, bac
     channels = given["pixel_values"].shape[1]
     random = np.random.default_rng(5)  # smaller than the model's own one way, larger the other
     given["pixel_values"] = random.standard_normal((2, channels, 12, 41)).astype(np.float32)
-    how = {} if case in ("dinov2", "registers") else {"interpolate_pos_encoding": True}
+    how = (
+        {}
+        if case in ("dinov2", "registers", "dinov2-labels")
+        else {"interpolate_pos_encoding": True}
+    )
     expected = of_hf(model, given, output_hidden_states=True, **how)
     engine = dualinfer.init_inference(model, backend=backend, **HOW)
     found = engine(**given, output_hidden_states=True, **how)
@@ -249,7 +258,9 @@ def on_devices(case, backend, devices):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["vit", "clip-image-projected", "clip-text-projected", "siglip"])
+@pytest.mark.parametrize(
+    "case", ["vit", "clip-image-projected", "clip-text-projected", "siglip", "registers-labels"]
+)
 def test_two_devices_give_what_one_gives(case, backend, crew):
     if backend == "torch":
         found = crew.run(on_devices, case, backend, 2, world=2)

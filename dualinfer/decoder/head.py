@@ -79,6 +79,9 @@ def _scores(
 
     def pool(x: Array) -> Array:
         assert weights is not None
+        if head.pooling == "beside":  # the first token's weight is 1, and those of patches follow
+            both = ops.pool(x, weights, (weights.cumsum(1) > 1) * 1, 2)
+            return ops.like(both, x).reshape(x.shape[0], -1)
         return ops.like(ops.pool(x, weights), x)[:, 0]
 
     if head.pooling and not head.late:

@@ -69,9 +69,10 @@ def make_forward_inputs(
         vectors = check_embeds(embeds, spec)
         shape = batch, length = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
-    if visible is None and tokens is not None and (tokens == spec.hides).any():
+    hidden = None if visible is not None else spec.hides
+    if hidden is not None and tokens is not None and (tokens == hidden).any():
         raise ArgumentError(
-            f"{name} holds the id {spec.hides} of padding, which HF's {spec.architecture} hides "
+            f"{name} holds the id {hidden} of padding, which HF's {spec.architecture} hides "
             "from parts of the model where there is no attention_mask. Pass attention_mask."
         )
     segments = None
@@ -160,11 +161,13 @@ def pooling_weights(
     real = np.ones(shape, bool) if visible is None else visible
     if pooling == "all":
         return real.astype(np.float32)
-    if pooling == "patches":
+    if pooling in ("patches", "beside"):
         assert spec.patches is not None
         real[:, : spec.patches.learned] = False
-    if pooling in ("mean", "patches"):
-        return (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+    if pooling in ("mean", "patches", "beside"):
+        mean = (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+        mean[:, 0] += pooling == "beside"
+        return mean
     at = np.zeros(shape[0], np.int64)
     if pooling == "real":
         at = real.argmax(1)

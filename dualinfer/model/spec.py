@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
 
@@ -414,8 +415,9 @@ class Head:
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
     that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
-    after the activation if `late`, or of an image's `patches` without the learned tokens; of an
-    encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads. `width`
+    after the activation if `late`, or of an image's `patches` without the learned tokens, or the
+    first and this mean of patches side by side (`beside`); of an encoder-decoder the decoder's at
+    the place of the last id `eos` that the encoder reads. `width`
     is that of the projection before the vocabulary where it is neither the embedding's nor the
     layers' (RemBERT).
     """
@@ -426,7 +428,7 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None = None
+    pooling: Pooling | None = None
     late: bool = False
     eos: int | None = None
     width: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import ModelError, shown
-from ..spec import Activation, Head, ModelSpec, Norm
+from ..spec import Activation, Head, ModelSpec, Norm, Pooling
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
@@ -63,7 +63,7 @@ def make_head(
     fields: ConfigFields,
     kind: Kind,
     own: Classifier,
-    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None,
+    pooling: Pooling | None,
     norm: Norm | None = None,
     late: bool = False,
     width: str = "embed",

@@ -15,8 +15,10 @@ from .heads import Classifier, make_head
 CLASSES = {
     "vit": ("ViTModel", "ViTForImageClassification"),
     "deit": ("DeiTModel", "DeiTForImageClassification"),
-    "dinov2": ("Dinov2Model",),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel",),
+    "dinov2": ("Dinov2Model", "Dinov2ForImageClassification"),
+    "dinov2_with_registers": (
+        *("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+    ),
     "vit_msn": ("ViTMSNModel", "ViTMSNForImageClassification"),
     "ijepa": ("IJepaModel", "IJepaForImageClassification"),
 }
@@ -48,8 +50,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     outer = [*_embeddings(patches, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
     head, pooled = None, Pooled("first") if is_dino else None
     if architecture.endswith("ForImageClassification"):
-        pooling = "first" if patches.learned else "mean"
-        head, rows = make_head(fields, "sequence", Classifier("classifier"), pooling)
+        pooling, width = "first" if patches.learned else "mean", "embed"
+        if is_dino:
+            pooling, width, pooled = "beside", "embed+embed_in", None
+        own = Classifier("classifier")
+        head, rows = make_head(fields, "sequence", own, pooling, width=width)
         outer += rows
         fields.ignore("pooler_output_size", "pooler_act")
     elif not is_dino and not is_msn:
